@@ -64,9 +64,9 @@ def use_rules_in_turn() -> None:
     """Let the tables of this process begin their steps with the rules in turn."""
     begin = table.RowTable.begin
 
-    def begin_step(one: table.RowTable, step: int, expected: int, windows: Windows | None = None) -> None:
+    def begin_step(one: table.RowTable, step: int, expected: int, units: int | None = None) -> None:
         AlternatingLedger.coming = RULES[step % 2]
-        begin(one, step, expected, windows)
+        begin(one, step, expected, units)
 
     table.RowTable.begin = begin_step  # type: ignore[method-assign]
     table.Ledger = AlternatingLedger  # type: ignore[misc]

@@ -90,7 +90,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--recompute", action="store_true", help="compute layers again in the backward pass, to save memory"
+        "--recompute",
+        nargs="?",
+        const=True,
+        default=False,
+        type=lambda text: int(text) if text.isdigit() else text,
+        metavar="selective|N",
+        help='as train.recompute: all layers, "selective", or N layers',
     )
     parser.add_argument(
         "--peak-tflops", type=float, help="of the device in bf16 (default: that of its name, if it is known)"

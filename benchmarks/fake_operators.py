@@ -20,9 +20,14 @@ def define_operators() -> torch.library.Library:
     for line in signatures:
         if line.startswith("func: "):
             library.define(line.removeprefix("func: "))
-    library.define("npu_rms_norm_backward(Tensor grad, Tensor self, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)")
     library.define("npu_swiglu_backward(Tensor grad, Tensor self) -> Tensor")
     shapes: dict[str, Callable[..., Any]] = {
+        "npu_add_rms_norm": lambda x, added, gamma, epsilon=1e-6: (
+            torch.empty_like(x),
+            x.new_empty((*x.shape[:-1], 1), dtype=FP32),
+            torch.empty_like(x),
+        ),
+        "npu_attention_update": lambda lse, outs, kind: (torch.empty_like(outs[0]), torch.empty_like(lse[0])),
         "npu_fusion_attention": _attention,
         "npu_fusion_attention_grad": _attention_grad,
         "npu_grouped_matmul": lambda x, weight, **rest: [x[0].new_empty((len(x[0]), weight[0].shape[-1]))],

@@ -49,8 +49,8 @@ class Response:
     text: str
     """The decoded response, for rewards: all that the model wrote but the tokens that begin, end or fill a sequence or
     end a turn (docs/data.md)."""
-    seed: int
-    """Seed of this response's own random stream."""
+    seed: int | None
+    """Seed of this response's own random stream; None if it was sampled from the instance's (docs/rollouts.md)."""
     instance: str
     """Name of the rollout instance that sampled it."""
 

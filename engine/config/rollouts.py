@@ -30,6 +30,8 @@ REFUSED = {
     "logprobs_mode": "the trainer needs log-probabilities of the logits that are sampled from (processed_logprobs)",
     "generation_config": "the recipe says how is sampled, not a file of the model",
     "worker_extension_cls": "it is Metronome's, which receives the weights",
+    "seed": "each instance gets one of its own, else two would sample the same responses; for responses that can be "
+    "sampled again see rollout.deterministic",
     "skip_tokenizer_init": "instances take token ids; `metronome serve --model` answers text",
     "allowed_origins": _SERVED,
     "disable_uvicorn_access_log": _SERVED,
@@ -135,6 +137,13 @@ class Rollout(Table):
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether each request of the training has a seed of its own. With vLLM a seed can cost one kernel for each
+        response and token, and without batch-invariant kernels it repeats no response: so only a deterministic one
+        gets them. The embedded engine draws from a seed in any case."""
+        return self.deterministic or self.engine == "embedded"
 
     def patience(self, met: bool) -> tuple[float, str]:
         """Seconds that the run and its instances wait for each other, and the key that sets them. Until they have met

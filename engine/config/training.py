@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Strict, model_validator
 
 from engine.config.table import Table
 
 Step = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Recompute = Annotated[bool, Strict()] | Literal["selective"] | PositiveInt
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
 
 
@@ -56,7 +57,7 @@ class Train(Table):
     """Largest number of tokens in one forward and backward pass. Groups that have arrived are packed up to it. A group
     above it is split, and its prompt is computed once per part; a single response above it stands alone."""
     prefetch: Literal["auto", "on", "off"] = "auto"
-    """Lease, open and pack the next micro-batch in a thread while one is trained; the numbers are the same. "auto": on
+    """Lease, open and pack the next window in a thread while one is trained; the numbers are the same. "auto": on
     devices, not on a CPU. Not with train.score_early, nor where leaders fetch columns from TransferQueue."""
     learning_rate: PositiveFloat = 1e-6
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
@@ -79,9 +80,11 @@ class Train(Table):
     """Type in which the routers of a mixture of experts compute their logits. vLLM and transformers compute them in the
     model's own type: "bfloat16" does so, too, and then fewer tokens near a tie go to other experts. Needs dtype =
     "bfloat16". Dense models have no routers."""
-    recompute: bool = False
-    """Drop each layer's activations and compute them again in the backward pass. This needs less memory and about a
-    third more time."""
+    recompute: Recompute = False
+    """Drop activations and compute them again in the backward pass, for less memory. "selective": the outputs of norms
+    and SwiGLU, a quarter to a third of a dense model's activations for a few per cent more time. A number: all inside
+    so many layers of each pipeline stage (Megatron's method "block"). true: all inside each layer, for about a third
+    more time."""
     deterministic: bool = False
     """Have a CUDA or NPU device add up in the same order each time, so that equal batches give equal bits. torch then
     refuses operators that can't. This is slower; a CPU does so anyway."""
@@ -98,8 +101,9 @@ class Train(Table):
     A step above it fails the run, because the weights or the numerics of trainer and instances differ. 0 only reports
     the gap; so do the other modes, in which the policy has moved since."""
     profile: list[Step] = Field(default=[], max_length=2)
-    """First and last step that torch's profiler (on NPUs torch_npu's) records on each trainer rank, into `profile/` of
-    the run folder: [5, 6] (docs/training.md). Empty: none. It slows these steps down, and changes no weight."""
+    """First and last step that torch's profiler (on NPUs torch_npu's) records on each trainer rank and each of the
+    run's own instances, into `profile/` of the run folder: [5, 6] (docs/training.md). Empty: none. It slows these steps
+    down, and changes no weight."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life between trainer and launcher after which the run fails. While the trainer loads
     its models, it has rollout.timeout_s more."""

@@ -49,6 +49,13 @@ class Backend(Protocol):
     async def reset_prefix_cache(self) -> None:
         """Drop the cached prompts."""
 
+    async def start_profile(self) -> None:
+        """Begin to record a profile in the folder of --profile. Raise BadInput if the instance was started without, and
+        Conflict if it records one already."""
+
+    async def stop_profile(self) -> None:
+        """Write the profile. Raise Conflict if none is recorded."""
+
     async def connect(self, init_info: JsonObject) -> None:
         """Join the senders' groups (Receiver.connect). Cancel a transfer or a connect under way."""
 

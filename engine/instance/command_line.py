@@ -53,6 +53,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
         metavar="NAME",
         help="take and give text too, as OpenAI's API does, with this name of the model; needs the model's tokenizer",
     )
+    made.add_argument("--profile", type=Path, help="folder for profiles, which POST /start_profile begins")
     made.add_argument(
         "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"
     )

@@ -113,6 +113,8 @@ class InstanceApp:
             ("POST", "/pause"): (self._pause, OTHER_BYTES),
             ("POST", "/resume"): (self._resume, OTHER_BYTES),
             ("POST", "/reset_prefix_cache"): (self._reset_prefix_cache, OTHER_BYTES),
+            ("POST", "/start_profile"): (self._start_profile, OTHER_BYTES),
+            ("POST", "/stop_profile"): (self._stop_profile, OTHER_BYTES),
             ("POST", "/init_weight_transfer_engine"): (self._connect, WEIGHTS_BYTES),
             ("POST", "/start_weight_update"): (self._start_update, WEIGHTS_BYTES),
             ("POST", "/update_weights"): (self._update, WEIGHTS_BYTES),
@@ -278,6 +280,14 @@ class InstanceApp:
     async def _reset_prefix_cache(self, request: _Request) -> JsonObject:
         await self._backend.reset_prefix_cache()
         return {"message": "prefix cache reset"}
+
+    async def _start_profile(self, request: _Request) -> JsonObject:
+        await self._backend.start_profile()
+        return {"message": "the profile has begun"}
+
+    async def _stop_profile(self, request: _Request) -> JsonObject:
+        await self._backend.stop_profile()
+        return {"message": "the profile is written"}
 
     async def _connect(self, request: _Request) -> JsonObject:
         """Join the groups of an init_info. Without one there is nothing to do: files need no groups."""

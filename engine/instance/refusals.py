@@ -22,6 +22,9 @@ KINDS = {
 }
 
 
+NO_PROFILES = "this instance was not started to record profiles (train.profile of the run that starts it, or --profile)"
+
+
 class Conflict(MetronomeError):
     """The call is valid, but not now: a step of an update out of order, a resume in the middle of an update."""
 

@@ -12,14 +12,15 @@ from statistics import fmean
 
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.errors import BadInput
+from engine.errors import BadInput, MetronomeError
 from engine.launcher.dynamic_sampling import DynamicSampling
+from engine.launcher.pool.instance import Instance
 from engine.launcher.rollout_service import RolloutService
-from engine.launcher.stages import train_windows
 from engine.launcher.table import RowTable
 from engine.run.folder import SAMPLED_GROUPS
 from engine.types import Prompt
 from engine.wire.columns import PackedLanded, Row, open_scores
+from engine.wire.rollout_messages import Acknowledged, InstanceRequest, StartProfile, StopProfile
 
 
 @dataclass
@@ -71,6 +72,47 @@ class Batch:
             self.samples.append(row)
 
 
+class RolloutProfile:
+    """Has the run's own instances record a profile, from the start of the first batch of train.profile until the last
+    one is generated. An instance that can't says so, and the run goes on."""
+
+    def __init__(self, service: RolloutService, steps: Sequence[int]) -> None:
+        """`steps`: the first and the last one, or empty."""
+        self._service = service
+        self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
+        self._begun = False
+        self._recording: list[Instance] = []
+
+    async def begin(self, step: int) -> None:
+        """The generation of a batch begins. A resumed run may begin with one after the first."""
+        if step in self._steps and not self._begun:
+            self._begun = True
+            own = [instance for instance in self._service.pool.instances if instance.declared is not None]
+            self._recording = await self._send(own, StartProfile)
+
+    async def end(self, step: int) -> None:
+        """A batch is generated."""
+        if self._recording and step == self._steps[-1]:
+            recording = self._recording
+            self._recording = []
+            await self._send(recording, StopProfile)
+
+    async def _send(
+        self, instances: Sequence[Instance], request: type[InstanceRequest[Acknowledged]]
+    ) -> list[Instance]:
+        """Send all of them the request. Return those that carried it out."""
+        replies = await asyncio.gather(*(one.client.call(request()) for one in instances), return_exceptions=True)
+        done: list[Instance] = []
+        for one, reply in zip(instances, replies, strict=True):
+            if isinstance(reply, MetronomeError):
+                print(f"train.profile: {one.name} is not profiled: {reply}", flush=True)
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                done.append(one)
+        return done
+
+
 class BatchGenerator:
     """Generates batches. With dynamic sampling a batch begins after the last prompt that the previous batch used."""
 
@@ -92,6 +134,7 @@ class BatchGenerator:
         self._loader = loader
         self._service = service
         self._notify = notify
+        self._profile = RolloutProfile(service, config.train.profile)
         self._position = 0
         self._previous: Batch | None = None
 
@@ -135,7 +178,7 @@ class BatchGenerator:
 
     def begin(self, step: int) -> Batch:
         """Return a new batch for `step`, which the table begins. Steps begin in order."""
-        self._table.begin(step, self._config.train.prompts_per_step, train_windows(self._config, self.units))
+        self._table.begin(step, self._config.train.prompts_per_step, self.units)
         batch = Batch(step, self._table)
         if self._config.algorithm.dynamic_sampling:
             batch.before, self._previous = self._previous, batch
@@ -153,6 +196,7 @@ class BatchGenerator:
                 return  # the batch before failed, and with it the run
             self._position = batch.before.next_position
             batch.before = None
+        await self._profile.begin(batch.step)
         started = time.perf_counter()
 
         async def put(row: Row) -> None:
@@ -164,6 +208,7 @@ class BatchGenerator:
             await self._generate_selected(batch, put, prompts)
         else:
             await self._generate_all(batch, put, prompts or self._prompts(batch.step))
+        await self._profile.end(batch.step)
 
     async def _put(self, row: Row) -> None:
         """Put a row into the table, or those of its columns that are not there yet."""
@@ -201,8 +246,8 @@ class BatchGenerator:
         )
 
     async def generate_again(self, batch: Batch | None, index: int) -> Row:
-        """Generate a group of a batch under way, whose columns a store has lost, again, with the same seeds. There is
-        no dynamic sampling."""
+        """Generate a group of a batch under way, whose columns a store has lost, again. There is no dynamic
+        sampling."""
         assert batch is not None, "lost columns of a step that is over are not asked for"
         epoch, prompt = batch.prompts[index]
         return await self._service.producer.run_again(batch.step, index, epoch, prompt)

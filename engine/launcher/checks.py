@@ -66,6 +66,12 @@ def check_layouts(config: Config, shape: ModelShape) -> None:
     """Raise BadInput unless the trainer and the stages whose ranks are ours can lay the model out as the config
     says."""
     check_layout(shape, config.parallel)
+    layers = shape.layers // config.parallel.pipeline
+    recompute = config.train.recompute
+    if not isinstance(recompute, str) and recompute > layers:
+        raise BadInput(
+            f"train.recompute = {recompute}: a pipeline stage has {layers} layers; true recomputes all of them"
+        )
     if config.reference_stage is not None:
         check_layout(shape, config.stage_layout(REFERENCE_STAGE), f"stages.{REFERENCE_STAGE}")
 

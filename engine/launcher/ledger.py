@@ -28,6 +28,8 @@ class Windows:
     """Tokens of a window below which it is not made smaller for the balance of the units."""
     bubble: int = 0
     """Tokens that a unit could train in the time that its pipeline fills and drains, once in each window."""
+    together: int = 1
+    """In arrival order: the number of windows that a unit gets as one, where their rows wait already."""
 
 
 class Ledger:
@@ -100,10 +102,10 @@ class Ledger:
         there is no window yet.
 
         In arrival order a window is made of the rows that are there, for the unit that asks, and not so large that the
-        others would have to wait for it (`_largest`). In prompt order the windows are a function of the ordered rows
-        alone: a window is given once it can't grow any more, and the units get the windows in turn. A window has rows
-        of one mini-batch. `ahead`: the unit still trains another window; in arrival order it gets one only while
-        windows need not be smaller for the balance.
+        others would have to wait for it (`_largest`). Several that wait are given as one (`_joined`). In prompt order
+        the windows are a function of the ordered rows alone: a window is given once it can't grow any more, and the
+        units get the windows in turn. A window has rows of one mini-batch. `ahead`: the unit still trains another
+        window; in arrival order it gets one only while windows need not be smaller for the balance.
         """
         if self._windows.hold and len(self._ready) < self.expected:
             return []
@@ -120,7 +122,13 @@ class Ledger:
             free.sort(key=lambda index: (self._early_unit.get(index) != unit, index in self._early_unit))
         if ahead and self._windows.units > 1 and self._remaining(free, mini_batch) < 2 * self._windows.units * budget:
             return []
-        window = free[: self._count_fitting(free, self._largest(unit, budget, free, mini_batch))]
+        count = self._count_fitting(free, self._largest(unit, budget, free, mini_batch))
+        for _ in range(1, self._joined(budget, free, mini_batch)):
+            more = self._count_fitting(free[count:], budget)
+            if count + more == len(free) or count + more > self._most:
+                break  # it can still grow, or is too much for one unit
+            count += more
+        window = free[:count]
         self._tokens_given[mini_batch][unit] += sum(self._tokens[index] for index in window)
         return window
 
@@ -143,6 +151,16 @@ class Ledger:
             return min(budget, max(self._windows.least, int(guided)))
         size = max(guided, self._even(unit, budget, remaining, mini_batch))
         return budget if size + mean > budget else int(size + mean / 2)
+
+    def _joined(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        """Return how many windows may be given as one. Of several units none gets more than its share of the rows that
+        wait, nor more than half of what `_largest` allows: a slow unit may have another window ahead."""
+        units = self._windows.units
+        if units == 1:
+            return self._windows.together
+        waiting = sum(self._tokens[index] for index in free)
+        share = min(waiting / units, self._remaining(free, mini_batch) / (4 * units))
+        return min(self._windows.together, int(share / budget))
 
     def _remaining(self, free: Sequence[int], mini_batch: int) -> float:
         """Tokens of the mini-batch that no unit has yet; a row that is not ready counts with the mean."""

@@ -20,7 +20,7 @@ from engine.launcher.lease_requests import LeaseRequests
 from engine.launcher.liveness import Liveness
 from engine.launcher.rollout_service import RolloutService
 from engine.launcher.run_state import RunState
-from engine.launcher.stages import StageWatch, stages_of, train_windows
+from engine.launcher.stages import StageWatch, stages_of
 from engine.launcher.stored_columns import StoredColumns
 from engine.launcher.table import RowTable
 from engine.launcher.weight_sync.publish_requests import PublishRequests
@@ -340,7 +340,7 @@ class Plane:
         """A trainer publishes a version once more, because it was started again: what it had trained is lost."""
         assert self._generator is not None
         for step in self._batches.steps:
-            self.table.begin_again(step, train_windows(self.config, self._generator.units))
+            self.table.begin_again(step, self._generator.units)
 
     def _end_step(self, step: int) -> Batch | None:
         batch = self._batches.pop(step)

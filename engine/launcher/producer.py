@@ -51,7 +51,8 @@ class _PendingGroup:
     step: int
     index: int
     prompt: Prompt
-    seeds: list[int]
+    seeds: Sequence[int | None]
+    """Of each response; None: it has none."""
     verifying: asyncio.TaskGroup
     land: Land | None
     scored: bool = True
@@ -147,7 +148,7 @@ class Producer:
             raise first_leaf(failures) from failures
 
     async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> Row:
-        """Generate a group of a step again, with the seeds of the first time, and return it."""
+        """Generate a group of a step again, with the seeds of the first time if they have any, and return it."""
         made: list[Row] = []
 
         async def put(group: Row) -> None:
@@ -213,10 +214,10 @@ class Producer:
         sampled: Put | None = None,
     ) -> None:
         """Generate and score one group, and `put` it."""
-        seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
+        seeds = [self._seed_of(epoch, prompt, number) for number in range(self._group_size)]
         async with asyncio.TaskGroup() as verifying:
             work = _PendingGroup(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
-            while missing := work.missing:  # again for what an instance did not finish, with the same seeds
+            while missing := work.missing:  # again for what an instance did not finish, with the seeds that they have
                 await self._send_missing(work, missing)
             responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
             row = pack_row(step, index, prompt, responses)
@@ -231,6 +232,9 @@ class Producer:
         self._notices.group(responses, scores, self._sampling.max_new_tokens)
         await put(row.with_columns([pack_scores(scores)]))
 
+    def _seed_of(self, epoch: int, prompt: Prompt, number: int) -> int | None:
+        return sampling_seed(self._seed, epoch, prompt.id, number) if self._sampling.seeded else None
+
     async def sample(self, step: int, prompt: Prompt, seeds: Sequence[int]) -> list[PackedResponse]:
         """Sample a response for each seed on the instances, and score none. `step`: for messages and the trace.
 
@@ -239,7 +243,7 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as verifying:
                 work = _PendingGroup(
-                    step=step, index=-1, prompt=prompt, seeds=list(seeds), verifying=verifying, land=None, scored=False
+                    step=step, index=-1, prompt=prompt, seeds=seeds, verifying=verifying, land=None, scored=False
                 )
                 while missing := work.missing:
                     await self._send_missing(work, missing)

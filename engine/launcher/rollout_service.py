@@ -66,6 +66,7 @@ async def rollout_service(
                     stop=tokenizer.stop_ids,
                     partial=partial,
                     routes=synced and config.algorithm.routing_replay,
+                    seeded=not synced or config.rollout.seeded,
                 ),
                 group_size=group_size,
                 seed=config.run.seed,

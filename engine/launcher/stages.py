@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from engine.config import BATCH_SCOPE, Config
+from engine.config import BATCH_SCOPE, WINDOW_PER_STAGE, Config
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput, TransferError
 from engine.launcher.ledger import Windows
@@ -21,19 +21,6 @@ from engine.wire.messages import TRAIN, Written
 from engine.wire.routes import ROUTES
 
 
-def train_windows(config: Config, units: int) -> Windows:
-    """The windows of the stage `train` for a trainer of so many units."""
-    train = config.train
-    return Windows(
-        order=train.consume,
-        hold=train.mode == "sync",
-        units=units,
-        updates=train.updates,
-        least=config.least_window_tokens,
-        bubble=config.bubble_tokens,
-    )
-
-
 def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
     """Yield the stages of a recipe. `lease_s`: the deadline of the trainer's leases; None: they have none, because the
     ranks of trainer and scorers are ours.
@@ -41,13 +28,22 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
     A stage that computes the reference cuts the same windows as the trainer, so that both compute the same rows. Leases
     of our own scorers end with their processes (`RowTable.expire`).
     """
+    train = config.train
     routes = [ROUTES] if config.algorithm.routing_replay else []
     given = {name: _gives(name, stage.gives) for name, stage in config.stages.items()}
     yield StageRules(
         name=TRAIN,
         needs=frozenset((*OWN, *routes)).union(*given.values()),
         lease_s=lease_s,
-        windows=train_windows(config, config.parallel.units),
+        windows=Windows(
+            order=train.consume,
+            hold=train.mode == "sync",
+            units=config.parallel.units,
+            updates=train.updates,
+            least=config.least_window_tokens,
+            bubble=config.bubble_tokens,
+            together=WINDOW_PER_STAGE if lease_s is None and config.parallel.pipeline == 1 else 1,
+        ),
         whole=config.algorithm.advantage in BATCH_SCOPE,
     )
     for name, stage in config.stages.items():
@@ -58,9 +54,9 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
             gives=given[name],
             lease_s=None if own else stage.lease_s,
             windows=Windows(
-                order=config.train.consume,
+                order=train.consume,
                 units=stage.data if own else 1,
-                updates=config.train.updates if own else 1,
+                updates=train.updates if own else 1,
             ),
         )
 

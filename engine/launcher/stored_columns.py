@@ -18,7 +18,7 @@ RESTARTS = 3
 """Restarts in a row without a row between them that the store has returned, or that was trained."""
 
 Again = Callable[[int, int], Awaitable[Row]]
-"""(step, index) → the row, sampled again with the same seeds."""
+"""(step, index) → the row, sampled again."""
 At = tuple[int, int]
 """Step and index of a row."""
 Columns = tuple[Column, ...]

@@ -85,18 +85,22 @@ class RowTable:
 
     # steps ----------------------------------------------------------------------------------------
 
-    def begin(self, step: int, expected: int, windows: Windows | None = None) -> None:
-        """Begin a step of `expected` rows. `windows`: those of the stage `train`, where they are not its own."""
+    def begin(self, step: int, expected: int, units: int | None = None) -> None:
+        """Begin a step of `expected` rows. `units`: those of the trainer; None: those of the stage."""
         ledgers = {
-            name: Ledger(expected, windows if windows is not None and name == TRAIN else stage.windows)
+            name: Ledger(expected, self._train_windows(units) if name == TRAIN else stage.windows)
             for name, stage in self.stages.items()
         }
         self._steps[step] = _Step(expected, ledgers)
 
-    def begin_again(self, step: int, windows: Windows | None = None) -> None:
-        """The trainer begins a step again: no lease of its counts, and all rows are given to it again. `windows`: those
-        of the trainer that begins; None: as before."""
-        self._steps[step].ledgers[TRAIN].begin_again(windows)
+    def _train_windows(self, units: int | None) -> Windows:
+        windows = self.stages[TRAIN].windows
+        return windows if units is None else changed(windows, units=units)
+
+    def begin_again(self, step: int, units: int | None = None) -> None:
+        """The trainer begins a step again: no lease of its counts, and all rows are given to it again. `units`: as of
+        `begin`."""
+        self._steps[step].ledgers[TRAIN].begin_again(self._train_windows(units))
         for number, held in [*self._held.items(), *self._over.items()]:
             if held.step == step and held.stage == TRAIN:
                 self._held.pop(number, None)

@@ -27,14 +27,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from engine.model import linear, rotary, routing, weight_gradients
+from engine.model import linear, recompute, rotary, routing, weight_gradients
 from engine.model.attention import LayoutParams, SegmentAttention, params
 from engine.model.experts import GroupedExperts
 from engine.model.families import settings
 from engine.model.head import head
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
-from engine.model.norm import HeadNorm, RMSNorm
+from engine.model.norm import HeadNorm, RMSNorm, add_in_norm, add_to_made
 from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
 from engine.model.swiglu import SwiGLU
@@ -47,8 +47,10 @@ class Computation:
     sequence: bool = False
     """Whether there is sequence parallelism beside tensor parallelism."""
     dtype: torch.dtype = torch.float32
-    recompute: bool = False
-    """Whether the activations inside each layer are dropped and computed again in the backward pass."""
+    recompute: bool | int | str = False
+    """What is dropped and computed again in the backward pass: the activations inside each layer (True), inside the
+    first N layers of a pipeline stage (N, Megatron's method "block"), or large and cheap ones of each layer
+    ("selective", `engine.model.recompute`)."""
     router_dtype: torch.dtype = torch.float32
     """Type of the logits of a mixture's routers: float32, or `dtype`."""
     float_head: bool = False
@@ -80,9 +82,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         params_dtype=computation.dtype,
         pipeline_dtype=computation.dtype,
         moe_router_dtype="fp32" if computation.router_dtype is torch.float32 else None,
-        recompute_granularity="full" if computation.recompute else None,
-        recompute_method="uniform" if computation.recompute else None,
-        recompute_num_layers=1 if computation.recompute else None,
+        **_whole_layers(computation.recompute),
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -103,6 +103,14 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         cuda_graph_scope=[],  # Megatron warns about its own default
         calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours
     )
+
+
+def _whole_layers(recompute: bool | int | str) -> dict[str, Any]:
+    """Megatron's settings of the layers that are recomputed as a whole."""
+    if not recompute or isinstance(recompute, str):
+        return {}
+    method, layers = ("uniform", 1) if recompute is True else ("block", recompute)
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 def build_model(shape: ModelShape, computation: Computation | None = None) -> GPTModel:
@@ -127,6 +135,8 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
         model.output_layer.allreduce_dgrad = tensor > 1
+    if computation.recompute == "selective":
+        recompute.install(model)
     if shape.experts:
         routing.install(model, shape.experts)
     _mark_cuts(model)
@@ -174,6 +184,8 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        parts.self_attn_bda = add_in_norm
+        parts.mlp_bda = add_to_made
         mlp = parts.mlp.submodules
         if not isinstance(mlp, MLPSubmodules):
             mlp.experts.module = GroupedExperts

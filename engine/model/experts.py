@@ -1,7 +1,8 @@
 """The experts of a mixture: on a device one product of all experts at once, where the platform has a kernel for it.
 
-Megatron's `SequentialMLP` starts the kernels of an MLP for each expert, of which a rank may have 128. Its grouped
-layers need Transformer Engine or another package, and keep the weights under other names.
+The kernels take the weights of all experts in one tensor, and so does everything that is done once for each parameter:
+a gradient is added, reduced and measured, and the optimizer updates it. Megatron's `SequentialMLP` has two parameters
+for each expert, of which a rank may have 128. Its grouped layers need Transformer Engine or another package.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from engine.model import npu_operators
+from engine.model import linear, npu_operators
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [T, k], weights [experts, k, n], ends [experts] int32: the first token after each expert's → [T, n]."""
-LINEARS = ("linear_fc1", "linear_fc2")
-"""The names of an expert's two linear maps."""
 CUDA_MULTIPLE = 8
 """Sizes of matrices that CUDA's grouped product takes in bf16: rows begin at multiples of 16 bytes."""
 
@@ -39,57 +43,127 @@ def _by_torch(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, weights, offs=ends)
 
 
-class GroupedExperts(SequentialMLP):
-    """Megatron's experts, with its parameters and their names. On a CPU, and where there is no grouped product, they
-    are computed one after the other, as Megatron does."""
+class GroupedExperts(MegatronModule):
+    """A rank's experts, in the place of Megatron's `SequentialMLP`. Each linear map of all of them is one parameter."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """The arguments are those of Megatron's experts."""
+        super().__init__(config)
+        inner = config.moe_ffn_hidden_size
+        self.linear_fc1 = _weights(config, num_local_experts, 2 * inner, config.hidden_size)
+        """[experts, 2·f, hidden]: gate, then up projection."""
+        self.linear_fc2 = _weights(config, num_local_experts, config.hidden_size, inner)
+        """[experts, hidden, f]."""
+        self._activation = submodules.activation_func(config)
+        self._groups = pg_collection
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T, hidden] in the order of the experts, the number of each expert's, and the router's shares [T] →
-        ([T, hidden], None: there is no bias)."""
+        """Tokens [T, hidden] in the order of the experts, the number of each expert's (on the host), and the router's
+        shares [T] → ([T, hidden], None: there is no bias)."""
         x = permuted_local_hidden_states
-        first, second = ([getattr(one, name).weight for one in self.local_experts] for name in LINEARS)
-        product = product_for(x, *first[0].shape, *second[0].shape)
-        if product is None or len(first) == 1 or not len(x):
-            found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, permuted_probs)
-            return found
+        one = len(self.linear_fc1) == 1 or not len(x)
+        product = None if one else product_for(x, *self.linear_fc1.shape[1:], *self.linear_fc2.shape[1:])
         sizes = tokens_per_expert.tolist()
-        inner = self.local_experts[0].activation_func(grouped(product, sizes, x, first))
-        inner = (inner * permuted_probs.unsqueeze(-1)).to(inner.dtype)
-        return grouped(product, sizes, inner, second), None
+        inner = self.activate(grouped(product, sizes, x, self.linear_fc1), permuted_probs)
+        return grouped(product, sizes, inner, self.linear_fc2), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """This rank's experts as parts of those of all ranks, as Megatron asks for them to write a checkpoint."""
+        axis = len(sharded_offsets)
+        place = (axis, self._groups.ep.rank(), self._groups.ep.size())
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                parameter,
+                *sharded_offsets,
+                place,
+                replica_id=(0, 0, self._groups.expt_dp.rank()),
+                prepend_axis_num=axis,
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+    def activate(self, joint: Tensor, shares: Tensor) -> Tensor:
+        """SwiGLU of all experts, [T, 2·f] → [T, f], times the router's shares [T]."""
+        inner: Tensor = self._activation(joint)
+        return (inner * shares.unsqueeze(-1)).to(inner.dtype)
 
 
-def grouped(product: Product, sizes: Sequence[int], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """x [T, k], of which `sizes` tokens belong to each expert, and the experts' weights, each [n, k] → [T, n]."""
-    out: Tensor = _Grouped.apply(product, sizes, x, *weights)
+def _weights(config: TransformerConfig, *sizes: int) -> torch.nn.Parameter:
+    """Weights that are not initialised, with Megatron's marks of those of experts.
+
+    `allreduce` says that the ranks with the same experts are those with the same attention. Tensor ranks have not: each
+    sends tokens of its own to its experts. Megatron's own layers mark only what expert parallelism splits, because its
+    experts are cut by default where attention is.
+    """
+    found = torch.nn.Parameter(torch.empty(sizes, dtype=config.params_dtype))
+    vars(found)["allreduce"] = config.expert_model_parallel_size * config.tensor_model_parallel_size == 1
+    set_tensor_model_parallel_attributes(found, True, 1, 1)
+    return found
+
+
+def grouped(product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:
+    """x [T, k], of which `sizes` tokens belong to each expert, and the experts' weights [experts, n, k] → [T, n].
+
+    Without a `product` the experts are computed one after the other. Their gradients are then added to the weights'
+    `main_grad`, if they have one of their dtype, and autograd gets None.
+    """
+    out: Tensor = _Grouped.apply(product, sizes, x, weights)
     return out
 
 
 class _Grouped(torch.autograd.Function):
-    """The kernels take the weights in one tensor. It is made for each product, and not kept for the backward pass."""
-
     @staticmethod
-    def forward(ctx: Any, product: Product, sizes: Sequence[int], x: Tensor, *weights: Tensor) -> Tensor:  # noqa: ANN401
-        ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=x.device)
-        ctx.save_for_backward(x, ends, *weights)
-        ctx.how = product, sizes
-        return product(x, torch.stack(weights).transpose(1, 2), ends)
+    def forward(ctx: Any, product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:  # noqa: ANN401
+        ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32).to(x.device, non_blocking=True)
+        ctx.save_for_backward(x, ends, weights)
+        ctx.how = product, sizes, getattr(weights, "main_grad", None)
+        return _times(product=product, sizes=sizes, x=x, weights=weights.transpose(1, 2), ends=ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x, ends, *weights = ctx.saved_tensors
-        product, sizes = ctx.how
+        x, ends, weights = ctx.saved_tensors
+        product, sizes, total = ctx.how
         grad = grad.contiguous()
-        to_x = product(grad, torch.stack(weights), ends) if ctx.needs_input_grad[2] else None
-        needed = any(ctx.needs_input_grad[3:])
-        return None, None, to_x, *(_weight_gradients(grad, x, ends, sizes) if needed else [None] * len(weights))
+        to_x = None
+        if ctx.needs_input_grad[2]:
+            to_x = _times(product=product, sizes=sizes, x=grad, weights=weights, ends=ends)
+        if not ctx.needs_input_grad[3]:
+            return None, None, to_x, None
+        if product is not None and not npu_operators.on_npu(x):
+            return None, None, to_x, F.grouped_mm(grad.t(), x, offs=ends)
+        add = product is None and total is not None and total.dtype is x.dtype
+        return None, None, to_x, _weight_gradients(grad, x, sizes, total if add else None)
 
 
-def _weight_gradients(grad: Tensor, x: Tensor, ends: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """gradᵀ · x [n, k] of each expert's tokens. torch_npu's manual has no grouped product over the tokens of two
-    factors, so that there is one product for each expert there."""
-    if npu_operators.on_npu(x):
-        return [upper.t().mm(one) for upper, one in zip(grad.split(list(sizes)), x.split(list(sizes)), strict=True)]
-    return list(F.grouped_mm(grad.t(), x, offs=ends).unbind())
+def _times(*, product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x [T, k] and weights [experts, k, n] → [T, n]."""
+    if product is not None:
+        return product(x, weights, ends)
+    return torch.cat([linear.times(part, own) for part, own in zip(x.split(list(sizes)), weights, strict=True)])
+
+
+def _weight_gradients(grad: Tensor, x: Tensor, sizes: Sequence[int], total: Tensor | None) -> Tensor | None:
+    """gradᵀ · x of each expert's tokens: [experts, n, k]. If there is a `total`, add it there and return None.
+
+    torch_npu's manual has no grouped product over the tokens of two factors, so that there is one for each expert."""
+    parts = list(zip(grad.split(list(sizes)), x.split(list(sizes)), strict=True))
+    if total is not None:
+        for (upper, lower), own in zip(parts, total, strict=True):
+            linear.weight_gradient(upper, lower, own)
+        return None
+    found = x.new_empty(len(sizes), grad.shape[1], x.shape[1])
+    for (upper, lower), own in zip(parts, found, strict=True):
+        own.copy_(upper.t().mm(lower))
+    return found

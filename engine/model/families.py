@@ -1,7 +1,8 @@
 """The supported model families: which Megatron parameter is made of which Hugging Face tensors, and how it is cut.
 
 A name is a pattern: `{layer}` is the layer's number in the whole model and `{expert}` the expert's number among all,
-both from 0. `engine.model.hf_weights` applies the rules in both directions.
+both from 0. Hugging Face names a tensor for each expert, of which Megatron's parameter is the stack: [experts, …].
+`engine.model.hf_weights` applies the rules in both directions.
 """
 
 from __future__ import annotations
@@ -77,15 +78,13 @@ HEAD_NORMS = (
 EXPERTS = (
     _in_layer("mlp.router.weight", "mlp.gate.weight"),
     _in_layer(
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "mlp.experts.linear_fc1",
         "mlp.experts.{expert}.gate_proj.weight",
         "mlp.experts.{expert}.up_proj.weight",
         cut="column",
         fuse="gate_up",
     ),
-    _in_layer(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", cut="row"
-    ),
+    _in_layer("mlp.experts.linear_fc2", "mlp.experts.{expert}.down_proj.weight", cut="row"),
 )
 
 FAMILIES: Mapping[str, Family] = {

@@ -26,8 +26,8 @@ def _has_compiler() -> bool:
     found = importlib.util.find_spec("triton") is not None
     if not found:
         warnings.warn(
-            "the package triton is not installed: SwiGLU and the rotation are not fused on CUDA, but computed in "
-            "single operations",
+            "the package triton is not installed: SwiGLU, the rotation, the merge of attention's parts, and norms "
+            "with their sums are not fused on CUDA, but computed in single operations",
             stacklevel=2,
         )
     return found

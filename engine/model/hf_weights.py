@@ -25,7 +25,7 @@ Read = Callable[[str], Tensor]
 """Returns the whole Hugging Face tensor of a name, in any dtype."""
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+EXPERT = "{expert}"
 
 
 def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
@@ -46,11 +46,11 @@ def load(model: GPTModel, read: Read, shape: ModelShape) -> None:
     """
     parts = _Parts(model, shape)
     for name, parameter in model.named_parameters():
-        _load_one(name=name, parameter=parameter, parts=parts, read=read, shape=shape)
+        for part, tensor in parts.of(name, parameter):
+            _load_one(name=name, part=part, parameter=tensor, parts=parts, read=read, shape=shape)
 
 
-def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: ModelShape) -> None:
-    part = parts.find(name)
+def _load_one(*, name: str, part: _Part, parameter: Tensor, parts: _Parts, read: Read, shape: ModelShape) -> None:
     names = part.theirs(parts.first_expert)
     tensors = [read(theirs) for theirs in names]
     cut = _fuse_and_cut(part.rule, names, tensors, shape, *_tensor_rank(part))
@@ -73,9 +73,9 @@ def export(named: Mapping[str, Tensor], model: GPTModel, shape: ModelShape) -> I
     """
     parts = _Parts(model, shape)
     for name, tensor in named.items():
-        part = parts.find(name)
-        if part.rule is not TIED_OUTPUT:
-            yield from _export_one(part, tensor, parts, shape)
+        for part, piece in parts.of(name, tensor):
+            if part.rule is not TIED_OUTPUT:
+                yield from _export_one(part, piece, parts, shape)
 
 
 def _export_one(part: _Part, tensor: Tensor, parts: _Parts, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +91,7 @@ def _export_one(part: _Part, tensor: Tensor, parts: _Parts, shape: ModelShape) -
 
 @dataclass(frozen=True)
 class _Part:
-    """One of this rank's parameters, with its place in the whole model."""
+    """One of this rank's parameters, or an expert's part of it, with its place in the whole model."""
 
     rule: Rule
     layer: int | None
@@ -117,15 +117,20 @@ class _Parts:
         self.local_experts = count // parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = self.local_experts * parallel_state.get_expert_model_parallel_rank()
 
-    def find(self, name: str) -> _Part:
-        """Return the part of a parameter. Raises MetronomeError if the family has no rule for it."""
+    def of(self, name: str, tensor: Tensor) -> Iterator[tuple[_Part, Tensor]]:
+        """Yield the parts of a parameter, each with its tensor: one, or one of each expert of this rank. `tensor`: of
+        the parameter's sizes. Raises MetronomeError if the family has no rule for it."""
         layer = LAYER.search(name)
-        expert = EXPERT.search(name)
-        pattern = EXPERT.sub("{expert}", LAYER.sub("{layer}", name))
+        pattern = LAYER.sub("{layer}", name)
         if pattern not in self._rules:
             raise MetronomeError(f"parameter {name} has no rule for {self._architecture} in engine/model/families.py")
+        rule = self._rules[pattern]
         number = self._layers[int(layer.group())] if layer else None
-        return _Part(self._rules[pattern], number, int(expert.group()) if expert else None)
+        if EXPERT not in rule.theirs[0]:
+            yield _Part(rule, number, None), tensor
+            return
+        for expert, own in enumerate(tensor):
+            yield _Part(rule, number, expert), own
 
 
 def _tensor_rank(part: _Part) -> tuple[int, int]:

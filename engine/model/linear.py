@@ -92,22 +92,22 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         to_x = times(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        to_weight = _weight_gradient(rows, x.flatten(0, -2), ctx.main_grad) if ctx.needs_input_grad[1] else None
+        to_weight = weight_gradient(rows, x.flatten(0, -2), ctx.main_grad) if ctx.needs_input_grad[1] else None
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """Tokens a [T, k] · b [k, n] → [T, n], fp32 and contiguous, without gradients."""
-    whole = _onednn_tokens(len(a), b.numel())
+    """Tokens a [T, k] · b [k, n] → [T, n], contiguous, without gradients."""
+    whole = _onednn_tokens(len(a), b.numel()) if _has_onednn(a) else 0
     if not whole:
         return a.mm(b)
     first = _by_onednn(a[:whole], b)
     return first if whole == len(a) else torch.cat([first, a[whole:].mm(b)])
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
+def weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
     """gradᵀ · x [n, k] of grad [T, n] and x [T, k]. If there is a `total` [n, k], add it there and return None."""
-    whole = _onednn_tokens(len(x), grad.shape[1] * x.shape[1])
+    whole = _onednn_tokens(len(x), grad.shape[1] * x.shape[1]) if _has_onednn(x) else 0
     if whole:
         product = _transposed_times(grad[:whole], x[:whole])
         total, found = (product, product) if total is None else (total.add_(product), None)
@@ -132,6 +132,10 @@ def _transposed_times(grad: Tensor, x: Tensor) -> Tensor:
 def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
     out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
     return out
+
+
+def _has_onednn(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def _onednn_tokens(tokens: int, each: int) -> int:

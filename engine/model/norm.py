@@ -1,14 +1,55 @@
-"""RMSNorm for Megatron's layers, also under sequence parallelism, which Megatron's own torch wrapper refuses."""
+"""RMSNorm for Megatron's layers, also under sequence parallelism, which Megatron's own torch wrapper refuses.
+
+On a device the norm before an MLP also adds attention's output to the residual stream, in the same pass. (The norm
+before attention can't: between it and the sum before lie the layers' border, with its checkpoints and pipeline sends.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from engine.model import npu_operators
+from engine.model.fusion import compiled, fuses
+
+Add = Callable[[tuple[Tensor, Tensor | None], Any, float], Any]
+"""Megatron's sum of a part's (output, bias) with the residual stream, after dropout."""
+
+
+@dataclass
+class Sum:
+    """The residual stream and what is to be added to it, for the norm that follows. A layer of Megatron hands it on as
+    it would the sum."""
+
+    stream: Tensor
+    added: Tensor
+    made: Tensor | None = None
+    """The sum, once the norm has made it."""
+
+
+def add_in_norm(training: bool, fused: bool) -> Add:
+    """The sum after attention: a `Sum` on a device, else made at once."""
+    at_once: Add = get_bias_dropout_add(training, fused)
+
+    def add(out: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Any:  # noqa: ANN401
+        added, bias = out
+        later = bias is None and not dropout and (npu_operators.on_npu(added) or fuses(added))
+        return Sum(stream, added) if later else at_once(out, stream, dropout)
+
+    return add
+
+
+def add_to_made(training: bool, fused: bool) -> Add:
+    """The sum after the MLP, where the residual stream may be a `Sum` that is made."""
+    at_once: Add = get_bias_dropout_add(training, fused)
+    return lambda out, stream, dropout: at_once(out, stream.made if isinstance(stream, Sum) else stream, dropout)
 
 
 class RMSNorm(torch.nn.Module):
@@ -27,8 +68,11 @@ class RMSNorm(torch.nn.Module):
         # an attribute that Megatron reads, and that torch's Parameter does not declare
         self.weight.sequence_parallel = config.sequence_parallel and self.marks_sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, normalised over the last dimension."""
+    def forward(self, x: Tensor | Sum) -> Tensor:
+        """Return `x`, normalised over the last dimension. A `Sum` is made before."""
+        if isinstance(x, Sum):
+            x.made, normed = _SumAndNorm.apply(x.stream, x.added, self.weight, self.eps)
+            return normed
         if npu_operators.on_npu(x):
             return npu_operators.rms_norm(x, self.weight, self.eps)
         if x.device.type == "cpu" and x.dtype is torch.float32:
@@ -57,6 +101,49 @@ class _Normalise(torch.autograd.Function):
         scaled = grad * weight
         along = (scaled * normal).mean(-1, keepdim=True)
         return scaled.addcmul_(normal, along, value=-1).mul_(scale), to_weight, None
+
+
+class _SumAndNorm(torch.autograd.Function):
+    """(a + b, RMSNorm of it) of a and b [..., hidden], compiled on CUDA. On an NPU the gradient is that of the norm,
+    and a sum: torch_npu has none for `npu_add_rms_norm`."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        made = npu_operators.add_rms_norm if npu_operators.on_npu(a) else compiled(sum_and_norm)
+        total, normed, scale = made(a, b, weight, eps)
+        ctx.save_for_backward(total, weight, scale)
+        return total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_total: Tensor, to_normed: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
+        total, weight, scale = ctx.saved_tensors
+        if npu_operators.on_npu(total):
+            grad, to_weight = npu_operators.rms_norm_gradient(to_normed, total, weight, scale)
+            grad = grad.add_(to_total)
+        else:
+            grad, to_weight = compiled(sum_and_norm_gradient)((to_total, to_normed), total, weight, scale)
+        return grad, grad, to_weight, None
+
+
+def sum_and_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(a + b, RMSNorm of it, 1/rms [..., 1] in fp32 or wider), to be compiled."""
+    total = a + b
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return total, (wide * scale * weight).to(total.dtype), scale
+
+
+def sum_and_norm_gradient(
+    grads: tuple[Tensor, Tensor], total: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a (and b) and of the weight, by the formula of `_Normalise`, to be compiled."""
+    to_total, to_normed = grads
+    normal = total * scale
+    to_weight = (to_normed * normal).flatten(0, -2).sum(0)
+    scaled = to_normed.to(scale.dtype) * weight
+    along = (scaled * normal).mean(-1, keepdim=True)
+    return ((scaled - normal * along) * scale + to_total).to(total.dtype), to_weight.to(weight.dtype)
 
 
 class HeadNorm(RMSNorm):

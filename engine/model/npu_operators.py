@@ -1,9 +1,11 @@
-"""Operators of torch_npu that each do the work of several of torch's: RMSNorm, rotation, SwiGLU and the product of all
-experts on an Ascend NPU.
+"""Operators of torch_npu that each do the work of several of torch's: RMSNorm, also with the sum before it, rotation,
+SwiGLU, the merge of two parts of attention and the product of all experts on an Ascend NPU.
 
 The calls follow the documentation in torch_npu 2.10.0.post4 (`_op_plugin_docs.py`). torch_npu differentiates
-`npu_rms_norm` and `npu_swiglu` itself; `engine.model.rotary` has the gradient of the rotation, which is a rotation, and
-`engine.model.experts` that of the experts' product.
+`npu_rms_norm` and `npu_swiglu` itself. The other gradients are ours: `engine.model.rotary` has that of the rotation,
+which is a rotation, `engine.model.experts` that of the experts' product, `engine.model.kernels.merged` that of merged
+attention, and `engine.model.norm` that of the norm with its sum. Of `npu_add_rms_norm` and `npu_rms_norm_backward`
+torch_npu has the signatures only; the results of the first are in the order of `npu_add_rms_norm_cast`.
 
 The tests call operators with the published schemas, which they implement on the CPU. None of them has run on an NPU.
 """
@@ -17,6 +19,8 @@ ONE_RESULT = 3
 """`split_item` of npu_grouped_matmul: one tensor has the results of all groups."""
 BY_ROWS = 0
 """`group_type`: the groups are rows of the first factor."""
+WITH_LSE = 1
+"""`update_type` of npu_attention_update: the merged lse is returned, too."""
 CUMULATIVE = 0
 """`group_list_type`: the group list has the end of each group."""
 
@@ -32,6 +36,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(a + b, `rms_norm` of it, 1/rms [..., 1] in fp32), without a gradient."""
+    normed, scale, total = torch.ops.npu.npu_add_rms_norm(a, b, weight, epsilon=eps)
+    return total, normed, scale
+
+
+def rms_norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight for that of `rms_norm`, with its 1/rms."""
+    to_x, to_weight = torch.ops.npu.npu_rms_norm_backward(grad, x, weight, scale)
+    return to_x, to_weight
+
+
 def turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """t·cos + (−t₂, t₁)·sin with the halves t = (t₁, t₂); t [S, b, heads, d], cos and sin [S, 1, 1, d] in its dtype."""
     out: Tensor = torch.ops.npu.npu_rotary_mul(t, cos, sin)
@@ -42,6 +58,15 @@ def swiglu(joint: Tensor) -> Tensor:
     """silu(gate) · up: [..., 2·f], gate and up side by side → [..., f]."""
     out: Tensor = torch.ops.npu.npu_swiglu(joint, dim=-1)
     return out
+
+
+def merged(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The (out [n, heads, d], lse [n, heads] in fp32) of two parts of a softmax as those of the whole."""
+    outs, lses = zip(own, other, strict=True)
+    out, lse = torch.ops.npu.npu_attention_update(
+        [x.flatten() for x in lses], [x.flatten(0, 1) for x in outs], WITH_LSE
+    )
+    return out.view_as(outs[0]), lse.view_as(lses[0])
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -52,6 +52,11 @@ class Platform(ABC):
     def device_name(self, number: int) -> str:
         """Return the name of this machine's device with that number, as torch reports it, or "CPU"."""
 
+    def near_cores(self) -> list[list[int]]:
+        """Return the CPU cores near each device of this machine, by the device's number; an empty list for a device of
+        which the system does not tell, and [] where it tells of none."""
+        return []
+
     @abstractmethod
     def adapt_megatron(self) -> None:
         """Make megatron-core run on this platform. Needed before a model is built; further calls are harmless."""

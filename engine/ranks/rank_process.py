@@ -13,13 +13,23 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from engine import platform
 from engine.client.connection import Connection
 from engine.config import Config, Parallel
+from engine.config.cores import usable_cores
 from engine.errors import MetronomeError
+from engine.platform.base import Platform
+from engine.platform.near_cores import share
 from engine.run.disk import named_disk_errors
+from engine.run.process import bind
 from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's agent looks for a rank's error."""
+
+LEAST_CORES = 4
+"""Fewest cores to which a rank is bound. Beside its own threads it has those of the backward pass, of the
+communication, and of what it writes."""
+OWN_BINDING = ("CPU_AFFINITY_CONF", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+"""Variables by which users have torch_npu or OpenMP bind a process."""
 
 
 class WholeErrorFile(ErrorHandler):
@@ -61,6 +71,8 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
     machine = platform.get(config.platform.device)
     if config.train.deterministic:
         machine.make_deterministic()
+    if not config.train.devices:
+        bind_near_device(machine)
     return platform.session(
         machine,
         config.run.seed,
@@ -70,6 +82,21 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
         expert=layout.expert,
         timeout_s=config.train.timeout_s,
     )
+
+
+def bind_near_device(machine: Platform) -> None:
+    """Bind this rank to its share of the CPU cores near its device, and say so. Does nothing where the system does not
+    tell them, where they are fewer than the rank's threads, or where the environment has a user's own binding."""
+    if any(name in os.environ for name in OWN_BINDING):
+        return
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    least = max(LEAST_CORES, torch.get_num_threads())
+    if cores := share(device, machine.near_cores(), usable_cores(), least):
+        bind(cores)
+        print(
+            f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}",
+            flush=True,
+        )
 
 
 def connect(config: Config, url: str, name: str) -> Connection:

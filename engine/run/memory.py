@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel
 from engine.model.shape import ModelShape
-from engine.run.sizes import Parameters, layer_elements, rank_parameters
+from engine.run.sizes import Parameters, cheap_elements, layer_elements, rank_parameters, stage_elements, whole_layers
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -166,15 +166,21 @@ def activations(shape: ModelShape, config: Config, stage: int) -> Term:
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)
     flight = min(parallel.pipeline - stage, WINDOW_PER_STAGE * parallel.pipeline)
-    layers = shape.layers // parallel.pipeline
-    each = _input_elements(shape, config) if config.train.recompute else layer_elements(shape, parallel)
-    what = "layer inputs alone (recompute)" if config.train.recompute else "elements a layer"
-    formula = f"{tokens:,} tokens × {layers} layers × {each:,} {what} × {size} bytes × {flight} in flight"
-    return Term("activations", float(tokens) * layers * each * size * flight, formula)
+    kept = stage_elements(shape, parallel, config.train.recompute)
+    formula = (
+        f"{tokens:,} tokens × {kept:,} elements in {shape.layers // parallel.pipeline} layers "
+        f"({_recomputed(shape, config)}) × {size} bytes × {flight} in flight"
+    )
+    return Term("activations", float(tokens) * kept * size * flight, formula)
 
 
-def _input_elements(shape: ModelShape, config: Config) -> int:
-    return shape.hidden // (config.parallel.tensor if config.parallel.sequence else 1)
+def _recomputed(shape: ModelShape, config: Config) -> str:
+    """What is made again in the backward pass, in words."""
+    recompute = config.train.recompute
+    if recompute == "selective":
+        return "norms and SwiGLU recomputed"
+    whole = whole_layers(recompute, shape.layers // config.parallel.pipeline)
+    return f"{whole} of them recomputed" if whole else "none recomputed"
 
 
 def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
@@ -182,7 +188,9 @@ def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     parallel = config.parallel
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)
-    again = layer_elements(shape, parallel) if config.train.recompute else 0
+    again = 0
+    if recompute := config.train.recompute:
+        again = (cheap_elements if recompute == "selective" else layer_elements)(shape, parallel)
     layer = tokens * (again + 4 * shape.intermediate // parallel.tensor) * size
     width = -(-shape.vocabulary // parallel.tensor)
     chunks = CHUNKS * min(CHUNK_BYTES, tokens * width * 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config.training import Parallel
+from engine.config.training import Parallel, Recompute
 from engine.model.shape import Experts, ModelShape
 
 
@@ -78,13 +78,14 @@ def layer_elements(shape: ModelShape, parallel: Parallel) -> int:
       tensor ranks with sequence parallelism).
     - Attention keeps the joint projection, rotated queries and keys, and its output. With head norms and several
       key-value heads per rank it also keeps a copy of the queries.
-    - The MLP keeps its gate and up projections and their product (3·f).
+    - The MLP keeps its gate and up projections and their product (3·f). Each of a token's experts also keeps its copy
+      of the input, and the product times the router's share (h + 4·f).
     - The rotation keeps nothing, because all layers share its tables (engine.model.rotary).
     - Small statistics per token count as two elements per norm or head.
     """
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
-    stream = 4 * shape.hidden // (parallel.tensor if parallel.sequence else 1)
+    stream = 4 * input_elements(shape, parallel)
     copied = queries if head_norms(shape) and shape.kv_heads > parallel.tensor else 0
     attention = (queries + 2 * keys) + queries + keys + queries + copied
     statistics = 2 + 2 * (shape.heads + shape.kv_heads) // parallel.tensor
@@ -92,8 +93,37 @@ def layer_elements(shape: ModelShape, parallel: Parallel) -> int:
 
 
 def _mlp(shape: ModelShape, parallel: Parallel) -> int:
-    """The elements of the MLP. With experts, each token goes to `per_token` experts, and its input is gathered for
-    each."""
-    if shape.experts is None:
+    experts = shape.experts
+    if experts is None:
         return 3 * shape.intermediate // parallel.tensor
-    return shape.experts.per_token * (3 * shape.experts.intermediate + 2 * shape.hidden)
+    router = 3 * experts.count + 6 * experts.per_token
+    return router + experts.per_token * (4 * experts.intermediate + shape.hidden)
+
+
+def input_elements(shape: ModelShape, parallel: Parallel) -> int:
+    """The elements per token of a layer's input."""
+    return shape.hidden // (parallel.tensor if parallel.sequence else 1)
+
+
+def cheap_elements(shape: ModelShape, parallel: Parallel) -> int:
+    """Of `layer_elements`, those that train.recompute = "selective" does not keep: the outputs of both norms and of
+    SwiGLU, with experts also that times the router's share (engine.model.recompute)."""
+    experts = shape.experts
+    products = 2 * experts.per_token * experts.intermediate if experts else shape.intermediate // parallel.tensor
+    return 2 * input_elements(shape, parallel) + products
+
+
+def whole_layers(recompute: Recompute, layers: int) -> int:
+    """Of the `layers` of a stage, the number that is recomputed as a whole."""
+    if isinstance(recompute, str):
+        return 0
+    return layers if recompute is True else min(int(recompute), layers)
+
+
+def stage_elements(shape: ModelShape, parallel: Parallel, recompute: Recompute) -> int:
+    """The number of elements that the layers of a stage keep per token of a rank's row. A layer that is recomputed as a
+    whole keeps its input alone."""
+    layers = shape.layers // parallel.pipeline
+    whole = whole_layers(recompute, layers)
+    each = layer_elements(shape, parallel) - (cheap_elements(shape, parallel) if recompute == "selective" else 0)
+    return whole * input_elements(shape, parallel) + (layers - whole) * each

@@ -19,6 +19,7 @@ from engine.run.memory import LOWERED_BY, Term, readable, trainer_need
 
 TOLERANCE = 1.05
 """The dry run's sum of what is held between two steps is exact but for small tensors."""
+RECOMPUTE = "train.recompute"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -82,7 +83,17 @@ class MemoryWatch:
         parts = " + ".join(f"{term.name} {readable(term.bytes)}" for term in terms)
         total = readable(sum(term.bytes for term in terms))
         settings = ", ".join(f"{key} (now {json.dumps(values[key])})" for key in keys)
-        return f"{parts} = {total}. Keys that lower it: {settings}"
+        return f"{parts} = {total}. Keys that lower it: {settings}{self._softer() if RECOMPUTE in keys else ''}"
+
+    def _softer(self) -> str:
+        """The next value of train.recompute, which costs the least time."""
+        now = self._config.train.recompute
+        if now is False:
+            return f'; of {RECOMPUTE} try "selective" first, it costs little time'
+        if now is True:
+            return ""
+        start = "a number above a third of a stage's layers" if now == "selective" else "a larger number of layers"
+        return f"; of {RECOMPUTE} try {start}, and true last"
 
 
 def _asked(said: str) -> int:

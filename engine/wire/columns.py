@@ -123,7 +123,7 @@ class ResponsesColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     versions: tuple[tuple[tuple[int, int], ...], ...]
     """[G] as of engine.types.Response; so are the next three."""
     finish_reasons: tuple[str, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int | None, ...]
     instances: tuple[str, ...]
 
 
@@ -154,7 +154,7 @@ class PackedResponse(msgspec.Struct, frozen=True):
     loss_mask: bytes
     """One byte for each token."""
     finish_reason: str
-    seed: int
+    seed: int | None
     instance: str
     routes: bytes = b""
     """Experts of the prompt's tokens and its own but the last (engine.wire.routes)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -169,5 +170,5 @@ def check(path: Path, config: Config) -> None:
 def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
     recorded = next(_unpack_items(path))["plan"]
     for key, value in plan(config).items():
-        if recorded.get(key) != value:
+        if json.dumps(recorded.get(key)) != json.dumps(value):  # true is not 1, as of train.recompute
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

@@ -165,7 +165,7 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     temperature: float
     top_p: float
     top_k: int
-    seed: int
+    seed: int | msgspec.UnsetType = msgspec.UNSET
     stop_token_ids: list[int] = []
     n: int = 1
     logprobs: int = 0
@@ -201,6 +201,18 @@ class ResetPrefixCache(InstanceRequest[Acknowledged]):
     """Has the instance drop its cached prompts."""
 
     route = "/reset_prefix_cache"
+
+
+class StartProfile(InstanceRequest[Acknowledged]):
+    """Has the instance begin to record a profile."""
+
+    route = "/start_profile"
+
+
+class StopProfile(InstanceRequest[Acknowledged]):
+    """Has the instance write its profile."""
+
+    route = "/stop_profile"
 
 
 class InitInfo(msgspec.Struct, kw_only=True):

@@ -72,6 +72,7 @@ FAULTS = {
     "no stop tokens": (request_with("/v1/completions", broken.no_stop), {"finish-reason"}),
     "no seeds": (request_with("/v1/completions", broken.random_seed), {"seeds"}),
     "one seed for all": (request_with("/v1/completions", broken.one_seed), {"seeds", "group"}),
+    "one seed for requests without": (request_with("/v1/completions", broken.one_stream), {"unseeded"}),
     "no health": (answered("/health", {"status": "ok"}), {"health"}),
     "no token asked for": (broken.ignores_the_token, {"token"}),
     "no limits": (broken.takes_any_body, {"limits"}),

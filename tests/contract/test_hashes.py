@@ -5,13 +5,14 @@ import re
 import pytest
 
 from support import hashes, pins
+from support.index import MACHINES
 from support.runs import ROOT
 
 CONTAINERS = sorted((ROOT / "infra/containers").glob("*.Containerfile"))
 
 
 def test_every_pinned_package_has_hashes():
-    pinned = {f"{name}=={version}" for name, version in pins.pins(hashes.LIST, "x86_64").items()}
+    pinned = {f"{name}=={version}" for name, version in pins.pins(hashes.LIST, MACHINES[0]).items()}
     images = hashes.lines(hashes.IMAGES)
     tests = hashes.lines(hashes.TESTS)
     assert images.keys() | tests.keys() == pinned, "make hashes"
@@ -41,8 +42,8 @@ def test_images_take_packages_by_hash_first(path):
     assert all("\"$(grep '^torch==' constraints.txt)\"" in step for step in before)
 
 
-def file(name):
-    return {"filename": name, "hashes": {"sha256": name}}
+def file(name, python=None):
+    return {"filename": name, "hashes": {"sha256": name}, "requires-python": python}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def file(name):
         ("one-1.0-cp38-abi3-manylinux_2_28_x86_64.whl", True),
         ("one-1.0-cp313-abi3-manylinux_2_28_x86_64.whl", False),
         ("one-1.0-cp313-cp313-manylinux_2_28_x86_64.whl", False),
+        ("one-1.0-cp312-cp312-manylinux_2_39_x86_64.whl", False),
         ("one-1.0-cp311-cp311-musllinux_1_2_x86_64.whl", False),
         ("one-1.0-cp311-cp311-win_amd64.whl", False),
         ("one-1.1-py3-none-any.whl", False),
@@ -70,11 +72,24 @@ def file(name):
     ],
 )
 def test_files_that_a_container_may_install_are_taken(name, taken):
-    assert (name in {one["filename"] for one in hashes._chosen([file(name)], "1.0")}) == taken
+    assert (name in {one["filename"] for one in hashes.chosen([file(name)], "1.0")}) == taken
 
 
 def test_a_source_is_taken_only_where_there_is_no_wheel():
     files = [file("one-1.0.tar.gz"), file("one-1.0-py3-none-any.whl")]
-    assert {one["filename"] for one in hashes._chosen(files, "1.0")} == {"one-1.0-py3-none-any.whl"}
+    assert {one["filename"] for one in hashes.chosen(files, "1.0")} == {"one-1.0-py3-none-any.whl"}
     files = [file("one-1.0.tar.gz"), file("one-1.0-cp311-cp311-manylinux_2_28_x86_64.whl")]
-    assert len({one["filename"] for one in hashes._chosen(files, "1.0")}) == 2
+    assert len({one["filename"] for one in hashes.chosen(files, "1.0")}) == 2
+
+
+def test_a_source_is_taken_where_one_python_has_no_wheel():
+    both = [f"manylinux_2_28_{machine}" for machine in ("x86_64", "aarch64")]
+    files = [file("one-1.0.tar.gz"), *(file(f"one-1.0-cp311-cp311-{platform}.whl") for platform in both)]
+    assert "one-1.0.tar.gz" in {one["filename"] for one in hashes.chosen(files, "1.0")}
+    files += [file(f"one-1.0-cp312-cp312-{platform}.whl") for platform in both]
+    assert "one-1.0.tar.gz" not in {one["filename"] for one in hashes.chosen(files, "1.0")}
+
+
+def test_a_wheel_that_a_python_must_not_install_is_not_its():
+    files = [file("one-1.0.tar.gz"), file("one-1.0-py3-none-any.whl", python=">=3.12")]
+    assert {one["filename"] for one in hashes.chosen(files, "1.0")} == {"one-1.0.tar.gz", "one-1.0-py3-none-any.whl"}

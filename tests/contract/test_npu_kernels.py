@@ -12,7 +12,7 @@ from engine import platform
 from engine.model import build, experts, npu_operators
 from engine.model.attention import SegmentAttention, params
 from engine.model.kernels import npu
-from engine.model.norm import RMSNorm
+from engine.model.norm import RMSNorm, add_in_norm, add_to_made
 from engine.model.rotary import RotaryAtPositions, frequencies, rotate
 from engine.model.swiglu import SwiGLU
 from engine.tools.acceptance import comparisons
@@ -22,6 +22,17 @@ from support.torch_npu_wheel import torch_npu_wheel
 
 HOST = torch.device("cpu")
 RULES = {
+    "npu_add_rms_norm_cast": (  # the manual has no npu_add_rms_norm
+        "add_rms_norm和cast的融合算子，对add_rms_norm计算后的输出做指定类型的cast操作",
+        "x：Device侧的Tensor类型，归一化的数据和",
+        "y1, y2, rstd, x = torch_npu.npu_add_rms_norm_cast(input_x1, input_x2, input_gamma)",
+    ),
+    "npu_attention_update": (
+        "O = ΣOi * exp(lsei - lsem)",
+        "每个Tensor形状为 (batch * seqLen * headNum)，各sp域计算的lse。数据类型支持 FLOAT，",
+        "(batch * seqLen * headNum, head_dim)，各sp域计算的output。数据类型支持 FLOAT，FLOAT16，BFLOAT16，",
+        "update_type=1时有效",
+    ),
     "npu_fusion_attention": (
         "sparse_mode为3时, 代表rightDownCausal模式的mask, 对应以右下顶点划分的下三角场景",
         "atten_mask为优化后的压缩下三角矩阵(2048*2048)",
@@ -63,13 +74,13 @@ def on_npu(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("heads", HEADS)
-def test_the_npu_kernel_equals_the_mask_and_its_gradients(case, heads):
+def test_the_npu_kernel_equals_the_mask_and_its_gradients(case, heads, on_npu):
     for row in shards_of(row_of(CASES[case])):
         assert_same(npu.attend, row, heads)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_stays_near(case):
+def test_bfloat16_stays_near(case, on_npu):
     for row in shards_of(row_of(CASES[case])):
         assert_near_in_bfloat16(npu.attend, row, (4, 2))
 
@@ -161,6 +172,24 @@ def test_the_norm_is_the_plain_one(dtype, bound, shape, on_npu):
     assert max(differences(ours, lambda x, weight: F.rms_norm(x, shape[-1:], weight, 1e-5), x, weight)) < bound
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_the_norm_with_its_sum_is_the_plain_one(dtype, bound, on_npu):
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 128, eps=1e-5)
+    inputs = [drawn(*shape, dtype=dtype) for shape in ((7, 1, 128), (7, 1, 128), (128,))]
+
+    def ours(x, added, weight):
+        stream = add_in_norm(True, False)((added.sin(), None), x, 0.0)
+        return add_to_made(True, False)(
+            (torch.func.functional_call(norm, {"weight": weight}, (stream,)), None), stream, 0.0
+        )
+
+    def plain(x, added, weight):
+        total = x + added.sin()
+        return F.rms_norm(total, (128,), weight, 1e-5) + total
+
+    assert max(differences(ours, plain, *inputs)) < bound
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_swiglu_is_the_plain_one(dtype, bound, on_npu):
     def plain(joint):
@@ -198,7 +227,7 @@ def test_the_product_of_all_experts_is_that_of_each(dtype, bound, sizes, on_npu)
     weights = [torch.randn(10, 6, dtype=dtype).requires_grad_() for _ in sizes]
 
     def ours(x, *weights):
-        return experts.grouped(experts.product_for(x, 10, 6), sizes, x, weights)
+        return experts.grouped(experts.product_for(x, 10, 6), sizes, x, torch.stack(weights))
 
     assert max(differences(ours, plain_product(sizes), x, *weights)) < bound
 
@@ -207,7 +236,7 @@ def test_the_product_of_all_experts_is_that_of_each(dtype, bound, sizes, on_npu)
 def test_the_comparisons_of_the_doctor_pass_on_these_operators(dtype, on_npu, monkeypatch):
     """Among them a whole model, built as for an NPU, and left on the host."""
     called = []
-    for name in ("rms_norm", "turned", "swiglu"):
+    for name in ("add_rms_norm", "rms_norm", "rms_norm_gradient", "swiglu", "turned"):
         operator = vars(npu_operators)[name]
         monkeypatch.setattr(npu_operators, name, lambda *a, _o=operator, _n=name: called.append(_n) or _o(*a))
     found = [*comparisons.compare_attention("npu", HOST, dtype), *comparisons.compare_operations(HOST, dtype)]
@@ -222,7 +251,7 @@ def test_the_comparisons_of_the_doctor_pass_on_these_operators(dtype, on_npu, mo
     with platform.single(platform.get("cpu"), seed=0):
         found += comparisons.compare_model("npu", HOST, dtype)
     assert [one for one in found if not one.right] == []
-    assert set(called) == {"rms_norm", "turned", "swiglu"}
+    assert set(called) == {"add_rms_norm", "rms_norm", "rms_norm_gradient", "swiglu", "turned"}
 
 
 @pytest.mark.slow

@@ -21,7 +21,14 @@ from support.torch_npu_wheel import torch_npu_wheel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("megatron")]
 
-WITHOUT_GRADIENT = ("npu_fusion_attention", "npu_fusion_attention_grad", "npu_grouped_matmul")
+WITHOUT_GRADIENT = (
+    "npu_add_rms_norm",
+    "npu_attention_update",
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
+    "npu_grouped_matmul",
+    "npu_rms_norm_backward",
+)
 """Operators of torch_npu that are called within gradients of our own."""
 
 

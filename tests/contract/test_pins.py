@@ -8,6 +8,7 @@ import copy
 import pytest
 
 from support import pins
+from support.index import MACHINES, Machine
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,9 @@ def test_all_lists_fit(known):
 
 def test_what_was_read_is_what_is_pinned(known):
     """No line of the file is left over from an earlier list."""
-    for one in pins.ARCHITECTURES:
+    for one in MACHINES:
         pinned = {f"{name}=={version}" for which in pins.LISTS for name, version in pins.pins(which, one).items()}
-        assert known["any"].keys() | known[one].keys() <= pinned
+        assert known["any"].keys() | known[str(one)].keys() <= pinned
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,12 @@ def test_what_was_read_is_what_is_pinned(known):
         (
             "vllm-ascend==0.23.0",
             "numpy<2",
-            "infra/vllm/npu.txt (aarch64): vllm-ascend asks for numpy<2, the list has 2.3.5",
+            "infra/vllm/npu.txt (3.12 aarch64): vllm-ascend asks for numpy<2, the list has 2.3.5",
         ),
         (
             "einops==0.8.2",
             "left-out>=1",
-            "infra/trainer/npu.txt (x86_64): einops asks for left-out>=1, the list lacks it",
+            "infra/trainer/npu.txt (3.11 x86_64): einops asks for left-out>=1, the list lacks it",
         ),
         ("einops==0.8.2", 'no; sys_platform == "win32"', None),
     ],
@@ -59,11 +60,14 @@ def test_a_new_conflict_is_told(known, pin, line, fault):
     assert (fault in wrong) if fault else (wrong == [])
 
 
-def test_a_version_that_there_is_not_is_told(known):
+@pytest.mark.parametrize("where", ["any", "3.12 aarch64"])
+def test_a_version_that_there_is_not_is_told(known, where):
     other = copy.deepcopy(known)
-    other["any"]["einops==0.8.2"] = None
+    other[where]["einops==0.8.2"] = None
     _, wrong = pins.report(other)
-    assert "infra/trainer/npu.txt (aarch64): einops 0.8.2: the index has no wheel" in wrong
+    missing = [line for line in wrong if line.startswith("infra/trainer/npu.txt") and "einops" in line]
+    machines = [str(one) for one in MACHINES] if where == "any" else [where]
+    assert missing == [f"infra/trainer/npu.txt ({one}): einops 0.8.2: the index has no wheel" for one in machines]
 
 
 def test_an_allowance_that_nothing_needs_is_told(known, monkeypatch):
@@ -84,10 +88,13 @@ def test_trainer_and_instances_must_have_one_nccl(known):
     other = copy.deepcopy(known)
     other["any"]["torch==2.12.0"] = ['nvidia-nccl-cu13==2.28.0; platform_system == "Linux"']
     trainer = pins.LISTS[0]
-    monkey = {**pins.pins(trainer, "x86_64"), "torch": "2.12.0"}
-    assert pins.nccl(trainer, "x86_64", known) != other["any"]["torch==2.12.0"][0].partition(";")[0]
+    machine = Machine("3.12", "x86_64")
+    monkey = {**pins.pins(trainer, machine), "torch": "2.12.0"}
+    assert pins.nccl(trainer, machine, known) != other["any"]["torch==2.12.0"][0].partition(";")[0]
     with pytest.MonkeyPatch.context() as patch:
         real = pins.pins
         patch.setattr(pins, "pins", lambda which, one: monkey if which is trainer else real(which, one))
         _, wrong = pins.report(other)
-    assert any(line.startswith("NCCL on x86_64: the trainer's torch brings nvidia-nccl-cu13==2.28.0") for line in wrong)
+    assert any(
+        line.startswith("NCCL on 3.12 x86_64: the trainer's torch brings nvidia-nccl-cu13==2.28.0") for line in wrong
+    )

@@ -98,6 +98,13 @@ async def test_read_only_routes(http):
     }
 
 
+async def test_an_instance_that_has_no_folder_for_profiles_records_none(http):
+    status, reply = await post(http, "/start_profile")
+    assert status == 400
+    assert "--profile" in reply["error"]["message"]
+    assert (await post(http, "/stop_profile"))[0] == 409
+
+
 async def test_metrics_are_prometheus_text_and_count(http, engine):
     async def scrape():
         async with http.get("/metrics") as reply:

@@ -21,6 +21,10 @@ def gain(terms, coefficients):
 """
 
 
+def events_of(file):
+    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+
+
 def weights(folder):
     return {key: tensor.tobytes() for key, tensor in load_file(folder / "policy/model.safetensors").items()}
 
@@ -32,10 +36,10 @@ def test_a_profile_has_the_phases_of_its_steps_and_changes_no_weight(settings, t
         assert code == 0, output
     assert weights(tmp_path / "profiled") == weights(tmp_path / "plain")
     assert not (tmp_path / "plain/profile").exists()
-    (file,) = (tmp_path / "profiled/profile").iterdir()
-    assert file.name == "rank-0.json.gz"
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    of_instance, of_rank = sorted((tmp_path / "profiled/profile").iterdir())
+    assert (of_instance.name, of_rank.name) == ("instance-0.json.gz", "rank-0.json.gz")
+    assert "aten::linear" in {event["name"] for event in events_of(of_instance)}
+    spans = [event["name"] for event in events_of(of_rank) if event.get("cat") == "user_annotation"]
     assert [spans.count(name) for name in ("sync", "check", "reduce", "optimizer")] == [2, 2, 2, 2]
     assert spans.count("forward") >= spans.count("backward") >= 2  # the fixed tokens are a forward pass, too
     assert {"wait", "score"} <= set(spans)

@@ -225,6 +225,10 @@ def one_seed(content):
         content["seed"] = 0
 
 
+def one_stream(content):
+    content.setdefault("seed", 0)
+
+
 def no_checksums(content):
     info = content["update_info"]
     if info.get("transport") == "file" and not info.get("staged"):

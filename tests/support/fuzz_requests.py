@@ -16,6 +16,8 @@ ROUTES = (
     "/pause?mode=abort",
     "/resume",
     "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",

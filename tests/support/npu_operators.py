@@ -21,10 +21,13 @@ def define():
     """Define the operators from the published signatures; returns the library that holds them."""
     library = torch.library.Library("npu", "DEF")
     kernels = {
+        "npu_attention_update": attention_update,
+        "npu_add_rms_norm": add_rms_norm,
         "npu_fusion_attention": fusion_attention,
         "npu_fusion_attention_grad": fusion_attention_grad,
         "npu_grouped_matmul": grouped_matmul,
         "npu_rms_norm": rms_norm,
+        "npu_rms_norm_backward": rms_norm_backward,
         "npu_rotary_mul": rotary_mul,
         "npu_swiglu": swiglu,
     }
@@ -88,6 +91,23 @@ def fusion_attention_grad(query, key, value, dy, *, softmax_max, softmax_sum, at
         )
         done.append((torch.einsum("hqk,khd->qhd", to_scores, k), to_key, to_value))
     return *(torch.cat(parts).to(query.dtype) for parts in zip(*done, strict=True)), None, query.new_zeros(0)
+
+
+def attention_update(lse, local_out, update_type):
+    """The parts' results, each weighted with exp(its lse − the whole's), and the whole's lse."""
+    assert update_type == 1
+    assert len(lse) == len(local_out)
+    for statistic, out in zip(lse, local_out, strict=True):
+        assert out.dtype == local_out[0].dtype
+        assert out.dtype in DTYPES
+        assert statistic.dtype is _statistics(out)
+        assert out.dim() == 2
+        assert statistic.shape == lse[0].shape == out.shape[:1]
+        assert out.is_contiguous()
+        assert statistic.is_contiguous()
+    whole = torch.stack(lse).logsumexp(0)
+    parts = [(one - whole).exp()[:, None] * out for one, out in zip(lse, local_out, strict=True)]
+    return sum(parts).to(local_out[0].dtype), whole
 
 
 def _sequences(query, key, value, *, head_num, input_layout, scale, atten_mask, sparse_mode, **options):
@@ -161,6 +181,27 @@ def rms_norm(self, gamma, epsilon):
     wide = self.to(_statistics(self))
     rstd = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (wide * rstd * gamma).to(self.dtype), rstd
+
+
+def add_rms_norm(x1, x2, gamma, epsilon):
+    """(the norm, 1 / rms in float32, x1 + x2)."""
+    assert x1.shape == x2.shape
+    assert x1.dtype == x2.dtype
+    total = x1 + x2
+    return *rms_norm(total, gamma, epsilon), total
+
+
+def rms_norm_backward(dy, self, gamma, rstd):
+    """The gradients of self and gamma."""
+    assert dy.shape == self.shape
+    assert dy.dtype == self.dtype == gamma.dtype
+    assert rstd.dtype is _statistics(self)
+    assert rstd.shape == (*self.shape[:-1], 1)
+    normal = self.to(rstd.dtype) * rstd
+    scaled = dy.to(rstd.dtype) * gamma
+    along = (scaled * normal).mean(-1, keepdim=True)
+    to_gamma = (dy.to(rstd.dtype) * normal).flatten(0, -2).sum(0)
+    return ((scaled - normal * along) * rstd).to(self.dtype), to_gamma.to(gamma.dtype)
 
 
 def rotary_mul(self, r1, r2, rotary_mode, rotate):

@@ -1,32 +1,27 @@
 """The lists of packages, compared with what the packages ask for: `make check-pins`, and tests/contract/test_pins.py.
 
-What packages ask for (Requires-Dist, for Python 3.11 on x86-64 and aarch64) is read from the package index that pip is
-configured for, without downloading a package. It is kept in tests/contract/pins.json: the test needs no network.
+What packages ask for (Requires-Dist, for Python 3.11 and 3.12 on x86-64 and aarch64) is read from the package index,
+without downloading a package (support/index.py). It is kept in tests/contract/pins.json: the test needs no network.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from support import index
+from support.index import MACHINES, Machine
 from support.runs import ROOT
 
 SNAPSHOT = ROOT / "tests/contract/pins.json"
-ARCHITECTURES = ("x86_64", "aarch64")
-GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
-"""Minor versions of glibc 2 for which wheels are taken: Ubuntu 22.04 has 2.35."""
-
 EXTRAS = {"", "asyncio", "crypto", "cu13", "email", "http2", "image", "memory", "opencv", "pycountry", "redis"}
 EXTRAS |= {"default", "requests", "s3", "server", "standard"}
 """Extras of packages that some package asks for; "" is for none. Requirements of other extras are not kept."""
@@ -128,8 +123,8 @@ ALLOWED = (
 )
 
 
-def pins(which: PackageList, architecture: str) -> dict[str, str]:
-    """Versions by package name, for one architecture. Raises ValueError at a line that pins no version."""
+def pins(which: PackageList, machine: Machine) -> dict[str, str]:
+    """Versions by package name, for one machine. Raises ValueError at a line that pins no version."""
     found = {}
     for file in which.files:
         for line in (ROOT / file).read_text().splitlines():
@@ -137,7 +132,7 @@ def pins(which: PackageList, architecture: str) -> dict[str, str]:
             if not text or text.startswith(("#", "--")):
                 continue
             wanted = Requirement(text)
-            if not _applies(wanted, architecture):
+            if not _applies(wanted, machine):
                 continue
             found[canonicalize_name(wanted.name)] = wanted.url or _exact(wanted, file)
     return found
@@ -150,23 +145,19 @@ def _exact(wanted: Requirement, file: str) -> str:
     return versions[0]
 
 
-def _applies(wanted: Requirement, architecture: str, extras: Iterable[str] = ("",)) -> bool:
-    machine = {
-        "python_version": "3.11",
-        "python_full_version": "3.11.9",
-        "platform_machine": architecture,
-        "platform_system": "Linux",
-        "sys_platform": "linux",
-        "os_name": "posix",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
-    return wanted.marker is None or any(wanted.marker.evaluate(machine | {"extra": extra}) for extra in extras)
+def _applies(wanted: Requirement, machine: Machine, extras: Iterable[str] = ("",)) -> bool:
+    marker = wanted.marker
+    return marker is None or any(marker.evaluate(machine.markers() | {"extra": extra}) for extra in extras)
 
 
 def load() -> dict[str, Requirements]:
-    """What the packages ask for, by architecture: "any" for both."""
+    """What the packages ask for, by machine: "any" for what all take and answer alike."""
     return json.loads(SNAPSHOT.read_text())
+
+
+def asks(known: Mapping[str, Requirements], machine: Machine) -> Requirements:
+    """What the packages ask for on a machine."""
+    return known["any"] | known[str(machine)]
 
 
 def project() -> list[str]:
@@ -186,34 +177,34 @@ class Fault:
     text: str
 
 
-def faults(which: PackageList, architecture: str, known: Mapping[str, Requirements]) -> Iterator[Fault]:
-    """All that is wrong with a list on an architecture; what is allowed is not left out."""
-    have = pins(which, architecture)
-    asked: Requirements = dict(known["any"]) | known[architecture]
+def faults(which: PackageList, machine: Machine, known: Mapping[str, Requirements]) -> Iterator[Fault]:
+    """All that is wrong with a list on a machine; what is allowed is not left out."""
+    have = pins(which, machine)
+    asked: Requirements = asks(known, machine)
     asked |= {foreign.pin: list(foreign.requires) for foreign in FOREIGN}
-    here = f"{which.name} ({architecture})"
+    here = f"{which.name} ({machine})"
     if {"triton", "triton-ascend"} <= have.keys():
         yield Fault(which.name, "triton-ascend", "triton", f"{here}: triton and triton-ascend own the same folder")
     for name, version in have.items():
         if asked.get(f"{name}=={version}") is None:
             why = "the index has no wheel" if f"{name}=={version}" in asked else "unknown, run `make check-pins`"
             yield Fault(which.name, name, "", f"{here}: {name} {version}: {why}")
-    for name, wanted in _wanted(which, architecture, have, asked):
+    for name, wanted in _wanted(which, machine, have, asked):
         other = canonicalize_name(wanted.name)
         version = have.get(other)
         if version is None and not which.closed:
             continue
-        asks = f"{here}: {name} asks for {wanted.name}{wanted.specifier}"
+        asking = f"{here}: {name} asks for {wanted.name}{wanted.specifier}"
         if version is None:
-            yield Fault(which.name, name, other, f"{asks}, the list lacks it")
+            yield Fault(which.name, name, other, f"{asking}, the list lacks it")
         elif not wanted.extras <= EXTRAS:
-            yield Fault(which.name, name, other, f"{asks} with extras that EXTRAS lacks: {wanted}")
+            yield Fault(which.name, name, other, f"{asking} with extras that EXTRAS lacks: {wanted}")
         elif "://" not in version and not wanted.specifier.contains(version, prereleases=True):
-            yield Fault(which.name, name, other, f"{asks}, the list has {version}")
+            yield Fault(which.name, name, other, f"{asking}, the list has {version}")
 
 
 def _wanted(
-    which: PackageList, architecture: str, have: Mapping[str, str], asked: Requirements
+    which: PackageList, machine: Machine, have: Mapping[str, str], asked: Requirements
 ) -> list[tuple[str, Requirement]]:
     """What each package of a list asks for there, with the extras that others ask of it."""
     lines = {name: [Requirement(line) for line in asked.get(f"{name}=={have[name]}") or []] for name in have}
@@ -224,7 +215,7 @@ def _wanted(
     found: list[tuple[str, Requirement]] = []
     grew = True
     while grew:
-        found = [(name, one) for name in lines for one in lines[name] if _applies(one, architecture, extras[name])]
+        found = [(name, one) for name in lines for one in lines[name] if _applies(one, machine, extras[name])]
         before = sum(map(len, extras.values()))
         for _, wanted in found:
             extras.get(canonicalize_name(wanted.name), set()).update(wanted.extras)
@@ -232,9 +223,9 @@ def _wanted(
     return found
 
 
-def nccl(which: PackageList, architecture: str, known: Mapping[str, Requirements]) -> str:
+def nccl(which: PackageList, machine: Machine, known: Mapping[str, Requirements]) -> str:
     """The NCCL that a list's torch brings for CUDA."""
-    lines = (dict(known["any"]) | known[architecture])[f"torch=={pins(which, architecture)['torch']}"] or []
+    lines = asks(known, machine)[f"torch=={pins(which, machine)['torch']}"] or []
     (line,) = [line for line in lines if line.startswith("nvidia-nccl")]
     return line.partition(";")[0].strip()
 
@@ -245,12 +236,12 @@ def report(known: Mapping[str, Requirements]) -> tuple[list[str], list[str]]:
     wrong = []
     used = set()
     for which in LISTS:
-        found = [fault for architecture in ARCHITECTURES for fault in faults(which, architecture, known)]
+        found = [fault for machine in MACHINES for fault in faults(which, machine, known)]
         for fault in found:
             rules = [rule for rule in ALLOWED if _allows(rule, fault)]
             used |= {(rule, name) for rule in rules for name in rule.names.split() if fnmatch(fault.required, name)}
             wrong += [] if rules else [fault.text]
-        counts = " and ".join(f"{len(pins(which, one))} pins on {one}" for one in ARCHITECTURES)
+        counts = " and ".join(f"{len(pins(which, one))} pins on {one}" for one in MACHINES)
         told.append(f"{which.name}: {counts}")
         told += sorted({f"    {fault.text.partition(': ')[2]}" for fault in found if fault.text not in wrong})
     told += [f"allowed in {rule.lists}: {rule.package} → {rule.names}: {rule.reason}" for rule in ALLOWED]
@@ -268,9 +259,7 @@ def _allows(rule: Allowed, fault: Fault) -> bool:
 
 
 def _stale_foreign(known: Mapping[str, Requirements]) -> Iterator[str]:
-    pinned = {
-        f"{name}=={version}" for which in LISTS for one in ARCHITECTURES for name, version in pins(which, one).items()
-    }
+    pinned = {f"{name}=={version}" for which in LISTS for one in MACHINES for name, version in pins(which, one).items()}
     for foreign in FOREIGN:
         if foreign.pin not in pinned:
             yield f"{foreign.pin}: no list has it any more"
@@ -280,7 +269,7 @@ def _stale_foreign(known: Mapping[str, Requirements]) -> Iterator[str]:
 
 def _two_nccls(known: Mapping[str, Requirements], told: list[str]) -> Iterator[str]:
     lists = {which.name: which for which in LISTS}
-    for one in ARCHITECTURES:
+    for one in MACHINES:
         trainer = nccl(lists["constraints.txt"], one, known)
         instances = nccl(lists["infra/vllm/cuda.txt"], one, known)
         told.append(f"NCCL on {one}: the trainer's torch brings {trainer}, vLLM's {instances}")
@@ -288,94 +277,53 @@ def _two_nccls(known: Mapping[str, Requirements], told: list[str]) -> Iterator[s
             yield f"NCCL on {one}: the trainer's torch brings {trainer}, vLLM's {instances}"
 
 
-def read(wanted: Iterable[str], architecture: str) -> Requirements:
-    """Ask the package index, some pins a call: Requires-Dist by pin; None where it has no wheel that fits."""
-    todo = sorted(wanted)
-    chunks = [todo[start : start + 12] for start in range(0, len(todo), 12)]
-    with ThreadPoolExecutor(8) as pool:
-        return {
-            pin: lines
-            for found in pool.map(lambda chunk: _ask(chunk, architecture), chunks)
-            for pin, lines in found.items()
-        }
+def read(wanted: Iterable[str], machine: Machine) -> Requirements:
+    """Ask the package index: Requires-Dist by pin; None where it has no wheel that fits."""
+    with ThreadPoolExecutor(16) as pool:
+        return dict(pool.map(lambda pin: (pin, _ask(pin, machine)), sorted(wanted)))
 
 
-def _ask(chunk: list[str], architecture: str) -> Requirements:
-    tags = [f"manylinux_2_{minor}_{architecture}" for minor in GLIBC]
-    tags += [f"{old}_{architecture}" for old in ("manylinux1", "manylinux2010", "manylinux2014", "linux")]
-    options = [
-        "--dry-run",
-        "--ignore-installed",
-        "--no-deps",
-        "--quiet",
-        "--only-binary=:all:",
-        "--python-version=3.11",
-    ]
-    options += [
-        "--implementation=cp",
-        "--abi=cp311",
-        "--abi=abi3",
-        "--abi=none",
-        *(f"--platform={tag}" for tag in tags),
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        options += ["--target", folder, "--report", f"{folder}/report.json"]
-        exact = [pin.replace("==", "===") for pin in chunk]
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "install", *options, *exact], capture_output=True, text=True
-        )
-        if done.returncode == 0:
-            return {
-                _pin(one["metadata"]): _kept(one["metadata"])
-                for one in json.loads(Path(folder, "report.json").read_text())["install"]
-            }
-    if len(chunk) > 1:
-        return {pin: lines for one in chunk for pin, lines in _ask([one], architecture).items()}
-    if "No matching distribution" not in done.stderr or "connection broken" in done.stderr:
-        raise RuntimeError(f"pip could not look up {chunk[0]}: {done.stderr[-2000:]}")
-    return {chunk[0]: None}
+def _ask(pin: str, machine: Machine) -> list[str] | None:
+    name, _, version = pin.partition("==")
+    found = index.fitting(index.files(name), version, machine)
+    return _kept(index.requirements(found[0]["url"], found[0]["size"])) if found else None
 
 
-def _pin(metadata: Mapping[str, str]) -> str:
-    return f"{canonicalize_name(metadata['name'])}=={metadata['version']}"
-
-
-def _kept(metadata: Mapping[str, list[str]]) -> list[str]:
+def _kept(lines: Iterable[str]) -> list[str]:
     """The requirements without those of extras that nobody here asks for, or of other machines."""
-    lines = metadata.get("requires_dist", [])
-    return [line for line in lines if any(_applies(Requirement(line), one, EXTRAS) for one in ARCHITECTURES)]
+    return [line for line in lines if any(_applies(Requirement(line), one, EXTRAS) for one in MACHINES)]
 
 
 def refresh(old: Mapping[str, Requirements], everything: bool) -> dict[str, Requirements]:
     """The snapshot for the lists as they are: what `old` has, and from the index what it lacks (or all)."""
     asked: dict[str, Requirements] = {}
-    for one in ARCHITECTURES:
+    for one in MACHINES:
         wanted = {
             f"{name}=={version}"
             for which in LISTS
             for name, version in pins(which, one).items()
             if "://" not in version
         }
-        had = {} if everything else dict(old["any"]) | old[one]
-        asked[one] = {pin: had[pin] for pin in wanted & had.keys()} | read(wanted - had.keys(), one)
-    first, second = (asked[one] for one in ARCHITECTURES)
-    same = {pin for pin in first.keys() & second.keys() if first[pin] == second[pin]}
+        had = {} if everything else asks(old, one)
+        asked[str(one)] = {pin: had[pin] for pin in wanted & had.keys()} | read(wanted - had.keys(), one)
+    first, *others = asked.values()
+    same = {pin for pin in first if all(pin in other and other[pin] == first[pin] for other in others)}
     parts = {"any": {pin: first[pin] for pin in same}}
-    return parts | {one: {pin: lines for pin, lines in asked[one].items() if pin not in same} for one in ARCHITECTURES}
+    return parts | {one: {pin: lines for pin, lines in its.items() if pin not in same} for one, its in asked.items()}
 
 
 def save(snapshot: Mapping[str, Requirements]) -> None:
     """Write the snapshot, a line for each package."""
     parts = []
-    for architecture, packages in snapshot.items():
+    for machine, packages in snapshot.items():
         lines = ",\n".join(f"{json.dumps(pin)}: {json.dumps(packages[pin])}" for pin in sorted(packages))
-        parts.append(f"{json.dumps(architecture)}: {{\n{lines}\n}}")
+        parts.append(f"{json.dumps(machine)}: {{\n{lines}\n}}")
     SNAPSHOT.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def main() -> int:
     """Read what is new (with --all everything), write the snapshot, print the report. 1 if something is wrong."""
-    old = load() if SNAPSHOT.exists() else {"any": {}, **{one: {} for one in ARCHITECTURES}}
+    old = load() if SNAPSHOT.exists() else {"any": {}, **{str(one): {} for one in MACHINES}}
     new = refresh(old, "--all" in sys.argv)
     save(new)
     told, wrong = report(new)

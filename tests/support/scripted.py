@@ -55,7 +55,7 @@ class Scripted:
 
     async def completions(self, request):
         body = await request.json()
-        self.seeds.append(body["seed"])
+        self.seeds.append(body.get("seed"))
         self.asked.append(body)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -66,7 +66,7 @@ class Scripted:
             if self.status != 200 or self.body is not None:
                 return web.Response(status=self.status, text=self.body or '{"error": {"message": "scripted"}}')
             begun = body.get("continued", 0)
-            tokens = tokens_of(body["prompt"][: len(body["prompt"]) - begun], body["seed"])[begun:]
+            tokens = tokens_of(body["prompt"][: len(body["prompt"]) - begun], body.get("seed"))[begun:]
             cut = self.cuts > 0 and len(tokens) > 1
             self.cuts -= cut
             tokens = tokens[:1] if cut else tokens

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from engine.run.vllm_command import command
 from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.wire.sync_messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
-from support.tiny_models import save
+from support.tiny_models import VOCABULARY, reference, save
 from support.vllm_instance import (
     PROMPT,
     TOKEN,
@@ -43,6 +44,7 @@ from support.vllm_instance import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+DRAWS = 800
 PARENT = """
 import sys, time
 from pathlib import Path
@@ -82,6 +84,46 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
         client.post("/update_weights", {"update_info": wrong}, 400)
         client.post("/resume")
         assert torch.equal(client.probe(), before)
+
+
+@pytest.fixture(scope="module")
+def pair(untied, tmp_path_factory):
+    """(clients of two instances of one model, folder for profiles of the first)"""
+    folder = tmp_path_factory.mktemp("pair")
+    profiler = {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(folder / "profiles")}}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        begin = [serving(untied[0], folder / "a", vllm=profiler), serving(untied[0], folder / "b")]
+        yield [client for client, _ in threads.map(stack.enter_context, begin)], folder / "profiles"
+
+
+def test_responses_without_a_seed_differ_also_between_instances_and_are_samples_of_the_model(pair, untied):
+    """Two instances get the same requests in the same order, as when one is started again."""
+    clients, _ = pair
+    one, other = [[client.choice(temperature=2)["token_ids"] for _ in range(8)] for client in clients]
+    assert not set(map(tuple, one)) & set(map(tuple, other))
+    with ThreadPoolExecutor(8) as threads:
+        for client in clients:
+            group = threads.map(lambda _, client=client: client.choice(temperature=2)["token_ids"], range(8))
+            assert len(set(map(tuple, group))) == 8
+        firsts = threads.map(lambda n: clients[n % 2].choice(max_tokens=1)["token_ids"][0], range(DRAWS))
+        found = torch.bincount(torch.tensor(list(firsts)), minlength=VOCABULARY)
+    with torch.no_grad():
+        expected = DRAWS * reference(untied[0])(torch.tensor([PROMPT])).logits[0, -1].double().softmax(-1)
+    chi_square = ((found - expected) ** 2 / expected).sum().item()
+    assert chi_square < VOCABULARY - 1 + 5 * (2 * (VOCABULARY - 1)) ** 0.5, (found, expected)
+
+
+def test_a_profile_is_written_where_vllms_own_configuration_says(pair):
+    (client, other), folder = pair
+    assert "--profile" in other.post("/start_profile", status=400)["error"]["message"]
+    client.post("/stop_profile", status=409)
+    client.post("/start_profile")
+    client.post("/start_profile", status=409)
+    client.complete()
+    client.post("/stop_profile")
+    (trace,) = folder.glob("*rank*.pt.trace.json.gz")  # vLLM's own process for requests has one, too
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event["name"].startswith("aten::") for event in events)
 
 
 def test_an_instance_whose_batches_change_a_bit_refuses_to_start(tmp_path):

@@ -1,6 +1,7 @@
 """Whole periodic runs of the quickstart on two instances of real vLLM:
 on-policy, and as accurate as on the embedded engine."""
 
+import gzip
 import json
 import os
 import re
@@ -111,6 +112,7 @@ def test_sync_and_periodic_train_the_same_weights_in_batches_of_other_sizes(sett
     }
     for mode, concurrency in (("sync", 3), ("periodic", 1)):
         own = {"run.name": mode, "train.mode": mode, "rollout.concurrency": concurrency}
+        own |= {"train.profile": [1, 1]} if mode == "periodic" else {}
         code, output = launch(exact | own, tmp_path, timeout_s=900)
         if code == 2 and "gives a request other bits" in output:
             pytest.skip(f"on this CPU a batch changes bits of a narrow model, too: {output}")
@@ -118,6 +120,9 @@ def test_sync_and_periodic_train_the_same_weights_in_batches_of_other_sizes(sett
         check_on_policy(steps(tmp_path, mode), 3, sizes=(1,))
         assert min(line["grad_norm"] for line in steps(tmp_path, mode)) > 0
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
+    (trace,) = (tmp_path / "periodic/profile/instance-0").glob("*.pt.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event["name"].startswith("aten::") for event in events)
 
 
 @pytest.mark.slow

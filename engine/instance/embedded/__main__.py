@@ -52,7 +52,9 @@ async def _serve(options: argparse.Namespace) -> None:
     limits = RequestLimits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
     ended = asyncio.Event()
     worker = EngineThread(engine, loop, ended.set)
-    backend = EmbeddedBackend(worker, limits, options.model)
+    backend = EmbeddedBackend(
+        worker, limits, options.model, options.profile / options.name if options.profile is not None else None
+    )
     text = EmbeddedText(backend, tokenizer, options.text) if tokenizer is not None else None
     server = EngineServer(InstanceApp(backend, options.open_requests, options.read_timeout, text))
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from torch.profiler import ProfilerActivity
+
+from engine.errors import BadInput
 from engine.instance.embedded.engine import Engine
 from engine.instance.embedded.engine_thread import EngineThread
 from engine.instance.embedded.sampling import Sampling
 from engine.instance.embedded.updates import Updates
 from engine.instance.protocol import Completion, RequestLimits
+from engine.instance.refusals import NO_PROFILES, Conflict
 from engine.instance.replies import Result
+from engine.platform.base import torch_profiler
 
 
 class EmbeddedBackend(Updates):
@@ -19,8 +25,11 @@ class EmbeddedBackend(Updates):
 
     world_size = 1
 
-    def __init__(self, worker: EngineThread, limits: RequestLimits, model: str) -> None:
+    def __init__(self, worker: EngineThread, limits: RequestLimits, model: str, profile: Path | None = None) -> None:
+        """`profile`: the file that a profile is written to, without the ending .json.gz; None: there is none."""
         super().__init__(worker, Path(model))
+        self._profile = profile
+        self._recording: Any = None
         self.limits = limits
         self.model = model
 
@@ -51,6 +60,23 @@ class EmbeddedBackend(Updates):
     async def resume(self) -> None:
         """Call Engine.resume."""
         await self._worker.call(Engine.resume)
+
+    async def start_profile(self) -> None:
+        """Have torch's profiler record the engine's thread."""
+        if self._profile is None:
+            raise BadInput(NO_PROFILES)
+        if self._recording is not None:
+            raise Conflict("a profile is being recorded already; send /stop_profile first")
+        self._recording = torch_profiler(self._profile.parent, self._profile.name, [ProfilerActivity.CPU])
+        await self._worker.call(lambda engine: self._recording.start())
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded. Nothing is sampled meanwhile."""
+        if self._recording is None:
+            raise Conflict("no profile is being recorded; send /start_profile first")
+        recorded = self._recording
+        self._recording = None
+        await self._worker.call(lambda engine: recorded.stop())
 
     async def reset_prefix_cache(self) -> None:
         """Call PromptCache.clear."""

@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from engine.errors import BadInput
 from engine.instance.protocol import Completion, RequestLimits
-from engine.instance.refusals import Conflict, Refusal
+from engine.instance.refusals import NO_PROFILES, Conflict, Refusal
 from engine.instance.replies import Result
 from engine.instance.vllm import sampling
 from engine.model.shape import end_of_sequence_ids, read_shape
@@ -41,6 +42,8 @@ class VllmBackend:
             routes,
         )
         self._experts = read_shape(Path(self.model)).experts if routes else None
+        self._profiles = config.profiler_config.profiler is not None
+        self._profiling = False
         self.world_size: int = config.parallel_config.world_size_across_dp
         self._engine = engine
         self._seats = config.scheduler_config.max_num_seqs
@@ -140,6 +143,22 @@ class VllmBackend:
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
         return generate_latest(get_prometheus_registry())
+
+    async def start_profile(self) -> None:
+        """Have vLLM's workers record, as its `profiler_config` says."""
+        if not self._profiles:
+            raise BadInput(NO_PROFILES)
+        if self._profiling:
+            raise Conflict("a profile is being recorded already; send /stop_profile first")
+        await self._engine.start_profile()
+        self._profiling = True
+
+    async def stop_profile(self) -> None:
+        """Have vLLM's workers write what they have recorded."""
+        if not self._profiling:
+            raise Conflict("no profile is being recorded; send /start_profile first")
+        self._profiling = False
+        await self._engine.stop_profile()
 
     async def pause(self, abort: bool) -> None:
         """Hold new completions back. Return once none is under way."""

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -50,6 +51,8 @@ if __name__ == "__mp_main__":
 
 NAME = "metronome"
 """The model's name in vLLM, unless it takes text; requests with token ids need not have it."""
+SEEDS = 2**32
+"""numpy, which vLLM seeds too, takes seeds below this."""
 POLL_S = 0.1
 WARM_UP_S = 600.0
 """Deadline of the first completion in seconds. vLLM completes its set-up with the first batch with log-probabilities,
@@ -67,6 +70,8 @@ SETTINGS = {
 }
 CPU_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", NAP: "1e-4"}
 NPU_SETTINGS = {"VLLM_ASCEND_ENABLE_NZ": "0"}  # FRACTAL_NZ weights can't be updated in place
+PROFILER = {"profiler": "torch", "ignore_frontend": True, "torch_profiler_with_stack": False}
+"""vLLM's profiler of its workers, with torch's on a CPU and on CUDA and with torch_npu's under vllm-ascend."""
 INVARIANT = {"cuda": {batch_invariance.VARIABLE: "1"}, "npu": {batch_invariance.VARIABLE: "1"}}
 """Settings of a deterministic instance, by device. vLLM has no batch-invariant kernels for CPUs, where its release 0.32
 would take those for devices."""
@@ -155,6 +160,8 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--dtype": options.dtype,
         "--max-model-len": str(options.max_context),
         "--max-num-seqs": str(options.slots),
+        # vLLM's default is 0 for all: then instances would sample the same responses to requests without a seed
+        "--seed": str(secrets.randbelow(SEEDS)),
         "--tensor-parallel-size": str(options.tensor),
         "--logprobs-mode": "processed_logprobs",  # of the logits after the temperature
         "--generation-config": "vllm",  # not the model folder's, which may change how is sampled
@@ -177,6 +184,8 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     if options.head_dtype != "model":
         _check_head()
         theirs["hf_overrides"] = {**theirs.get("hf_overrides", {}), "head_dtype": options.head_dtype}
+    if options.profile is not None:
+        theirs.setdefault("profiler_config", {**PROFILER, "torch_profiler_dir": str(options.profile / options.name)})
     return [*own, *(part for name, value in theirs.items() for part in _as_vllm_takes(_flag(name), value))]
 
 

@@ -71,6 +71,8 @@ class SamplingSettings:
     """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
     experts: Experts | None = None
     """The model's experts, if those of each token are asked for (algorithm.routing_replay)."""
+    seeded: bool = True
+    """Whether each request has a seed of its own. Without one a response comes from the instance's random stream."""
 
     @classmethod
     def of(
@@ -80,9 +82,10 @@ class SamplingSettings:
         stop: tuple[int, ...],
         partial: bool = False,
         routes: bool = False,
+        seeded: bool = True,
     ) -> SamplingSettings:
         """Those of a part of the config: `rollout` for training, `evaluate` for evaluations. `model`: a Hugging Face
-        folder; `routes`: whether the experts of each token are asked for."""
+        folder; `routes`: whether the experts of each token are asked for; `seeded`: whether each request has a seed."""
         shape = read_shape(model)
         return cls(
             max_new_tokens=settings.max_new_tokens,
@@ -94,6 +97,7 @@ class SamplingSettings:
             model_stop_ids=end_of_sequence_ids(model),
             partial=partial,
             experts=shape.experts if routes else None,
+            seeded=seeded,
         )
 
 
@@ -209,7 +213,7 @@ class InstanceClient:
                 scope.reschedule(now)
 
     async def complete(
-        self, prompt: Prompt, sampling: SamplingSettings, seed: int, so_far: PackedResponse | None = None
+        self, prompt: Prompt, sampling: SamplingSettings, seed: int | None, so_far: PackedResponse | None = None
     ) -> PackedResponse:
         """Sample one response, or go on with one.
 
@@ -225,7 +229,7 @@ class InstanceClient:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                seed=seed,
+                seed=msgspec.UNSET if seed is None else seed,
                 stop_token_ids=list(sampling.stop_token_ids),
                 continued=len(begun) or msgspec.UNSET,
                 routes=True if sampling.experts else msgspec.UNSET,
@@ -238,7 +242,7 @@ class InstanceClient:
         return joined(so_far, response)
 
     def _checked(
-        self, reply: CompletionReply, sampling: SamplingSettings, prompt: int, begun: int, seed: int
+        self, reply: CompletionReply, sampling: SamplingSettings, prompt: int, begun: int, seed: int | None
     ) -> PackedResponse:
         """Return the reply's response, which continues so many tokens of prompt and response. Raise BrokenReply if it
         is no reply to the request."""

@@ -16,10 +16,12 @@ class InstanceProcesses:
     """Starts the declared instances' processes, again when they died, and ends them."""
 
     def __init__(self, config: Config, model: Path, folder: Path) -> None:
-        """`model`: a Hugging Face folder; logs and addresses are written to `folder`/logs."""
+        """`model`: a Hugging Face folder; logs and addresses are written to `folder`/logs, their
+        profiles (train.profile) to `folder`/profile."""
         self._config = config
         self._model = model
         self._logs = folder / "logs"
+        self._profiles = (folder / "profile").resolve() if config.train.profile else None
         self.declared: list[InstanceProcess] = []
 
     def spawn(self, count: int) -> None:
@@ -41,6 +43,8 @@ class InstanceProcesses:
         command, env = instance_command(
             config=self._config, model=self._model, name=name, number=number, port_file=port_file
         )
+        if self._profiles is not None:
+            command += ["--profile", str(self._profiles)]
         return Child(name, command, self._logs / f"{name}.log", env)
 
     async def close(self) -> None:

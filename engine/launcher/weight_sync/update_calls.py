@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.launcher.pool.instance import Instance
-from engine.launcher.pool.instance_client import InstanceFault
+from engine.launcher.pool.instance_client import InstanceFault, Refused
 from engine.launcher.weight_sync.probe import Probe
 from engine.wire.rollout_messages import (
     BaseWeights,
@@ -105,27 +105,43 @@ class UpdateCalls:
         )
 
     async def self_test(self, instance: Instance) -> None:
-        """Load perturbed weights and then those it was started from: its log-probabilities must move.
+        """Load the weights it was started from, perturbed: its log-probabilities must move. One that holds other
+        weights than those it was started from, as after an earlier run, gets them first.
 
-        Raises WeightSyncError naming the instance. Leaves it with the weights it was started from, as version 0.
+        Raises WeightSyncError naming the instance. Leaves it paused with the perturbed weights: a sync must follow.
         """
         if self.probe is None:
             return
-        found = []
-        for perturb, version in ((self.probe.perturb, PERTURBED_VERSION), ([], 0)):
-            await self.pause(instance, SELF_TEST, abort=True)
-            await self.start(instance, SELF_TEST)
-            await self.update(instance, BaseWeights(perturb), SELF_TEST)
-            await self.name(instance, version, SELF_TEST)
-            found.append(await self.ask(instance, self.probe, SELF_TEST))
-        self._base[instance] = found[1]
-        moved = max(abs(a - b) for a, b in zip(*found, strict=True))
+        if not await self._serves_its_base(instance):
+            await self._load_base(instance, [], 0)
+        base = await self.ask(instance, self.probe, SELF_TEST)
+        await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION)
+        perturbed = await self.ask(instance, self.probe, SELF_TEST)
+        await self.pause(instance, SELF_TEST, abort=True)
+        self._base[instance] = base
+        moved = max(abs(a - b) for a, b in zip(base, perturbed, strict=True))
         if not moved > MOVED:
             raise WeightSyncError(
                 f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens "
                 f"{self.probe.perturb} changed, and its log-probabilities moved by {moved:.3g}, expected more than "
                 f"{MOVED:g}; it computes with something else than the weights it is given"
             )
+
+    async def _serves_its_base(self, instance: Instance) -> bool:
+        """Whether it serves the weights it was started from; it may have been paused by the launcher of another run."""
+        if (await self.send(instance, GetWeightVersion(), SELF_TEST)).weight_version:
+            return False
+        try:
+            await self.send(instance, Resume(), SELF_TEST)
+        except Refused:  # a weight update is unfinished
+            return False
+        return True
+
+    async def _load_base(self, instance: Instance, perturb: list[int], version: int) -> None:
+        await self.pause(instance, SELF_TEST, abort=True)
+        await self.start(instance, SELF_TEST)
+        await self.update(instance, BaseWeights(perturb), SELF_TEST)
+        await self.name(instance, version, SELF_TEST)
 
     async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """The instance's log-probabilities of the probe."""

@@ -10,7 +10,9 @@ Each is one call of a kernel that takes sequences of variable length:
 
 With lse = log Σ exp(scores), of which every kernel returns that of its part, the results are merged as
 
-    lse = log Σ exp(lseᵢ),  out = Σ exp(lseᵢ − lse) outᵢ.
+    lse = log Σ exp(lseᵢ),  out = Σ exp(lseᵢ − lse) outᵢ,
+
+on a CPU in single operations, on CUDA in compiled ones, on an NPU by its operator.
 
 The backward pass of a part gets the *merged* lse and out. A key's probability is exp(score − lse), and the gradient of
 a score is that probability times (grad·v − grad·out): with the merged values each part's gradients are those of the
@@ -29,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.model import npu_operators
+from engine.model.fusion import compiled, fuses
 from engine.model.layout import Layout
 
 Where = slice | Tensor
@@ -164,6 +168,17 @@ def _where(ranges: Sequence[tuple[int, int]], device: torch.device) -> Where:
     return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(device)
 
 
+def merge(out: Tensor, lse: Tensor, at: Where, part: tuple[Tensor, Tensor]) -> None:
+    """Merge (out [n, heads, d], lse [n, heads]) of a part into those of n tokens of `out` and `lse`, in place. To be
+    compiled: then each is read and written once, and products and sums stay in registers."""
+    part_out, part_lse = part
+    own_lse = lse[at]
+    merged = torch.logaddexp(own_lse, part_lse)
+    own_share, part_share = ((one - merged).exp()[..., None] for one in (own_lse, part_lse))
+    out[at] = (out[at] * own_share + part_out * part_share).to(out.dtype)
+    lse[at] = merged
+
+
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[TwoParts, VarlenKernel], *inputs: Tensor) -> Tensor:  # noqa: ANN401
@@ -173,12 +188,11 @@ class _Merged(torch.autograd.Function):
         out, lse = kernel.forward(q[own.queries], k[own.keys], v[own.keys], own.sequences)
         if prompt := plan.prompt:
             at = prompt.queries
-            prompt_out, prompt_lse = kernel.forward(q[at], k[prompt.keys], v[prompt.keys], prompt.sequences)
-            own_lse = lse[at]
-            merged = torch.logaddexp(own_lse, prompt_lse)
-            own_share, prompt_share = ((one - merged).exp()[..., None] for one in (own_lse, prompt_lse))
-            out[at] = (out[at] * own_share + prompt_out * prompt_share).to(out.dtype)
-            lse[at] = merged
+            part = kernel.forward(q[at], k[prompt.keys], v[prompt.keys], prompt.sequences)
+            if npu_operators.on_npu(out):
+                out[at], lse[at] = npu_operators.merged((out[at], lse[at]), part)
+            else:
+                (compiled(merge) if fuses(out) else merge)(out, lse, at, part)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.how = how
         return out
@@ -224,6 +238,6 @@ def _in_place(part: Tensor, where: Where, size: int) -> Tensor:
 
 def _add(total: Tensor, where: Where, part: Tensor) -> None:
     if isinstance(where, slice):
-        total[where] += part
+        total[where].add_(part)
     else:
         total.index_add_(0, where, part)

@@ -164,7 +164,7 @@ def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Compar
     yield _compared(
         what="experts",
         names=("x", *(f"weight {number}" for number in range(len(sizes)))),
-        ours=lambda x, *weights: grouped(product, sizes, x, weights),
+        ours=lambda x, *weights: grouped(product, sizes, x, torch.stack(weights)),
         reference=lambda x, *weights: torch.cat(
             [tokens @ weight.T for tokens, weight in zip(x.split(list(sizes)), weights, strict=True)]
         ),
@@ -250,7 +250,7 @@ def random_groups(prompt: int, lengths: list[int], vocabulary: int) -> Groups:
 
 
 def build(
-    shape: ModelShape, attention: str, device: torch.device, dtype: torch.dtype, recompute: bool = False
+    shape: ModelShape, attention: str, device: torch.device, dtype: torch.dtype, recompute: bool | int | str = False
 ) -> torch.nn.Module:
     """The trainer's model with random weights (norms near 1). `attention`: a key of KERNELS."""
     from engine.model.build import Computation, build_model

@@ -119,11 +119,20 @@ async def finish_reason(engine: TriedEngine) -> str:
 
 @rule("seeds", "the same seed gives the same response, another seed another one")
 async def seeds(engine: TriedEngine) -> str:
-    """A response that was lost is sampled again with its seed."""
+    """With rollout.deterministic a response that was lost is sampled again with its seed."""
     found = [(await sampled(engine, seed=seed)).choices[0].token_ids for seed in (0, 1, 0, 2**63 - 1, -(2**63))]
     demand(found[0] == found[2], "two requests with seed 0 gave different tokens")
     demand(len(set(found)) > 1, "requests with different seeds gave the same tokens")
     return f"{len(set(found))} different responses to 4 seeds"
+
+
+@rule("unseeded", "requests without a seed give different responses")
+async def unseeded(engine: TriedEngine) -> str:
+    """A run gives seeds to deterministic instances only, and to evaluations."""
+    replies: list[SampledReply] = await asyncio.gather(*(sampled(engine, seed=None) for _ in range(GROUP)))
+    different = len({reply.choices[0].token_ids for reply in replies})
+    demand(different > 1, f"all {GROUP} responses are the same, without a seed")
+    return f"{different} different responses of {GROUP}"
 
 
 @rule("group", "requests of a group run at the same time, and each response ends as it says")

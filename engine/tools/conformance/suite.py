@@ -32,6 +32,7 @@ RULES: Sequence[ProtocolRule] = (
     response_rules.digest,
     response_rules.finish_reason,
     response_rules.seeds,
+    response_rules.unseeded,
     response_rules.group,
     control_rules.pause,
     control_rules.abort,

@@ -130,9 +130,10 @@ class TriedEngine(EngineCalls):
         return reply
 
     def body(self, **body: Any) -> JsonObject:  # noqa: ANN401
-        """The body of a completion."""
+        """The body of a completion. A key with the value None is left out."""
         common = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1, "logprobs": 0, "return_token_ids": True}
-        return {"prompt": self.reference.prompt, "max_tokens": 8, "ignore_eos": True, "seed": 0, **common, **body}
+        whole = {"prompt": self.reference.prompt, "max_tokens": 8, "ignore_eos": True, "seed": 0, **common, **body}
+        return {key: value for key, value in whole.items() if value is not None}
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """The log-probabilities of a prompt's tokens but the first. Raise RefusedCall if the reply lacks them."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import WINDOW_PER_STAGE, Config
-from engine.config.training import Parallel
+from engine.config.training import Parallel, Recompute
 from engine.model.flops import PEAKS, forward
 from engine.model.shape import ModelShape
 from engine.run.memory import frozen_copies, row_tokens
-from engine.run.sizes import layer_elements, rank_parameters
+from engine.run.sizes import cheap_elements, layer_elements, rank_parameters, whole_layers
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def estimate(
     *,
     rows: int,
     visible: float,
-    recompute: bool = False,
+    recompute: Recompute = False,
     scoring: int = 0,
     offload: bool = False,
 ) -> Estimate:
@@ -124,7 +124,8 @@ def estimate(
         collectives   COLLECTIVES · 2·h·(t − 1)/t ÷ (LINKS · link), forward or both; each context rank's keys and values
                       go to the others, 2·kv_heads·head_dim · 2 bytes · (CP − 1)/t, three times in both directions
 
-    and at the last stage the head: its products, and LOGIT_BYTES per logit. `recompute` adds the layers' forward pass.
+    and at the last stage the head: its products, and LOGIT_BYTES per logit. `recompute` adds the forward pass
+    of the layers that are recomputed as a whole, or for "selective" the reading and writing of what is made again.
     A micro-batch reads and writes the rank's fp32 gradients once. A pipeline of p stages takes its fullest stage's time
     × (m + p − 1)/m with m = 4·p micro-batches a window; a window's host work comes on top. `scoring` forward passes are
     counted apart, and with `offload` each copies its weights to the device in every window. Left out: the update,
@@ -146,7 +147,10 @@ def estimate(
 
     gradients = 8 * held / (READING * device.bandwidth)
     host = WINDOW_S[device.platform] + TOKEN_S[device.platform] * rows * micro_batches
-    both = stage * (layer[1] + recompute * layer[0]) + head[1]
+    again = whole_layers(recompute, shape.layers // parallel.pipeline) * layer[0]
+    if recompute == "selective":  # a norm reads as much as it writes, SwiGLU twice as much
+        again = stage * 2 * 3 * cheap_elements(shape, parallel) / (READING * device.bandwidth)
+    both = stage * layer[1] + again + head[1]
     training = window_s(both + gradients / local) + host
     copies = 2 * held / COPY if offload else 0.0
     scored = scoring * (window_s(stage * layer[0] + head[0]) + copies)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.config import Config
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, frozen_copies
-from engine.run.sizes import rank_parameters, total_parameters
+from engine.run.sizes import rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.roofline import Device
 from engine.tools.planner.costs import Costs
 
@@ -35,7 +35,8 @@ def prior(shape: ModelShape, config: Config, device: Device) -> Costs:
     parallel = config.parallel
     total = total_parameters(shape)
     active = total - _inactive(shape)
-    passes = 6 + 2 * frozen_copies(config) + (2 if config.train.recompute else 0)
+    again = whole_layers(config.train.recompute, shape.layers // parallel.pipeline) * parallel.pipeline / shape.layers
+    passes = 6 + 2 * frozen_copies(config) + 2 * again
     size = BYTES[config.train.dtype]
     heads = shape.heads * shape.head_dim
     shared = parallel.tensor * parallel.context

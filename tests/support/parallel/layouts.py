@@ -140,7 +140,7 @@ def ratios():
 
 def mixtures():
     """Qwen3-MoE: experts on two ranks, inside one replica and over replicas in lockstep,
-    with unequal numbers of rows."""
+    with unequal numbers of rows; all experts on each of two tensor ranks."""
     dp = {"expert": 2, "data": 2}
     sp = {"expert": 2, "tensor": 2, "sequence": True}
     cp = {"expert": 2, "context": 2}
@@ -158,7 +158,7 @@ def mixtures():
             ("dp4-idle", dp4, "plain", {"deal": ((), ((0,), (1, 2)))}),
             ("pp2dp2", {"expert": 2, "data": 2, "pipeline": 2}, "full", {"budget": SMALL, "temperature": 0.7}),
         )
-    ]
+    ] + [Case("ep1-tp2sp", TWO["tp2sp"], "qwen3_moe", loss="full", tolerance=1e-4, budget=SMALL)]
 
 
 def replayed():
@@ -184,6 +184,7 @@ def options():
     return [
         Case("recompute", {}, loss="full", settings=recompute),
         Case("recompute-tp2sp", TWO["tp2sp"], loss="full", settings=recompute),
+        Case("selective-tp2sp", TWO["tp2sp"], loss="full", settings={"train.recompute": "selective"}),
         Case("recompute-pp2", TWO["pp2"], loss="full", settings=recompute, budget=SMALL),
         Case("idle-replica", TWO["dp2"], loss="full", deal=(((0, 1), (2,)), ())),
         Case("idle-replica-pp2dp2", FOUR["pp2dp2"], tied=True, deal=((), ((0, 1, 2),)), budget=SMALL),

@@ -60,7 +60,8 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
                 ("hf_overrides", '{"a": 1}', ".*: must be a table"),
                 ("ssl_keyfile", "key.pem", " can't be set: runs speak plain HTTP"),
                 ("enforce-eager", True, ": expected vLLM's name of an argument, with underscores"),
-                ("seed", datetime.date(2026, 11, 26), r" = datetime.* must be a text, a number, true, false"),
+                ("seed", 3, " can't be set: each instance gets one of its own"),
+                ("revision", datetime.date(2026, 11, 26), r" = datetime.* must be a text, a number, true, false"),
                 ("gpu_memory_utilization", float("nan"), " = nan: must be a text, a number, true, false"),
             )
         ),

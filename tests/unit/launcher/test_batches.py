@@ -5,6 +5,7 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 import torch
 
@@ -12,13 +13,16 @@ from engine.algorithm.advantages import ADVANTAGES
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, MetronomeError
-from engine.launcher.batches import BatchGenerator
+from engine.launcher.batches import BatchGenerator, RolloutProfile
+from engine.launcher.pool.instance import Instance
+from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.stages import stages_of
 from engine.launcher.table import RowTable
 from engine.trainer.credit import Credit
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import open_group, open_prompt, pack_group
 from support.groups import group
+from support.scripted import Scripted
 
 PROMPTS = [Prompt(f"p{n}", str(n), "", (1, n)) for n in range(10)]
 
@@ -144,3 +148,16 @@ def test_a_checkpoint_without_a_position_is_refused():
     made, _ = generation()
     with pytest.raises(BadInput, match="the checkpoint before step 3 does not say how many prompts were used"):
         made.resume_at(3, None)
+
+
+async def test_an_instance_that_can_not_profile_says_so_once_and_the_run_goes_on(capsys):
+    """A scripted one has no route for it; one that joined from elsewhere is not asked."""
+    async with Scripted().serving() as url, aiohttp.ClientSession() as session:
+        clients = [InstanceClient(name, url, session, 10.0) for name in ("own", "joined")]
+        instances = [Instance(clients[0], declared=object()), Instance(clients[1])]
+        profile = RolloutProfile(SimpleNamespace(pool=SimpleNamespace(instances=instances)), [1, 2])
+        for step in range(4):
+            await profile.begin(step)
+            await profile.end(step)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("train.profile: own is not profiled: own: POST /start_profile answered 404")

@@ -74,6 +74,16 @@ def test_a_scorers_layout_that_does_not_fit_the_model_is_refused_by_its_own_keys
         check_training(config_of(given | {"stages.reference.pipeline": 4}))
 
 
+def test_more_recomputed_layers_than_a_stage_has_are_refused(tiny_model, problems, tmp_path):
+    given = base_settings(tiny_model, problems, tmp_path)
+    for setting in (True, 2, "selective"):
+        check_training(config_of(given | {"train.recompute": setting}))
+    with pytest.raises(BadInput, match=r"train.recompute = 3: a pipeline stage has 2 layers; true recomputes all"):
+        check_training(config_of(given | {"train.recompute": 3}))
+    with pytest.raises(BadInput, match=r"train.recompute = 2: a pipeline stage has 1 layers"):
+        check_training(config_of(given | {"train.recompute": 2, "parallel.pipeline": 2}))
+
+
 def test_instances_that_would_get_a_scorers_devices_are_refused():
     def on(devices, scored):
         return Config(

@@ -1,11 +1,13 @@
 import heapq
 import random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.launcher.ledger import Ledger, Windows
+from engine.ranks.packing import pack_parts
 from engine.wire.columns import PackedLanded, pack_ids
 
 ONE = 1
@@ -262,9 +264,12 @@ def test_groups_that_have_not_come_in_count_with_the_mean_of_those_that_have():
     units=st.integers(1, 3),
     order=st.sampled_from(["arrival", "prompt_order"]),
     updates=st.sampled_from([2, 3, 6]),
+    together=st.integers(1, 3),
 )
-def test_mini_batches_are_equally_large_and_given_in_their_order(arrival, hold, budget, units, order, updates):
-    ledger = ledger_of(6, order=order, hold=hold, units=units, updates=updates)
+def test_mini_batches_are_equally_large_and_given_in_their_order(
+    arrival, hold, budget, units, order, updates, together
+):
+    ledger = ledger_of(6, order=order, hold=hold, units=units, updates=updates, together=together)
     by_update = [[] for _ in range(updates)]
     for index in arrival:
         ledger.add_ready(index, TOKENS)
@@ -286,11 +291,12 @@ def test_mini_batches_are_equally_large_and_given_in_their_order(arrival, hold, 
     budget=st.integers(1, 40),
     units=st.integers(1, 3),
     bubble=st.sampled_from([0, 7]),
+    together=st.integers(1, 3),
 )
-def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, hold, budget, units, bubble):
+def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, hold, budget, units, bubble, together):
     windows = {}
     for order in ("arrival", "prompt_order"):
-        ledger = ledger_of(6, order=order, hold=hold, units=units, bubble=bubble)
+        ledger = ledger_of(6, order=order, hold=hold, units=units, bubble=bubble, together=together)
         windows[order] = []
         for index in arrival:
             ledger.add_ready(index, TOKENS)
@@ -304,6 +310,53 @@ def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, h
     assert sorted(sum(windows["arrival"], [])) == list(range(6))
     size = max(1, budget // 5)
     assert sorted(windows["prompt_order"]) == [list(range(6))[at : at + size] for at in range(0, 6, size)]
+
+
+@given(tokens=st.lists(st.integers(1, 30), min_size=1, max_size=40), together=st.integers(2, 5))
+def test_windows_that_wait_already_are_given_as_one_and_make_the_same_micro_batches(tokens, together):
+    ready = dict(enumerate(tokens))
+    single, several = (Ledger(len(tokens) + 1, Windows(together=count)) for count in (1, together))
+    for ledger in (single, several):
+        for index, size in ready.items():
+            ledger.add_ready(index, size)
+    alone = list(iter(lambda: single.take(0, 10), []))
+    found = list(iter(lambda: several.take(0, 10), []))
+    packed = [list(pack_parts([Sized(index, ready[index]) for index in window], 10)) for window in found]
+    assert [[part.index for part in row] for rows in packed for row in rows] == alone
+    # the last one may grow still, and so is not waited for, nor joined to the others
+    full = len(alone) - 1
+    assert [len(rows) for rows in packed] == [together] * (full // together) + [full % together] * (
+        full % together > 0
+    ) + [1]
+
+
+class Sized(NamedTuple):
+    index: int
+    size: int
+
+
+def test_windows_given_as_one_are_of_one_mini_batch():
+    ledger = ledger_of(12, ready=range(12), updates=2, together=4)
+    assert [taken(ledger, budget=10) for _ in range(4)] == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+
+
+def test_a_window_that_waits_alone_is_given_at_once():
+    ledger = ledger_of(10, together=4)
+    for index in range(3):
+        assert ledger.take(0, 10) == []
+        ledger.add_ready(index, TOKENS)
+        assert ledger.take(0, 10) == [index]
+
+
+def test_no_unit_gets_more_windows_as_one_than_its_share_of_what_waits():
+    ledger = arrived(16, 1000, units=2, together=4)  # five tokens each: eight windows of ten tokens wait
+    assert sizes(ledger, 2, 10) == [8, 4, 2, 2]
+    assert sizes(arrived(16, 1000, units=4, together=4), 4, 10) == [4, 2, 2, 2, 2, 2, 2]
+    # nor more than 1 / (4 · units) of what no unit has: towards the end windows are those that they were
+    assert sizes(arrived(40, 40, units=2, together=4), 2, 10) == [4, 4, 4, *[2] * 11, *[1] * 6]
+    assert sizes(arrived(40, 40, units=2), 2, 10) == [*[2] * 17, *[1] * 6]
+    ordered = {"order": "prompt_order", "units": 2}
+    assert sizes(arrived(40, 40, together=4, **ordered), 2, 10) == sizes(arrived(40, 40, **ordered), 2, 10)
 
 
 def test_a_unit_at_work_gets_a_window_ahead_only_while_windows_have_their_full_size():

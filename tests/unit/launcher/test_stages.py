@@ -4,18 +4,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.config import Config
 from engine.errors import BadInput
 from engine.launcher.stages import StageWatch, stages_of
 from engine.launcher.table import RowTable
 from engine.wire.columns import Column, ValuesColumn, pack_column, pack_group, pack_values
-from engine.wire.messages import Written
+from engine.wire.messages import TRAIN, Written
 from support.groups import numbered_group
 
 WAIT_S = 30.0
 JUDGE = {"needs": ["responses"], "gives": ["mark"], "wait_s": WAIT_S, "reward_weight": 0.5}
 CRITIC = {"needs": ["responses"], "gives": ["values"]}
+
+
+def windows_of(lease_s, **tables):
+    config = Config(train={"micro_batch_tokens": 10, "prompts_per_step": 40}, **tables)
+    table = RowTable(stages_of(config, lease_s))
+    table.begin(0, 40)
+    for index in range(20):
+        table.put(replace(pack_group(numbered_group(index)), tokens=5))
+    found = iter(lambda: table.lease(TRAIN, 0, 0, config.window_tokens), None)
+    return [len(held.indices) for held in found]
+
+
+def test_our_own_trainer_gets_windows_that_wait_as_one():
+    assert windows_of(None) == [8, 8, 2, 2]
+    assert windows_of(60.0) == [2] * 10, "a program outside may train a window in one pass"
+    assert windows_of(None, parallel={"pipeline": 2}) == [16, 4], "of a pipeline it has several micro-batches anyway"
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """torch's grouped product in the place of a device's. Counts its calls."""
+    """torch's grouped product in the place of a device's. Keeps where the weights of its calls lie."""
     called = []
 
     def product(x, weights, ends):
-        called.append(tuple(weights.shape))
+        called.append(weights.data_ptr())
         return experts._by_torch(x, weights, ends)
 
     monkeypatch.setattr(experts, "product_for", lambda x, *sizes: product)
@@ -32,6 +32,18 @@ def gradients(settings, folder, **changes):
     policy.accumulate([group])
     scores = policy._policy_scores(policy._frozen_scores(micro_batches([group], policy.packing, policy.credit)))[0]
     return scores, {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
+
+
+def test_the_product_takes_the_weights_where_they_lie(settings, tmp_path, grouped):
+    """A layer has two parameters for all of its experts: none is copied, and each has one gradient to add."""
+    folder = save(tmp_path, "qwen3_moe", vocab_size=256)
+    alone = {"algorithm__old_policy": "behavior", "algorithm__kl_coef": 0, "train__ratio_gap_limit": 0}
+    policy = a_policy(settings, model__path=folder, **alone)
+    weights = [one for name, one in policy.models.policy.named_parameters() if ".experts." in name]
+    assert [tuple(one.shape) for one in weights] == [(4, 64, 48), (4, 48, 32)] * 2
+    policy.start_step()
+    policy.accumulate([a_group()])
+    assert set(grouped) == {one.data_ptr() for one in weights}
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -49,7 +61,7 @@ def test_a_mixture_has_the_gradients_of_its_experts_one_by_one(settings, tmp_pat
 
 
 def test_a_cpu_computes_one_expert_after_the_other(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "grouped", None)
+    monkeypatch.setattr(experts, "_by_torch", None)
     _, found = gradients(settings, save(tmp_path, "qwen3_moe", vocab_size=256))
     assert any(gradient.abs().max() > 1e-3 for name, gradient in found.items() if "experts" in name)
 
@@ -58,13 +70,12 @@ def test_a_cpu_computes_one_expert_after_the_other(settings, tmp_path, monkeypat
 def test_bfloat16_stays_near_fp32(sizes):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8, 16, generator=draw).requires_grad_()
-    weights = [torch.randn(24, 16, generator=draw).requires_grad_() for _ in sizes]
+    weights = torch.randn(len(sizes), 24, 16, generator=draw).requires_grad_()
     above = torch.randn(8, 24, generator=draw)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        given = [one.to(dtype) for one in (x, *weights)]
-        out = experts.grouped(experts._by_torch, sizes, given[0], given[1:])
-        found.append([out, *torch.autograd.grad(out, (x, *weights), above.to(dtype))])
+        out = experts.grouped(experts._by_torch, sizes, x.to(dtype), weights.to(dtype))
+        found.append([out, *torch.autograd.grad(out, (x, weights), above.to(dtype))])
     for exact, near in zip(*found, strict=True):
         torch.testing.assert_close(near.float(), exact, rtol=0.02, atol=0.15)
 

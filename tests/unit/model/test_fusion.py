@@ -1,9 +1,19 @@
 """What is compiled on CUDA, compiled by torch for the CPU: equal to the plain operations, values and gradients."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from engine.model import fusion, rotary, swiglu
+from engine.model import fusion, norm, rotary, swiglu
+from engine.model.kernels import merged
+from engine.model.kernels.plain import Plain
+from support.attention_cases import results as attention_results
+from support.attention_cases import row_of
 
 
 @pytest.fixture
@@ -15,7 +25,7 @@ def compiled(monkeypatch):
         called.append(function.__name__)
         return fusion.compiled(function)
 
-    for module in (rotary, swiglu):
+    for module in (merged, norm, rotary, swiglu):
         monkeypatch.setattr(module, "fuses", lambda x: True)
         monkeypatch.setattr(module, "compiled", noted)
     return called
@@ -31,7 +41,35 @@ def results(operation, x):
     return out.detach(), *torch.autograd.grad(out, x, drawn(*out.shape))
 
 
+def attention(*rows):
+    """Attention of a joint tensor [T, 4 + 2 + 2 heads, d], by the one of the rows that has its length."""
+    by_length = {row.size: row for row in map(row_of, rows)}
+
+    def operation(joint):
+        q, k, v = joint.split([4, 2, 2], dim=1)
+        return merged.attend(q, k, v, by_length[len(joint)], kernel=Plain)
+
+    return operation
+
+
+NORM = norm.RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 48)
+
+
+def sum_and_norm(x):
+    """The end of a layer after attention, whose output, residual stream and norm's weight are made of `x`."""
+    stream = norm.add_in_norm(True, False)((x.sin(), None), x, 0.0)
+    normed = torch.func.functional_call(NORM, {"weight": x[0, 0]}, (stream,))
+    return norm.add_to_made(True, False)((normed.cos(), None), stream, 0.0)
+
+
 CASES = {
+    "sum and norm": (sum_and_norm, [(5, 1, 48), (9, 1, 48)], ["sum_and_norm", "sum_and_norm_gradient"]),
+    "one prompt": (attention([(5, [3, 7, 1])], [(9, [4, 7, 5])]), [(16, 8, 16), (25, 8, 16)], ["merge"]),
+    "two prompts": (
+        attention([(3, [2, 5]), (2, [1, 3])], [(5, [4, 2, 3]), (2, [6, 7])]),
+        [(16, 8, 16), (29, 8, 16)],
+        ["merge"],
+    ),
     "swiglu": (swiglu.SwiGLU(None), [(5, 1, 48), (9, 1, 48)], ["product", "gradient"]),
     "rotation": (lambda t: rotary.rotate(t, TABLES[:, : len(t)]), [(5, 1, 4, 16), (9, 1, 4, 16)], ["turn", "turn"]),
 }
@@ -58,6 +96,41 @@ def test_the_compiled_kernel_is_the_plain_operation(case, request):
     assert called == names * len(shapes)
 
 
+@pytest.fixture(scope="module")
+def graphs():
+    """Tensors of the host are taken for ones on CUDA, and compiled as far as to graphs, which are counted."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    fusion.compiled.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+        yield graphs
+    fusion.compiled.cache_clear()
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=3)
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=GROUPS,
+    shards=st.integers(1, 2),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_parts_of_any_shape_are_merged_by_the_same_graphs(groups, shards, heads, dtype, graphs):
+    row = row_of(groups).aligned(2 * shards).shard(0, shards)
+    prompt = row.once(merged.plan).prompt
+    assume(prompt is None or sum(prompt.sequences.queries) > 1)  # for sizes of one torch makes a graph of its own
+    attend = partial(merged.attend, kernel=Plain)
+    expected = attention_results(attend, row, heads, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merged, "fuses", lambda x: True)
+        found = attention_results(attend, row, heads, dtype=dtype)
+    assert all(map(torch.equal, found, expected))  # these graphs are of torch's own operations
+    assert graphs.frame_count <= 4  # for each dtype, with tokens that follow one another and with others
+
+
 class OnCuda:
     """What a tensor says on a GPU."""
 
@@ -67,7 +140,7 @@ class OnCuda:
 def test_without_triton_a_warning_says_what_is_not_fused(monkeypatch):
     fusion._has_compiler.cache_clear()
     monkeypatch.setattr(fusion.importlib.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="triton is not installed: SwiGLU and the rotation are not fused on CUDA"):
+    with pytest.warns(UserWarning, match="triton is not installed: SwiGLU, the rotation, the merge of attention"):
         assert not fusion.fuses(OnCuda())
     monkeypatch.undo()
     fusion._has_compiler.cache_clear()

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.model.norm import RMSNorm
+from engine.model import norm as norms
+from engine.model.norm import RMSNorm, Sum, add_in_norm, add_to_made
+from support.policies import a_group, a_policy
+from support.tiny_models import save
 
 
 def norm_of(size, dtype):
@@ -42,3 +45,38 @@ def test_bfloat16_keeps_its_dtype():
     x = torch.randn(3, 1, 8, dtype=torch.bfloat16)
     norm = norm_of(8, torch.bfloat16)
     assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))
+
+
+def gradients(settings, folder, **changes):
+    policy = a_policy(settings, model__path=folder, **changes)
+    policy.start_step()
+    for seed in (1, 2):
+        policy.accumulate([a_group((4, 0, 16, 1), seed=seed)])
+    return {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
+
+
+@pytest.mark.usefixtures("megatron")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3_moe", False)])
+def test_a_layer_whose_norm_makes_the_sum_has_the_same_gradients(
+    kind, tied, recompute, settings, tmp_path, monkeypatch
+):
+    folder = save(tmp_path, kind, vocab_size=256, tie_word_embeddings=tied)
+    expected = gradients(settings, folder, train__recompute=recompute)
+    called = []
+    monkeypatch.setattr(norms, "fuses", lambda x: True)
+    monkeypatch.setattr(norms, "compiled", lambda function: called.append(function.__name__) or function)
+    found = gradients(settings, folder, train__recompute=recompute)
+    assert set(called) == {"sum_and_norm", "sum_and_norm_gradient"}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_a_sum_with_a_bias_or_dropout_is_made_at_once(monkeypatch):
+    monkeypatch.setattr(norms, "fuses", lambda x: True)
+    x = torch.ones(2, 1, 8)
+    assert isinstance(add_in_norm(True, False)((x, None), x, 0.0), Sum)
+    assert torch.equal(add_in_norm(True, False)((x, x), x, 0.0), 3 * x)
+    assert add_in_norm(True, False)((x, None), x, 0.5).max() == 3  # 1 + 1 / (1 − 0.5)
+    assert torch.equal(add_to_made(True, False)((x, None), Sum(x, x, made=2 * x), 0.0), 3 * x)

@@ -31,9 +31,9 @@ class Device(Cpu):
 
 
 @pytest.fixture
-def said(settings, tmp_path):
+def said(settings, tmp_path, request):
     """The error of a step, by what was held when it began and what at most, beside the dry run's sum, in bytes."""
-    config = config_of(settings)
+    config = config_of(settings | getattr(request, "param", {}))
     need = trainer_need(read_shape(config.folder.parent / config.model.path), config)
     states, working = (sum(term.bytes for term in need.part(states=part)) for part in (True, False))
     device = Device()
@@ -58,6 +58,7 @@ def test_the_states_are_too_large(said, tmp_path):
     assert "were held at the step's begin, where the dry run counts weights 0." in found
     assert "parallel.tensor (now 1)" in found
     assert "train.micro_batch_tokens" not in found
+    assert "train.recompute" not in found
     assert f"torch says: {SAID}" in found
     assert (tmp_path / "logs/trainer-3-memory.txt").read_text() == f"{SAID}\n\n| a table |"
 
@@ -66,7 +67,22 @@ def test_the_work_of_a_step_is_too_large_with_what_torch_asked_for(said):
     found = said(more=-MIB)  # two MiB were asked for
     assert "for the work of a step it counts activations" in found
     assert "train.recompute (now false), train.micro_batch_tokens (now 4096)" in found
+    assert 'of train.recompute try "selective" first' in found
     assert "train.distributed_optimizer" not in found
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ({"train.recompute": "selective"}, "try a number above a third of a stage's layers, and true last"),
+        ({"train.recompute": 1}, "try a larger number of layers, and true last"),
+        ({"train.recompute": True}, None),
+    ],
+    indirect=["said"],
+)
+def test_the_next_step_of_recomputation_is_the_softest(said, advice):
+    found = said(more=MIB)
+    assert advice in found if advice else "of train.recompute try" not in found
 
 
 def test_the_device_has_less_than_was_counted(said):

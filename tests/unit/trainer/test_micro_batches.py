@@ -165,3 +165,22 @@ def test_a_window_that_was_packed_before_gives_the_same_gradient(settings):
         policy.accumulate(window)
         found.append(gradients(policy, 8))
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
+@pytest.mark.usefixtures("megatron")
+def test_windows_given_as_one_have_the_bits_and_figures_of_single_ones(settings):
+    groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
+    found = []
+    for windows in ([groups[:1], groups[1:2], groups[2:3], groups[3:]], [groups], [groups[:3], groups[3:]]):
+        changes = {"algorithm__old_policy": "previous", "algorithm__kl_coef": 0.1, "train__micro_batch_tokens": 40}
+        policy = a_policy(settings, **changes)
+        policy.start_step()
+        for window in windows:
+            policy.accumulate(window)
+        policy.update(16)
+        figures = policy.figures()
+        found.append(({name: figures[name] for name in ("loss", "kl", "mismatch_kl", "computed_tokens")}, policy))
+    for figures, policy in found[1:]:
+        assert figures == found[0][0]
+        for (name, one), (_, other) in zip(policy.tensors(), found[0][1].tensors(), strict=True):
+            assert torch.equal(one, other), name

@@ -100,6 +100,7 @@ def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_pat
         ("train", {"learning_rate": 0.5}),
         ("train", {"betas": (0.8, 0.9)}),
         ("train", {"micro_batch_tokens": 7}),
+        ("train", {"recompute": "selective"}),
         ("parallel", {"data": 1}),
         ("parallel", {"data": 2, "tensor": 2}),
         ("algorithm", {"clip_low": 0.1}),
@@ -115,6 +116,17 @@ def test_a_replay_with_another_setting_is_refused_by_its_key(tmp_path, table, ch
     key = f"{table}.{list(change)[-1]}"
     with pytest.raises(BadInput, match=rf"{key} is .*, but the record was taken with .*config\.toml"):
         check(path, changed)
+
+
+def test_one_recomputed_layer_is_not_all_of_them(tmp_path):
+    def settings(recompute):
+        return Config(model=MODEL, parallel={"data": 2}, train={"prompts_per_step": 3, "recompute": recompute})
+
+    path = tmp_path / "record.msgpack"
+    RecordWriter(path, settings(True), 0).flush()
+    check(path, settings(True))
+    with pytest.raises(BadInput, match=r"train\.recompute is 1, but the record was taken with True"):
+        check(path, settings(1))
 
 
 def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_path):

@@ -29,6 +29,7 @@ class Engine:
             model_config=model,
             parallel_config=types.SimpleNamespace(world_size_across_dp=1),
             scheduler_config=types.SimpleNamespace(max_num_seqs=1),
+            profiler_config=types.SimpleNamespace(profiler=None),
         )
         self.running = {}
         self.asked = []

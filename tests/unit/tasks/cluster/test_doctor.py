@@ -8,6 +8,7 @@ import pytest
 from engine.errors import BadInput
 from engine.tools.acceptance.report import PartResult
 from support import pins
+from support.index import Machine
 from tasks.cluster import doctor, versions
 
 ASCEND = {
@@ -60,9 +61,10 @@ def test_the_trainers_side():
 
 def test_the_lists_for_npus_fit_one_cann():
     cann = {"CANN": "9.1.0"}
-    instances = pins.pins(pins.PackageList(("infra/vllm/npu.txt",)), "aarch64")
+    machine = Machine("3.11", "aarch64")
+    instances = pins.pins(pins.PackageList(("infra/vllm/npu.txt",)), machine)
     assert versions.mismatches(versions.VLLM, instances | cann, "there") == []
-    trainer = pins.pins(pins.TRAINER_NPU, "aarch64") | {"mindspeed": "0.16.0"}
+    trainer = pins.pins(pins.TRAINER_NPU, machine) | {"mindspeed": "0.16.0"}
     assert versions.mismatches(versions.TRAINER, trainer | cann, "here") == []
     assert {name: trainer[name] for name in ("torch", "torch-npu", "triton-ascend")} == {
         name: instances[name] for name in ("torch", "torch-npu", "triton-ascend")

@@ -36,6 +36,19 @@ def test_the_first_estimates_are_met(device, parallel, keys, alone, with_scoring
     assert 100 * found.mfu_with_scoring == pytest.approx(with_scoring, abs=2)
 
 
+def test_recomputation_costs_what_it_makes_again():
+    """A quarter of the layers costs a quarter of all; elementwise outputs cost their bytes: the norms' 2 · 4,096 values
+    and SwiGLU's 12,288 are read and written, over all 36 layers and 4 ranks, at 0.78 · 3.35 TB/s."""
+    settings = (False, "selective", 9, True)
+    none, selective, part, whole = (
+        estimate(KNOWN["Qwen3-8B"], WIDE, DEVICES["h100"], rows=16384, recompute=setting, **GAC).ns
+        for setting in settings
+    )
+    assert selective - none == pytest.approx(36 * 2 * 3 * 20480 / 4 / (0.78 * 3350), rel=1e-3)
+    assert part - none == pytest.approx((whole - none) / 4)
+    assert none < selective < part < whole
+
+
 def test_frozen_models_on_the_host_are_copied_for_each_row():
     """4.1e9 bf16 weights of two models in each row of 8,192 tokens, at 8 GB/s."""
     here, there = (

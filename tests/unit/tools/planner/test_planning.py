@@ -99,6 +99,9 @@ def test_priors_follow_the_arithmetic(recipe, shape):
     )
     assert wide.decode_response == pytest.approx(made.decode_response / 4)
     assert made.token / 4 < wide.token < made.token
+    for setting, passes in (("selective", 6), (9, 6.5), (True, 8)):
+        again = prior(shape, changed(alone, {"train.recompute": setting}), DEVICES["h100"])
+        assert again.token == pytest.approx(passes / 6 * made.token)
     measured = Costs(**{**vars(made), "token": 2 * made.token, "exceptions": {}, "source": "measured: a"})
     other = scaled(measured, made, wide)
     assert other.token == pytest.approx(2 * wide.token)
