@@ -40,14 +40,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CACHE, run_launcher
-from transformers import Qwen3ForCausalLM
+from common import CACHE, QUICKSTART_MODEL, byte_tokenizer, run_launcher
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from engine.tools.quickstart_model.byte_tokenizer import SPECIAL_TOKENS, build
-from engine.tools.quickstart_model.warmup import WarmUp, untrained
 
 PACKAGES = ("trl==1.16.0", "torch==2.13.*", "transformers==5.23.*", "accelerate==1.15.*", "datasets==5.2.*")
 VOCABULARY = 512
@@ -139,11 +137,12 @@ def measure(
 
 def make_model(folder: Path) -> Path:
     """A random Qwen3 whose tokenizer is the byte-level one (260 of the 512 ids), as a Hugging Face folder."""
-    tokenizer = build(CONTEXT)
+    tokenizer = byte_tokenizer(CONTEXT)
     torch.manual_seed(0)
-    model = untrained(tokenizer, WarmUp(context=CONTEXT))
+    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(QUICKSTART_MODEL, max_position_embeddings=CONTEXT))
+    model.generation_config = GenerationConfig.from_pretrained(QUICKSTART_MODEL)
     model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
-    out_of_reach(model, [tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS])
+    out_of_reach(model, [tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

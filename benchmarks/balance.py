@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import random_qwen3, result
+from common import byte_tokenizer, random_qwen3, result
 
 from engine.config import Config
 from engine.config.recipe import load
@@ -37,7 +37,6 @@ from engine.run.trace import read_spans
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.simulation import simulate
-from engine.tools.quickstart_model import byte_tokenizer
 
 RULES = ("greedy", "guided")
 """The rule of even and of odd steps."""
@@ -99,7 +98,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             vocabulary=260,
             context=512,
         )
-        byte_tokenizer.build(512).save_pretrained(model)
+        byte_tokenizer(512).save_pretrained(model)
         settings = {
             "model.path": model,
             "run.output": folder,

@@ -13,24 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from engine import platform
 from engine.config import Config
 from engine.config.recipe import HOME, load
 from engine.run.folder import dump
-from engine.tools.quickstart_model.warmup import ensure_quickstart_model
 
 if TYPE_CHECKING:
     from engine.trainer.policy import Policy
 
 CACHE = HOME / "runs"
 """Folder for models and environments that benchmarks make once. git ignores it."""
+QUICKSTART_MODEL = HOME / "data/quickstart_model"
+"""The quickstart's base model, which comes with Metronome."""
 
 
-def quickstart_model() -> Path:
-    """The quickstart's base model: cached, or made first (one to two minutes)."""
-    return ensure_quickstart_model(Path("runs/models"), HOME / "data/addition_train.jsonl")
+def byte_tokenizer(context: int) -> PreTrainedTokenizerBase:
+    """The quickstart's tokenizer (256 bytes, four special tokens) for a model of `context` tokens."""
+    return AutoTokenizer.from_pretrained(QUICKSTART_MODEL, model_max_length=context)
 
 
 def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:

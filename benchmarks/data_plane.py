@@ -363,8 +363,6 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
         results.append(replies.Result(tokens, logprobs, "length", 0))
     prompt = (0, "model", [1] * PROMPT)
     made = {"application/json": [json.dumps(replies.completion_reply(*prompt, one)).encode() for one in results]}
-    if not hasattr(replies, "completion_columns"):  # an older checkout
-        return made
     from engine.wire.reply_columns import CONTENT_TYPE
 
     return {CONTENT_TYPE: [replies.completion_columns(*prompt, one) for one in results]} | made

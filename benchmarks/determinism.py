@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import quickstart_model
+from common import QUICKSTART_MODEL
 
 from engine.config.recipe import load
 from engine.data.problems import read_problems
@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     config = load("infra/recipes/quickstart.toml")
-    model = arguments.model or quickstart_model()
+    model = arguments.model or QUICKSTART_MODEL
     tokenizer = Tokenizer(model)
     problems = read_problems(config.data.train)
     prompts = encode(problems, tokenizer.hf, config.data.prompt_template, config.rollout.max_context).prompts[:32]

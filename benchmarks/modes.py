@@ -22,11 +22,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import random_qwen3, result, run_launcher
+from common import byte_tokenizer, random_qwen3, result, run_launcher
 
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
-from engine.tools.quickstart_model.byte_tokenizer import build
 
 WARM_UP = 3
 """Number of first steps of a run that do not count: until then, some modes have not filled their batches in flight."""
@@ -65,7 +64,7 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES if mode in ("sync", *arguments.modes)}
     with tempfile.TemporaryDirectory() as folder:
         model = random_qwen3(Path(folder) / "model", 128, 4, 512, context=1024)
-        build(512).save_pretrained(model)
+        byte_tokenizer(512).save_pretrained(model)
         for number in range(arguments.rounds):
             for mode in found:
                 found[mode] += steps_of(mode=mode, number=number, model=model, folder=Path(folder), arguments=arguments)

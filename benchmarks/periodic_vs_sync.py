@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import quickstart_model
+from common import QUICKSTART_MODEL
 
 from engine.config.recipe import load
 from engine.run.files import read_lines
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps per run")
     parser.add_argument("--model", help="Hugging Face folder (default: the quickstart's base model)")
     arguments = parser.parse_args()
-    model = arguments.model or str(quickstart_model())
+    model = arguments.model or str(QUICKSTART_MODEL)
     result: dict[str, Any] = {}
     for name, overrides in (("balanced", BALANCED), ("quickstart", {})):
         steps = measure(name=name, overrides=overrides, model=model, pairs=arguments.pairs, steps=arguments.steps)

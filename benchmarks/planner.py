@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import quickstart_model, result, run_launcher
+from common import QUICKSTART_MODEL, result, run_launcher
 from scipy.stats import kendalltau
 
 from engine.config import Config
@@ -77,7 +77,7 @@ class Runs:
     """Runs the launcher, each time under a new name."""
 
     def __init__(self, output: Path, steps: int) -> None:
-        self.model = quickstart_model()
+        self.model = QUICKSTART_MODEL
         self._output = output
         self._steps = steps
         self._count = 0

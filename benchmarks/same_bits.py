@@ -48,12 +48,10 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--baseline", type=Path, help="folder of another checkout's runs, kept before")
     parser.add_argument("--keep", type=Path, help="folder for this checkout's runs")
-    parser.add_argument(
-        "--model", type=Path, help="base model; else the quickstart's, which is made or taken from runs/"
-    )
+    parser.add_argument("--model", type=Path, help="base model; else the quickstart's")
     parser.add_argument("--only", nargs="+", choices=list(JOBS), default=list(JOBS))
     arguments = parser.parse_args()
-    model = (arguments.model or quickstart_model()).resolve()
+    model = (arguments.model or HERE / "data/quickstart_model").resolve()
     with tempfile.TemporaryDirectory() as scratch:
         ours = arguments.keep or Path(scratch) / "ours"
         other = arguments.baseline or Path(scratch) / "other"
@@ -66,15 +64,6 @@ def main() -> int:
             print(f"{name:17} weights {found[name]['weights']}  figures {found[name]['figures']}", flush=True)
     print("RESULT " + json.dumps(found))
     return 0 if all(all(one.values()) for one in found.values()) else 1
-
-
-def quickstart_model() -> Path:
-    """The quickstart's base model."""
-    sys.path.insert(0, str(HERE))
-    from engine.config import Config
-    from tasks.input_checks import with_model_folder
-
-    return Path(with_model_folder(Config()).model.path)
 
 
 def train(checkout: Path, name: str, folder: Path, model: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import one_rank, quickstart_model, result
+from common import QUICKSTART_MODEL, one_rank, result
 
 from engine.algorithm.alignment import WARM_UP, Thresholds
 from engine.config import Config
@@ -64,10 +64,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     if not arguments.report:
-        model = quickstart_model()
         with one_rank():
             for staleness, algorithm, seed in chosen(arguments):
-                run(staleness=staleness, algorithm=algorithm, seed=seed, arguments=arguments, model=model)
+                run(staleness=staleness, algorithm=algorithm, seed=seed, arguments=arguments, model=QUICKSTART_MODEL)
     cells = [json.loads(path.read_text()) for path in sorted(arguments.output.glob("*.json"))]
     print(table(cells))
     plot(cells, arguments.plot or arguments.output / "staleness.png")
@@ -91,7 +90,7 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
         return
     settings = ALGORITHMS[algorithm]
     if staleness and "auto" in settings.values():
-        run(staleness=0, algorithm="grpo", seed=seed, arguments=arguments, model=model)
+        run(staleness=0, algorithm="grpo", seed=seed, arguments=arguments, model=QUICKSTART_MODEL)
         settings = settings | on_policy(json.loads((arguments.output / f"0-grpo-{seed}.json").read_text()))
     started = time.perf_counter()
     cpu = time.process_time()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import quickstart_model, result
+from common import QUICKSTART_MODEL, result
 
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     output = arguments.output.resolve()
     output.mkdir(parents=True)  # runs of an earlier call there would be mixed with these
-    model = quickstart_model().resolve()
+    model = QUICKSTART_MODEL
     ratios = []
     for pair in range(arguments.pairs):
         sides = {"this": HOME, "other": arguments.against.resolve()}

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import one_rank, quickstart_model, result
+from common import QUICKSTART_MODEL, one_rank, result
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, action="append", help="of the probe; may be repeated (default 16)")
     parser.add_argument("--trials", type=int, default=TRIALS)
     arguments = parser.parse_args()
-    model = arguments.model or quickstart_model()
+    model = arguments.model or QUICKSTART_MODEL
     text = [token for one in prompts(model, arguments.data, arguments.template) for token in one]
     figures = {}
     for dtype in ("float32", "bfloat16"):

@@ -1,4 +1,7 @@
-"""Writes the quickstart's problem sets, the same bytes each time: `python data/generate_addition.py [FOLDER]`."""
+"""Writes the quickstart's problem sets, the same bytes each time: `python data/generate_addition.py [FOLDER]`.
+
+A problem is a three-digit addition, its solution the addition worked column by column.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,42 @@ import random
 import sys
 from pathlib import Path
 
-from engine.tools.quickstart_model.addition import worked
-
 SEED = 2025
 TRAIN_ROWS = 4_500
 HELDOUT_ROWS = 512
+COLUMNS = 3
+"""Number of digits of each summand. Columns are worked from the units upwards."""
+
+
+def column_sums(first: int, second: int) -> list[int]:
+    """The sum digit + digit + carry of each column, units first; each is 0 … 19."""
+    sums: list[int] = []
+    carry = 0
+    for column in range(COLUMNS):
+        total = _digit(first, column) + _digit(second, column) + carry
+        sums.append(total)
+        carry = total // 10
+    return sums
+
+
+def worked(first: int, second: int, slip: tuple[int, int] | None = None) -> str:
+    """The addition worked column by column: 315 + 849 gives "59041;14160;38011#1164".
+
+    A column has five digits: its two digits and the carry into it, then the result digit and the carry out of it. The
+    result follows "#". (In the spelling "5+9+0=41" learning takes half as long again.) `slip` = (column, sum) puts a
+    wrong sum (0 … 19) into one column. The rest is consistent with it, so only this sum is wrong.
+    """
+    lines: list[str] = []
+    result = 0
+    carry = 0
+    for column in range(COLUMNS):
+        left = _digit(first, column)
+        right = _digit(second, column)
+        total = slip[1] if slip is not None and slip[0] == column else left + right + carry
+        lines.append(f"{left}{right}{carry}{total % 10}{total // 10}")
+        result = result + total % 10 * 10**column
+        carry = total // 10
+    return f"{';'.join(lines)}#{result + carry * 10**COLUMNS}"
 
 
 def rows() -> list[dict[str, str]]:
@@ -29,6 +63,10 @@ def write(folder: Path) -> None:
     for name, part in (("train", everything[:TRAIN_ROWS]), ("heldout", everything[TRAIN_ROWS:])):
         text = "".join(f"{json.dumps(row)}\n" for row in part)
         (folder / f"addition_{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
+
+
+def _digit(number: int, column: int) -> int:
+    return number // 10**column % 10
 
 
 if __name__ == "__main__":

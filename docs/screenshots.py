@@ -50,7 +50,7 @@ def main() -> None:
     """Runs, then pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/screenshots"), help="keeps servers' data and runs")
-    parser.add_argument("--model", default="quickstart", help="base model")
+    parser.add_argument("--model", default="data/quickstart_model", help="base model")
     arguments = parser.parse_args()
     chromium = _chromium()
     folder = arguments.folder.resolve()

@@ -60,7 +60,7 @@ def run(
         check_run_folder(config, resume)
         if not found.recipe:
             raise BadInput(
-                f"--resume: {config.folder} does not say its recipe, since an older release began the run; name it: "
+                f"--resume: {config.folder} has no start.json, which says the run's recipe; name it: "
                 f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
             )
         interruption.about(config, "run")
@@ -134,11 +134,10 @@ def evaluate(
     """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
     from engine.run.served_model import model_folder
     from flows.here import evaluate_here
-    from tasks.input_checks import QUICKSTART as MADE_HERE
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        given = [f"model.path={model if model == MADE_HERE else model_folder(model)[0]}"] if model else []
+        given = [f"model.path={model_folder(model)[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load(recipe, [*overrides, *given])
         check_inputs(config, training=False)
@@ -171,7 +170,7 @@ def serve(
         if model and join:
             raise BadInput("--model serves a policy to talk to, --join a run: give one of them")
         if join:
-            check_join(join)  # before a model is made
+            check_join(join)
         if model:
             config, text = served(model, recipe, overrides)
             raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))

@@ -1,4 +1,4 @@
-"""Base model: the folder that training starts from. The quickstart's model is made first if needed."""
+"""Base model: the folder that training starts from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.shape import read_shape
 from tasks.input_checks import with_model_folder
 
 
-@task(name="base model", cache_policy=NO_CACHE)  # the quickstart model has a cache of its own, by content
+@task(name="base model", cache_policy=NO_CACHE)
 def base_model(config: Config) -> Config:
     """The config with `model.path` a checked Hugging Face folder."""
     config = with_model_folder(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.no_effect import without_effect
-from engine.config.recipe import HOME
+from engine.config.recipe import find
 from engine.config.rules import ratio_is_one
 from engine.data.prepared import prepare
 from engine.data.problems import Problems
@@ -28,15 +27,12 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published
 from engine.run.lock import check_not_held
-from engine.tools.dry_run.known_models import KNOWN
 from tasks import how_far
 from tasks.console import say
 from tasks.live import showing
 
-QUICKSTART = "quickstart"
 TRIED = 256
 """Rows of a problem set that are encoded before the start; all, if none of these is a prompt."""
-"""Value of `model.path` for the tiny model that Metronome makes itself."""
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
@@ -121,12 +117,11 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     if training and sampling:
         listen_address(config.rollout.listen)
         check_instances(config)
-    shape = KNOWN[QUICKSTART] if config.model.path == QUICKSTART else None  # its warm-up takes minutes
     if training:
-        check_training(config, shape)
+        check_training(config)
         _check_device(config)
     else:
-        check_rollouts(config, shape)
+        check_rollouts(config)
     with showing("check", how_far.since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
 
@@ -152,7 +147,8 @@ def _check_device(config: Config) -> None:
 def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
     """Raise BadInput if the model has no tokenizer, if a token of `rollout.stop` is none, or if a problem set has no
     prompt that the model takes."""
-    tokenizer, vocabulary = _tokenizer(config)
+    tokenizer = Tokenizer(find(config.model.path), config.rollout.stop)
+    vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
@@ -167,18 +163,6 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
             encoded(replace(each, rows=each.rows[:TRIED]))
         except BadInput:
             encoded(each)
-
-
-def _tokenizer(config: Config) -> tuple[Tokenizer, int]:
-    """The model's tokenizer, and the number of its tokens that the model has."""
-    if config.model.path != QUICKSTART:
-        tokenizer = Tokenizer(Path(config.model.path).expanduser(), config.rollout.stop)
-        return tokenizer, tokenizer.vocabulary()
-    from engine.tools.quickstart_model import byte_tokenizer
-
-    with tempfile.TemporaryDirectory(prefix="metronome-tokenizer-") as scratch:
-        byte_tokenizer.build(KNOWN[QUICKSTART].context).save_pretrained(scratch)
-        return Tokenizer(Path(scratch), config.rollout.stop), KNOWN[QUICKSTART].vocabulary
 
 
 @cache
@@ -217,20 +201,8 @@ async def _try_reward(config: Config) -> None:
 
 
 def with_model_folder(config: Config) -> Config:
-    """The config with `model.path` as an absolute folder. If the quickstart's model is not cached, it is made, and a
-    line says so."""
-    if config.model.path == QUICKSTART:
-        with showing("base model", how_far.since_now("getting the quickstart's model (made once, then cached)")):
-            from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
-
-            lessons = HOME / "data/addition_train.jsonl"
-            folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=_report)
-    else:
-        folder = Path(config.model.path).expanduser()
-        read_shape(folder)
+    """The config with `model.path` as an absolute folder. Raises BadInput if there is no model."""
+    folder = find(config.model.path)
+    read_shape(folder)
     model = config.model.model_copy(update={"path": str(folder.resolve())})
     return config.model_copy(update={"model": model})
-
-
-def _report(line: str) -> None:
-    say("base model", line.removeprefix("base model: "))

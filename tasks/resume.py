@@ -112,7 +112,7 @@ def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Ite
     """The keys of a recipe whose values are not the run's, each with both values."""
     theirs = load(recipe)
     for key, value, then in differing(theirs, own, {key: None for key in written(recipe) if key not in keys}):
-        if key == "model.path" and (value == "quickstart" or not from_base or _same_path(value, then)):
+        if key == "model.path" and (not from_base or _same_path(value, then)):
             continue  # the run has the folder that it means, or went on from another policy
         if key != "run.seed" or from_base:
             yield f"{key} = {value!r} (the run has {then!r})"

@@ -107,7 +107,7 @@ def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
             return found
     there = published(config)
     number = identity(folder.path)
-    own = {name: marker for name, marker in there.items() if not number or marker.get("run", "") == number}
+    own = {name: marker for name, marker in there.items() if not number or marker["run"] == number}
     for name in sorted(own, key=lambda name: own[name]["step"], reverse=True):
         found = _parsed(checkpoint_store.read(checkpoint_store.place_of(config), name, STATE))
         if found is not None:
@@ -127,11 +127,11 @@ def _parsed(text: bytes) -> JsonObject | None:
 def _check_model(config: Config, state: JsonObject) -> None:
     model = Path(config.model.path)
     shape = json.loads(json.dumps(asdict(read_shape(model))))
-    before = state.get("model", shape)
+    before = state["model"]
     what = ""
     if differs := sorted(key for key in shape if shape[key] != before.get(key)):
         what = f"it is of other sizes than the run's ({', '.join(differs)})"
-    elif config.algorithm.kl_coef > 0 and (reference := state.get("reference")):
+    elif config.algorithm.kl_coef > 0 and (reference := state["reference"]):
         what = "" if content_hash(model) == reference["hash"] else "its content is not that of the run's base model"
     if what:
         raise BadInput(
@@ -140,17 +140,17 @@ def _check_model(config: Config, state: JsonObject) -> None:
 
 
 def _base(state: JsonObject) -> str:
-    path = (state.get("reference") or {}).get("path") or state["config"]["model"]["path"]
+    path = (state["reference"] or {}).get("path") or state["config"]["model"]["path"]
     return f"model.path = {path!r}, or a copy of it"
 
 
 def _check_prompts(config: Config, state: JsonObject) -> None:
-    if config.algorithm.dynamic_sampling and state["step"] and state.get("prompt_position") is None:
+    if config.algorithm.dynamic_sampling and state["step"] and state["prompt_position"] is None:
         raise BadInput(
             f"--resume: the checkpoint after {state['step']} steps does not say how many prompts were used, which "
             f"algorithm.dynamic_sampling needs (a replay wrote it); {ANEW}"
         )
-    if state.get("prompts") is None:
+    if state["prompts"] is None:
         return
     tokenizer = Tokenizer(Path(config.model.path)).hf
     encoded = encode(
@@ -184,4 +184,4 @@ def _value(config: Config, key: str) -> Any:  # noqa: ANN401
 
 def _value_of(tables: JsonObject, key: str) -> Any:  # noqa: ANN401
     table, _, name = key.partition(".")
-    return tables.get(table, {}).get(name)
+    return tables[table][name]

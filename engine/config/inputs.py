@@ -21,7 +21,7 @@ class Run(Table):
     seed: int = Field(default=0, ge=0)
     """Seed of the prompts' order, of sampling, and of the trainer's random streams."""
     output: str = "runs"
-    """Folder that holds run folders, base models, caches and the MLflow store."""
+    """Folder that holds run folders, policies from the registry, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
     """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
     at the same point more often ends as failed. Three outlast a node that is being replaced."""
@@ -50,9 +50,9 @@ class DryRun(Table):
 class Model(Table):
     """The base model."""
 
-    path: str = "quickstart"
-    """Hugging Face folder with config.json, tokenizer files and safetensors; or "quickstart", the tiny Qwen3 that
-    Metronome trains from scratch itself and keeps in `run.output`."""
+    path: str = "data/quickstart_model"
+    """Hugging Face folder with config.json, tokenizer files and safetensors. The default is the tiny Qwen3 that comes
+    with Metronome."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the rollout instances; the trainer's is train.dtype. "bfloat16" needs rollout.engine =
     "vllm". On a CPU take "float32", since bfloat16 moves log-probabilities by up to 0.15."""

@@ -23,13 +23,13 @@ def done_before(config: Config, model: Path, weight_version: int, folder: RunFol
     mine = [
         row
         for row in tables.rows_of(folder)
-        if (row.get("model"), row["weight_version"]) == (str(model.resolve()), weight_version)
+        if (row["model"], row["weight_version"]) == (str(model.resolve()), weight_version)
     ]
     if not mine:
         return None
     config = with_evaluation_context(config)
     benchmarks = encode_benchmarks(config, read_benchmarks(config), Tokenizer(model))
     wanted = [tables.protocol(config, each.name, each.prompts) for each in benchmarks]
-    found = [next((row for row in reversed(mine) if row.get("protocol") == how), None) for how in wanted]
+    found = [next((row for row in reversed(mine) if row["protocol"] == how), None) for how in wanted]
     rows = [row for row in found if row is not None]
     return rows if len(rows) == len(found) else None

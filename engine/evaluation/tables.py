@@ -73,7 +73,7 @@ class _Further(TypedDict, total=False):
 
 
 class EvaluationRow(Accuracy, LengthFigures, _Further):
-    """A line of evaluations.jsonl. One of an older release may lack keys."""
+    """A line of evaluations.jsonl."""
 
     step: int
     weight_version: int
@@ -184,8 +184,8 @@ def baseline(folder: RunFolder, row: EvaluationRow) -> EvaluationRow | None:
     """The first evaluation in the run folder that is comparable with the row and has another model or version; None if
     there is none."""
     for earlier in rows_of(folder):
-        same = "protocol" in earlier and not differing(earlier["protocol"], row["protocol"])
-        other = (earlier["weight_version"], earlier.get("model")) != (row["weight_version"], row["model"])
+        same = not differing(earlier["protocol"], row["protocol"])
+        other = (earlier["weight_version"], earlier["model"]) != (row["weight_version"], row["model"])
         if same and other and (folder.path / earlier["table"]).is_file():
             return earlier
     return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from engine.config import Config
 from engine.config.placing import overlaps
+from engine.config.recipe import find
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
@@ -38,27 +38,22 @@ def unfit_rollouts(config: Config, shape: ModelShape) -> Iterator[str]:
             yield f"{key} = {context:,} is more than the {shape.context:,} positions that the model was made for"
 
 
-def check_rollouts(config: Config, shape: ModelShape | None = None) -> ModelShape:
-    """Return the shape of the model in `model.path`, a Hugging Face folder; `shape`: that of a folder which is not
-    there yet.
+def check_rollouts(config: Config) -> ModelShape:
+    """Return the shape of the model in `model.path`, a Hugging Face folder.
 
     Raises BadInput unless instances can sample from it.
     """
-    shape = shape or read_shape(Path(config.model.path).expanduser())
+    shape = read_shape(find(config.model.path))
     for reason in unfit_rollouts(config, shape):
         raise BadInput(f"model.path {config.model.path}: {reason}")
     return shape
 
 
-def check_training(config: Config, shape: ModelShape | None = None) -> None:
+def check_training(config: Config) -> None:
     """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
-    machine's limits suffice (disk space once the model's folder is there), the store of groups is installed, and the
-    user's own algorithm functions work.
-
-    `shape`: that of a folder which is not there yet.
-    """
-    check_layouts(config, check_rollouts(config, shape))
-    check_limits(config, stored_parameters(Path(config.model.path).expanduser()) if shape is None else 0)
+    machine's limits suffice, the store of groups is installed, and the user's own algorithm functions work."""
+    check_layouts(config, check_rollouts(config))
+    check_limits(config, stored_parameters(find(config.model.path)))
     check_store(config)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):

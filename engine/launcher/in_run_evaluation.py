@@ -257,7 +257,7 @@ class InRunEvaluation:
         how = protocol(self._config, benchmark.name, benchmark.prompts)
         which = (self._config.model.path, version)
         return any(
-            (row.get("model"), row["weight_version"]) == which and not differing(row["protocol"], how)
+            (row["model"], row["weight_version"]) == which and not differing(row["protocol"], how)
             for row in read_lines(self._folder.evaluations)
             if "protocol" in row
         )

@@ -38,27 +38,24 @@ BEST_BY = "reward_mean"
 """The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
 
 
-class _MarkerOfToday(TypedDict, total=False):
+class Marker(TypedDict):
+    """What says that a checkpoint is whole."""
+
+    step: int
+    weight_version: int
     run: str
     """The run's number (`engine.run.identity`)."""
     id: str
     """Of the checkpoint, wherever it is copied to."""
+    saved_at: float
     figures: dict[str, float]
     """Of the step before."""
+    files: dict[str, int]
+    """Sizes in bytes, by name."""
     sha256: dict[str, str]
     """Of the files beside the tensors."""
     xxh3_128: dict[str, str]
     """Of the files that hold the tensors."""
-
-
-class Marker(_MarkerOfToday):
-    """What says that a checkpoint is whole; one of an older release may lack the keys of `_MarkerOfToday`."""
-
-    step: int
-    weight_version: int
-    saved_at: float
-    files: dict[str, int]
-    """Sizes in bytes, by name."""
 
 
 PLAIN = {
@@ -193,7 +190,7 @@ def kept(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
     """Names of the checkpoints to keep: the `last` newest, and the `best` with the highest BEST_BY among all."""
     newest = sorted(markers, key=lambda name: markers[name]["step"], reverse=True)
     ranked = sorted(
-        (name for name in newest if BEST_BY in markers[name].get("figures", {})),
+        (name for name in newest if BEST_BY in markers[name]["figures"]),
         key=lambda name: markers[name]["figures"][BEST_BY],
         reverse=True,
     )
@@ -229,8 +226,8 @@ def check(folder: Path) -> None:
 
 def damage(folder: Path, marker: Marker) -> str | None:
     """A sentence that names a file whose checksum differs from the marker; None if there is none. Reads every file."""
-    small = {INDEX: None, **marker.get("sha256", {})}
-    kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker.get("xxh3_128", {})))
+    small = {INDEX: None, **marker["sha256"]}
+    kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker["xxh3_128"]))
     for kind, checksum, expected in kinds:
         for name in sorted(expected):
             if not (folder / name).is_file() or checksum(folder / name) != expected[name]:

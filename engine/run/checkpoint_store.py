@@ -61,7 +61,7 @@ def upload(
         store, root = _open(place)
         store.invalidate_cache()  # an old listing may lack the marker that must be removed first
         there = _marker(store, root)
-        if there is not None and not _is_of(there, marker.get("run", "")):
+        if there is not None and not there["run"] == marker["run"]:
             raise CheckpointError(
                 f"{place} (checkpoint.path and run.name) has a checkpoint of another run, which is not "
                 "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path"
@@ -69,7 +69,7 @@ def upload(
         fence()
         if there is not None:
             store.rm_file(f"{root}/{MARKER}")
-        same = there["files"] if there and "id" in marker and there.get("id") == marker["id"] else {}
+        same = there["files"] if there is not None and there["id"] == marker["id"] else {}
         for name, file in files.items():
             part = _Part(sent)
             if name not in same or name in (beside or {}):
@@ -127,7 +127,7 @@ def survey(place: str, run: str | None = None) -> Survey:
             wrong = fault(marker, sizes)
             if marker is None:
                 found.interrupted[folder] = str(wrong)
-            elif run is None or _is_of(marker, run):
+            elif run is None or marker["run"] == run:
                 if wrong is None:
                     found.complete[folder] = marker
                 else:
@@ -153,7 +153,7 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
             store.get_file(f"{where}/{name}/{file}", str(partial / file))
     if wrong := fault(got, {file: (partial / file).stat().st_size for file in got["files"]}):
         raise DamagedCheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
-    if "sha256" in marker and (wrong := damage(partial, marker)):
+    if wrong := damage(partial, marker):
         raise DamagedCheckpointError(f"checkpoint {place}/{name}: {wrong}")
     sync_all(partial)
     partial.rename(target)
@@ -246,10 +246,6 @@ def _write_marker(store: Any, folder: str, marker: Marker) -> None:  # noqa: ANN
         write_json(Path(folder) / MARKER, marker)
     else:
         store.pipe_file(f"{folder}/{MARKER}", json.dumps(marker, indent=1).encode())
-
-
-def _is_of(marker: Marker, run: str) -> bool:
-    return bool(marker.get("run", "") == run)
 
 
 def _is_name(name: str) -> bool:

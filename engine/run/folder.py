@@ -185,13 +185,12 @@ def check_same_run(config: Config, before: Config) -> None:
 
 
 def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """Like `check_same_run`, with the earlier settings as plain tables from a checkpoint. A key that they lack may have
-    any value."""
+    """Like `check_same_run`, with the earlier settings as plain tables from a checkpoint."""
     ours = config.model_dump(mode="json")
     for key in FIXED:
         table, _, name = key.partition(".")
         now = ours[table][name]
-        then = before.get(table, {}).get(name, now)
+        then = before[table][name]
         if now != then:
             raise BadInput(
                 f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value. Leave it out, "

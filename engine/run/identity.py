@@ -21,24 +21,23 @@ from engine.run.checkpoint_store import place_of, survey
 from engine.run.files import write_atomically
 
 FILE = "run_id"
-NUMBER = re.compile("[0-9a-f]{32}")
-"""Of a file without a line's end, as the last release wrote it."""
+NUMBER = re.compile("0[0-9a-f]{11}7[0-9a-f]{19}")
+"""The form of a number; the first twelve digits are the time, until the year 2527."""
 
 
 def identity(folder: Path) -> str:
-    """The number of the run in a folder, written by `claim`; "" if it has none, as a run of an old release.
+    """The number of the run in a folder, written by `claim`; "" if no run has begun there.
 
-    Raises BadInput for a damaged file: without its number the run can't know its own checkpoints.
+    Raises BadInput for a file with anything else: without its number the run can't know its own checkpoints.
     """
     file = folder / FILE
     if not file.exists():
         return ""
-    text = file.read_text(errors="replace")
-    number = text.removesuffix("\n")
-    if text == number and not NUMBER.fullmatch(number) and (number or not _is_of_an_old_release(folder)):
+    number = file.read_text(errors="replace").removesuffix("\n")
+    if not NUMBER.fullmatch(number):
         raise BadInput(
-            f"{file}: the run's number can't be read, because the file is damaged; delete it and resume, the number is "
-            "then taken from the newest checkpoint"
+            f"{file}: {number!r} is not the number of a run (32 hexadecimal digits, as in a UUID of version 7); delete "
+            "the file and resume, the number is then taken from the newest checkpoint"
         )
     return number
 
@@ -57,7 +56,7 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
         check_unclaimed(config)
     before = _newest_marker(folder, config) if resume else None
     folder.mkdir(parents=True, exist_ok=True)
-    number = _new_number() if before is None else str(before.get("run", ""))
+    number = _new_number() if before is None else before["run"]
     write_atomically(folder / FILE, f"{number}\n")
 
 
@@ -65,7 +64,7 @@ def known_number(config: Config) -> str:
     """The number of a run that is resumed, before `claim` writes it into a folder that was lost; "" if it has none."""
     number = identity(config.folder)
     newest = None if number else _newest_marker(config.folder, config)
-    return number if newest is None else str(newest.get("run", ""))
+    return number if newest is None else newest["run"]
 
 
 def began(number: str) -> datetime | None:
@@ -87,12 +86,6 @@ def check_unclaimed(config: Config) -> None:
 def published(config: Config) -> dict[str, Marker]:
     """The complete checkpoints, of any run, at the place where this run publishes; none without `checkpoint.path`."""
     return survey(place_of(config)).complete if config.checkpoint.path else {}
-
-
-def _is_of_an_old_release(folder: Path) -> bool:
-    """Whether the folder's checkpoints have no number, so that the run has none either."""
-    newest = _own_marker(folder)
-    return newest is not None and not newest.get("run")
 
 
 def _new_number() -> str:

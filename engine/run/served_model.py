@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import find, load
 from engine.errors import BadInput
 from engine.model.shape import from_hub, read_shape
 from engine.run.folder import RunFolder
@@ -36,7 +36,7 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
 
     `model`: a run folder, or a Hugging Face folder. Raises BadInput for another one.
     """
-    place = Path(model).expanduser()
+    place = find(model)
     run = RunFolder(place.parent if place.name == "policy" and (place.parent / "config.toml").is_file() else place)
     if run.config.is_file():
         if not run.policy.is_dir():

@@ -33,7 +33,7 @@ class _Attributes(TypedDict, total=False):
 
 
 class Span(_Attributes):
-    """A line of a trace. Traces of older releases lack most attributes, and others are for people alone."""
+    """A line of a trace. Each name has some of the attributes; others are for people alone."""
 
     lane: str
     """The row it is drawn in."""

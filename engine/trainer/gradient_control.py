@@ -30,7 +30,6 @@ class ControlState(TypedDict, total=False):
 
     skipped: int
     skipped_of_run: int
-    """Not in checkpoints of older releases."""
     seen: list[float]
 
 
@@ -166,7 +165,7 @@ class GradientControl:
     def load(self, state: ControlState) -> None:
         """Set the state that `state()` returned. The last gradient is loaded into `previous(loading=True)`."""
         self.skipped = int(state["skipped"])
-        self.skipped_of_run = int(state.get("skipped_of_run", state["skipped"]))
+        self.skipped_of_run = int(state["skipped_of_run"])
         self.seen = [float(value) for value in state["seen"]]
 
     def previous(self, loading: bool = False) -> dict[int, Tensor] | None:

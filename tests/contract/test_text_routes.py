@@ -19,8 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
 from engine.run.folder import dump
-from engine.tools.quickstart_model.byte_tokenizer import TURN_START, build
-from support.runs import ROOT, wait_for
+from support.runs import ROOT, byte_tokenizer, wait_for
 from support.served import CONTEXT, DEADLINE_S, ENGINES, serving
 from support.tiny_models import save
 
@@ -34,9 +33,9 @@ ASKED = {"model": NAME, "max_tokens": 12, "seed": 3, "extra_body": {"ignore_eos"
 def folder(tmp_path_factory):
     """A model over bytes, whose tokenizer has a chat template, and begins a text with a special token if it may."""
     made = Path(save(tmp_path_factory.mktemp("model") / NAME, vocab_size=272, max_position_embeddings=CONTEXT))
-    tokenizer = build(CONTEXT)
-    first = (TURN_START, tokenizer.convert_tokens_to_ids(TURN_START))
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{TURN_START} $A", special_tokens=[first])
+    tokenizer = byte_tokenizer(CONTEXT)
+    first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[first])
     tokenizer.save_pretrained(made)
     assert len(Tokenizer(made).hf.encode(PROMPT)) == len(PROMPT) + 1
     return made
@@ -317,7 +316,7 @@ def test_a_pause_that_breaks_a_stream_off_says_so(client, url, engine):
 
 def test_a_model_without_a_chat_template_is_named(folder, tmp_path, engine):
     plain = Path(save(tmp_path / "plain", vocab_size=272, max_position_embeddings=CONTEXT))
-    tokenizer = build(CONTEXT)
+    tokenizer = byte_tokenizer(CONTEXT)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(plain)
     (tmp_path / "server").mkdir()

@@ -19,7 +19,7 @@ REAL = os.environ.get("METRONOME_REAL_DATA")
 
 
 def run(*arguments):
-    """`metronome run` in this checkout (whose cached base model it shares); the run folder and what was printed."""
+    """`metronome run` in this checkout; the run folder and what was printed."""
     name = f"test-{time.time_ns()}"
     command = [METRONOME, "run", *arguments, "--set", f"run.name={name}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)

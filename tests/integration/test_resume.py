@@ -158,7 +158,7 @@ REFUSED = {
     "another tokenizer": (other_tokenizer, [], "the tokenizer of model.path or its chat template"),
     "another base model": (other_content, [], "its content is not that of the run's base model"),
     "a damaged config": (damaged("config.toml"), [], "its end is missing"),
-    "a damaged number": (damaged("run_id"), [], "the run's number can't be read"),
+    "a damaged number": (damaged("run_id"), [], "is not the number of a run"),
     "a damaged start": (damaged("start.json"), [], "how the run began can't be read"),
     "a damaged attempt of the launcher": (damaged("launcher_attempt"), [], "the newest attempt can't be read"),
     "a damaged attempt of the flow": (damaged("flow_attempt"), [], "the newest attempt can't be read"),

@@ -18,7 +18,7 @@ EQUAL = 6
 
 
 def command(name, run, *arguments):
-    """A command of `metronome` for a run in this checkout (whose cached base model it shares)."""
+    """A command of `metronome` for a run in this checkout."""
     given = [part for one in (*SETTINGS, f"run.name={run}") for part in ("--set", one)]
     return [sys.executable, "-m", "flows.cli", name, *given, *arguments]
 

@@ -10,7 +10,6 @@ import pytest
 
 from support.runs import ROOT
 
-# the quickstart's base model is made first where it is not cached
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 8
 

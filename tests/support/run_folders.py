@@ -49,7 +49,8 @@ def finished(output):
             trace.add(name, 10.0 * step, 10.0 * step + 5, lane="trainer-0", step=step)
         append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1, "reward_mean": 0.5})
     trace.flush()
-    append_line(folder.evaluations, {"step": 3, "weight_version": 3, "benchmark": "heldout", "in_run": True})
+    row = {"step": 3, "weight_version": 3, "benchmark": "heldout", "model": "base", "protocol": {}, "in_run": True}
+    append_line(folder.evaluations, row | {"table": "evaluations/heldout-v000003-000000.jsonl"})
     in_run_evaluation.dropped(folder).parent.mkdir()
     append_line(in_run_evaluation.dropped(folder), {"weight_version": 2, "reason": "late"})
     for step in (2, 4):

@@ -14,13 +14,18 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def byte_tokenizer(context):
+    """The quickstart's tokenizer: 256 bytes and four special tokens."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(ROOT / "data/quickstart_model", model_max_length=context)
+
+
 def save_model(folder, **sizes):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from engine.tools.quickstart_model.byte_tokenizer import build
-
-    tokenizer = build(512)
+    tokenizer = byte_tokenizer(512)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(

@@ -16,10 +16,8 @@ from safetensors.torch import load_file, save_file
 from engine.run.files import read_lines
 from engine.run.vllm_command import interpreter
 from engine.tools.acceptance.runs import MEDIUM, make_model
-from engine.tools.quickstart_model.byte_tokenizer import build
-from engine.tools.quickstart_model.warmup import ensure_quickstart_model
 from support.listening import listening
-from support.runs import ROOT, Tree, base_settings, launch, send, wait_for
+from support.runs import ROOT, Tree, base_settings, byte_tokenizer, launch, send, wait_for
 from support.tiny_models import save
 from support.whole_runs import run, same, spans, steps, weights
 
@@ -80,9 +78,7 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
 
 @pytest.mark.slow
 def test_an_untied_model_over_the_network_learns_as_much_although_one_instance_dies(tmp_path):
-    untied = untie(
-        ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied"
-    )
+    untied = untie(ROOT / "data/quickstart_model", tmp_path / "untied")
     folder = ROOT / "runs" / f"vllm-untied-{time.time_ns()}"
     file = folder / "steps.jsonl"
     given = {**VLLM, "run.name": folder.name, "model.path": untied, "weights.transport": "gloo", "rollout.restarts": 0}
@@ -147,7 +143,7 @@ def test_a_run_whose_instances_batches_change_a_bit_ends_with_their_message(sett
 
 def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path):
     """The embedded engine samples from no mixture, so elsewhere these ranks only ever meet recorded groups."""
-    tokenizer = build(512)
+    tokenizer = byte_tokenizer(512)
     tokenizer.save_pretrained(tmp_path / "mixture")
     model = save(
         tmp_path / "mixture",

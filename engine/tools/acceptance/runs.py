@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from engine.config import Config
+from engine.config import Config, Model
 from engine.config.cores import usable_cores
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, find, load
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.platform import Platform
 from engine.run.commands import launcher_command
@@ -23,16 +25,20 @@ from engine.run.process import Child
 from engine.run.vllm_command import device_of, interpreter, visible_devices
 from engine.tools.acceptance.devices import complete_platform, device_count
 from engine.tools.acceptance.notes import PartTask
-from engine.tools.quickstart_model import byte_tokenizer
-from engine.tools.quickstart_model.warmup import WarmUp, untrained
 from engine.types import JsonObject
 
-SMALL = WarmUp()
+SMALL: dict[str, Any] = {}
 """The quickstart's sizes: 1 million parameters."""
-MEDIUM = WarmUp(hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, intermediate=1536, init_std=3 / 512**0.5)
+MEDIUM: dict[str, Any] = {
+    "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "intermediate_size": 1536, "initializer_range": 3 / 512**0.5,
+}  # fmt: skip
 """13 million parameters, for a CPU. Its logits have a standard deviation of 3, as those of trained models have: with
 flat ones two engines in bf16 would agree far better than they do on a trained model."""
-LARGE = WarmUp(hidden=2048, layers=6, heads=16, kv_heads=8, head_dim=128, intermediate=6144, init_std=3 / 2048**0.5)
+LARGE: dict[str, Any] = {
+    "num_hidden_layers": 6, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 6144, "initializer_range": 3 / 2048**0.5,
+}  # fmt: skip
 """Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device. Logits as those of `MEDIUM`."""
 STOP_S = 9.0
 """Seconds in which the launcher must end its own children; then it is killed, and they end by their lifelines."""
@@ -89,14 +95,17 @@ def _no_vllm(machine: Platform) -> str:
     return ""
 
 
-def make_model(folder: Path, sizes: WarmUp) -> Path:
-    """A Qwen3 of these sizes with random weights and the byte-level tokenizer, as a Hugging Face folder in fp32. One
-    that is there already is kept."""
+def make_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
+    """The quickstart's model with random weights and these values of its config.json, as a Hugging Face folder in fp32.
+    One that is there already is kept."""
     if not (folder / "complete").exists():
+        shutil.copytree(find(Model().path), folder, dirs_exist_ok=True)
+        values = json.loads((folder / "config.json").read_text())
+        del values["layer_types"]  # one for each layer
         torch.manual_seed(0)
-        tokenizer = byte_tokenizer.build(sizes.context)
-        untrained(tokenizer, sizes).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**values, **sizes}))
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.save_pretrained(folder)
         (folder / "complete").touch()
     return folder
 

@@ -7,8 +7,8 @@ Each line was compared with the published config.json, and the resulting number 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
+from engine.config.recipe import find
 from engine.errors import BadInput
 from engine.model.shape import Llama3Scaling, ModelShape, read_shape
 
@@ -78,20 +78,6 @@ _LLAMA_3B = ModelShape(
 )
 
 KNOWN: Mapping[str, ModelShape] = {
-    "quickstart": ModelShape(
-        architecture="Qwen3ForCausalLM",
-        layers=4,
-        hidden=128,
-        heads=8,
-        kv_heads=4,
-        head_dim=16,
-        intermediate=512,
-        vocabulary=260,
-        context=2048,
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        tied=True,
-    ),
     "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
     "Qwen3-4B": _qwen3(36, 2560, 32, 9728, tied=True),
@@ -116,7 +102,7 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
 
     Raises BadInput for a model that is in neither.
     """
-    folder = Path(path).expanduser()
+    folder = find(path)
     if (folder / "config.json").is_file():
         return read_shape(folder, weights=False), "config.json"
     name = folder.name.lower()

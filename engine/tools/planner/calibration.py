@@ -57,7 +57,7 @@ class MeasuredRun:
 
 def read_run(folder: Path, last: int = 0) -> MeasuredRun:
     """Return a run as measured; `last`: by its last steps only, so many. Raises BadInput for a folder without a run,
-    for a trace of an older release, and for a run that is too short."""
+    and for a run that is too short."""
     if not (folder / "config.toml").is_file():
         raise BadInput(f"--from {folder}: no config.toml there, so it is no run folder")
     steps = list(read_lines(folder / "steps.jsonl"))[1:][-last:]
@@ -71,7 +71,7 @@ def read_run(folder: Path, last: int = 0) -> MeasuredRun:
     if not (run.sampled and run.trained and run.steps):
         raise BadInput(
             f"--from {folder}: after the first step its trace has the sizes of {len(run.sampled)} responses and "
-            f"{len(run.trained)} windows. A longer run has some; runs of older releases have none"
+            f"{len(run.trained)} windows; give a longer run"
         )
     return run
 

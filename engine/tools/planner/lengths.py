@@ -60,17 +60,17 @@ class Lengths:
     def of_run(spans: Iterable[Span]) -> Lengths:
         """The groups of a run, by its rollout spans. A response that was cut and continued is the sum of its parts.
 
-        Raises BadInput for a trace without lengths, as older releases wrote it.
+        Raises BadInput for a run that sampled nothing.
         """
         prompts: dict[tuple[int, int], int] = {}
         tokens: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for span in spans:
-            if span["name"] == "rollout" and "tokens" in span:
+            if span["name"] == "rollout":
                 group = (span["step"], span["group"])
                 prompts[group] = span["prompt_tokens"]
                 tokens[group][span["number"]] += span["tokens"]
         if not prompts:
-            raise BadInput("the trace has no lengths of responses: the run is of an older release, or sampled nothing")
+            raise BadInput("the run sampled nothing: its trace has no responses")
         groups = tuple((prompts[group], tuple(each.values())) for group, each in tokens.items())
         return Lengths(groups, f"{len(groups)} groups of the run")
 

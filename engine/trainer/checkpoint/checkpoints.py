@@ -149,8 +149,8 @@ class Checkpoints:
         self._policy.scheduler.load_state_dict(state["scheduler"])
         self._policy.scheduler.step(increment=0)
         self._step = int(state["step"])
-        self.prompt_position = state.get("prompt_position")
-        self.prompts = state.get("prompts")
+        self.prompt_position = state["prompt_position"]
+        self.prompts = state["prompts"]
         if not same_layout:
             self._print_on_rank_0(
                 f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "

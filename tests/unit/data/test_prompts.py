@@ -7,11 +7,11 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from engine.config.recipe import HOME
 from engine.data.problems import ProblemRow, Problems
 from engine.data.prompts import encode, prompt_id
 from engine.data.tokenizer import render_chat
 from engine.errors import BadInput
-from engine.tools.quickstart_model.byte_tokenizer import CHAT_TEMPLATE
 
 CHARACTERS = "0123456789+= {}abcdefghijklmnopqrstuvwxyz<>/\n"
 
@@ -79,7 +79,7 @@ def test_a_template_that_asks_for_the_time_is_told_the_clock(tokenizer):
 
 
 TEMPLATES = {
-    "qwen": CHAT_TEMPLATE,
+    "qwen": (HOME / "data/quickstart_model/chat_template.jinja").read_text(),
     "a thought begun": "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}<think>\n",
     "blocks": "{% for m in messages %}\n    {% if loop.first %}\n  {{ m.content }}\n    {% endif %}\n{% endfor %}\n",
     "the library's own": (

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from engine.data.tokenizer import Tokenizer, decoder
 from engine.errors import BadInput
-from engine.tools.quickstart_model.byte_tokenizer import CHAT_TEMPLATE, build
 from engine.wire.verifier_messages import LoadTokenizer
+from support.runs import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,7 @@ def tokenizer(tiny_model):
     return Tokenizer(tiny_model)
 
 
+QWEN = byte_tokenizer(256).chat_template
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -25,8 +26,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def tagged(tmp_path):
     """A folder with a tokenizer of our own whose tags are special tokens, as a TRL script adds them."""
 
-    def save(end=None, template=CHAT_TEMPLATE, **named):
-        made = build(256)
+    def save(end=None, template=QWEN, **named):
+        made = byte_tokenizer(256)
         made.chat_template = template
         made.add_special_tokens({"extra_special_tokens": [*made.extra_special_tokens, *TAGS], **named})
         made.save_pretrained(tmp_path)

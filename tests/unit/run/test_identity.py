@@ -20,10 +20,14 @@ def config(tmp_path):
     )
 
 
-def checkpoint(root, step, **marker):
+OLDER, LOST, OTHER = (f"019a0000000{digit}7" + "0" * 19 for digit in "123")
+"""Numbers of runs."""
+
+
+def checkpoint(root, step, run):
     folder = root / f"step-{step:06d}"
     folder.mkdir(parents=True)
-    (folder / "_SUCCESS.json").write_text(json.dumps({"step": step, "files": {}, **marker}))
+    (folder / "_SUCCESS.json").write_text(json.dumps({"step": step, "files": {}, "run": run}))
 
 
 def test_a_number_is_given_once(config):
@@ -46,8 +50,8 @@ def test_a_number_says_when_its_run_began(config):
 
 
 def test_a_run_does_not_begin_among_the_checkpoints_of_another(config, tmp_path):
-    checkpoint(tmp_path / "place/nightly", 96, run="other")
-    checkpoint(tmp_path / "place/nightly", 100, run="other")
+    checkpoint(tmp_path / "place/nightly", 96, run=OTHER)
+    checkpoint(tmp_path / "place/nightly", 100, run=OTHER)
     with pytest.raises(
         BadInput, match=r"place/nightly .*checkpoints of another run: step-000096, step-000100; .*--resume"
     ):
@@ -56,7 +60,7 @@ def test_a_run_does_not_begin_among_the_checkpoints_of_another(config, tmp_path)
     (tmp_path / "place/nightly/step-000100/_SUCCESS.json").unlink()
     (tmp_path / "place/nightly/step-000096/_SUCCESS.json").unlink()  # halves of uploads are nobody's
     claim(config.folder, config, resume=False)
-    assert identity(config.folder) not in ("", "other")
+    assert identity(config.folder) not in ("", OTHER)
 
 
 def test_a_lost_run_folder_gets_the_number_of_the_newest_checkpoint(config, tmp_path):
@@ -64,18 +68,32 @@ def test_a_lost_run_folder_gets_the_number_of_the_newest_checkpoint(config, tmp_
         BadInput, match=r"is no run folder, and .*place/nightly \(checkpoint.path\) holds no complete checkpoint"
     ):
         check_run_folder(config, resume=True)
-    checkpoint(tmp_path / "place/nightly", 96, run="older")
-    checkpoint(tmp_path / "place/nightly", 100, run="lost")
+    checkpoint(tmp_path / "place/nightly", 96, run=OLDER)
+    checkpoint(tmp_path / "place/nightly", 100, run=LOST)
     check_run_folder(config, resume=True)
-    assert known_number(config) == "lost"
+    assert known_number(config) == LOST
     assert identity(config.folder) == ""
     claim(config.folder, config, resume=True)
-    assert identity(config.folder) == "lost"
-    assert known_number(config) == "lost"
+    assert identity(config.folder) == LOST
+    assert known_number(config) == LOST
 
 
 def test_checkpoints_in_the_run_folder_say_who_it_is_before_those_of_the_place(config, tmp_path):
-    checkpoint(tmp_path / "place/nightly", 100, run="other")
-    checkpoint(config.folder / "checkpoints", 5)  # of a version that gave no numbers
+    checkpoint(tmp_path / "place/nightly", 100, run=OTHER)
+    checkpoint(config.folder / "checkpoints", 5, run=LOST)
     claim(config.folder, config, resume=True)
-    assert identity(config.folder) == ""
+    assert identity(config.folder) == LOST
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", LOST[:-1], LOST.upper(), f"{LOST}\n\n", "mine\n", "f" * 12 + LOST[12:], "0" * 32, "\0" * 33]
+)
+def test_a_file_without_a_number_is_refused_and_its_deletion_brings_the_number_back(config, text):
+    """Also one that was edited by hand: `began` would fail on it."""
+    checkpoint(config.folder / "checkpoints", 5, run=LOST)
+    (config.folder / "run_id").write_text(text)
+    with pytest.raises(BadInput, match=r"run_id: .* is not the number of a run .*; delete the file and resume"):
+        known_number(config)
+    (config.folder / "run_id").unlink()
+    claim(config.folder, config, resume=True)
+    assert began(identity(config.folder)).year == 2025

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import MetronomeError, TakenOver
 from engine.run import checkpoint_store as store
-from engine.run.checkpoint_files import complete
+from engine.run.checkpoint_files import complete, folder_of, partial_of, publish
 from engine.run.fence import Fence
 from tasks.publish import copy_checkpoint
 
@@ -14,13 +14,13 @@ server = pytest.importorskip("moto.server")
 
 
 def a_checkpoint(root, step, **figures):
-    folder = root / f"step-{step:06d}"
-    folder.mkdir(parents=True)
-    (folder / "__0_0.distcp").write_bytes(b"weights" * 1000)
-    (folder / "state.json").write_text(json.dumps({"step": step}))
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    marker = {"step": step, "weight_version": step, "id": f"{root.name} {step}", "figures": figures, "files": files}
-    (folder / "_SUCCESS.json").write_text(json.dumps(marker))
+    folder = folder_of(root, step)
+    partial = partial_of(folder)
+    partial.mkdir(parents=True)
+    (partial / "__0_0.distcp").write_bytes(b"weights" * 1000)
+    (partial / ".metadata").write_bytes(b"index")
+    (partial / "state.json").write_text(json.dumps({"step": step}))
+    publish(partial=partial, target=folder, step=step, figures=figures)
     return folder
 
 
@@ -91,9 +91,9 @@ def test_what_the_trainer_has_published_is_not_sent_again(made, place):
     assert files.cat_file(f"{root}/__0_0.distcp") == b"changed" * 1000
 
 
-@pytest.mark.parametrize("change", range(6))
+@pytest.mark.parametrize("change", range(7))
 def test_a_launcher_that_was_taken_over_uploads_nothing_more(made, place, tmp_path, change):
-    """Before any of its changes there: the old marker, four files, the new marker."""
+    """Before any of its changes there: the old marker, five files, the new marker."""
     checkpoint, policy = made
     copy_checkpoint(checkpoint, policy, place)
     (checkpoint / "__0_0.distcp").write_bytes(b"another" * 1000)
@@ -107,16 +107,16 @@ def test_a_launcher_that_was_taken_over_uploads_nothing_more(made, place, tmp_pa
             Fence.begin(tmp_path)
         fence.check()
 
-    if change == 5:
+    if change == 6:
         copy_checkpoint(checkpoint, policy, place, check)
-        assert next(calls) == 5
+        assert next(calls) == 6
         return
     with pytest.raises(TakenOver):
         copy_checkpoint(checkpoint, policy, place, check)
     files, root = store._open(place)
     files.invalidate_cache()
     found = store._marker(files, root)
-    assert (found and found["id"]) == (f"{tmp_path.name} 2" if change == 0 else None)
+    assert (found and found["id"]) == (marker["id"] if change == 0 else None)
 
 
 def test_the_newest_whole_one_is_found_fetched_and_the_last_and_best_are_kept(place, tmp_path):
@@ -143,7 +143,12 @@ def test_a_fetched_checkpoint_stays_in_its_folder_and_has_the_right_sizes(made, 
     (tmp_path / "a/.step-000002.partial").mkdir(parents=True)
     (tmp_path / "a/.step-000002.partial/written-00000.json").touch()  # of a save that was killed
     fetched = store.download(place, "step-000002", marker, tmp_path / "a")
-    assert sorted(path.name for path in fetched.iterdir()) == ["_SUCCESS.json", "__0_0.distcp", "state.json"]
+    assert sorted(path.name for path in fetched.iterdir()) == [
+        ".metadata",
+        "_SUCCESS.json",
+        "__0_0.distcp",
+        "state.json",
+    ]
     outside = {"files": marker["files"] | {"../../escaped": 11}}
     store.download(place, "step-000002", marker | outside, tmp_path / "b")
     assert not list(tmp_path.rglob("escaped"))

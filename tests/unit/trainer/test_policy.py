@@ -327,8 +327,6 @@ def test_a_direction_that_persists_is_skipped_no_more_often_than_the_bound_says(
     resumed = a_policy(settings, algorithm__gradient_control="gac").control
     resumed.load(state)
     assert (resumed.skipped, resumed.skipped_of_run) == (0, 4)
-    resumed.load({"skipped": 1, "seen": [0.5]})  # of an older release
-    assert (resumed.skipped, resumed.skipped_of_run) == (1, 1)
 
 
 def test_a_zero_gradient_is_no_measurement(settings):

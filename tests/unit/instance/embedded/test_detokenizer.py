@@ -6,13 +6,13 @@ import pytest
 
 from engine.data.tokenizer import Tokenizer
 from engine.instance.embedded.detokenizer import Detokenizer
-from engine.tools.quickstart_model.byte_tokenizer import build
+from support.runs import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    build(256).save_pretrained(folder)
+    byte_tokenizer(256).save_pretrained(folder)
     return Tokenizer(folder)
 
 

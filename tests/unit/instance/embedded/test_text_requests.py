@@ -12,8 +12,8 @@ from engine.instance.embedded.text_requests import KEYS, MOST, ONLY, parse
 from engine.instance.embedded.text_routes import _pieces
 from engine.instance.protocol import SEEDS, RequestLimits
 from engine.instance.refusals import Refusal
-from engine.tools.quickstart_model.byte_tokenizer import build
 from support.fuzz_requests import values
+from support.runs import byte_tokenizer
 
 LIMITS = RequestLimits(272, 64, frozenset({1}))
 EOS = 256
@@ -23,7 +23,7 @@ HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    build(64).save_pretrained(folder)
+    byte_tokenizer(64).save_pretrained(folder)
     return Tokenizer(folder)
 
 
@@ -60,7 +60,7 @@ def test_a_template_has_variables_but_none_of_the_programs_arguments(read):
 
 
 def test_a_template_that_fails_refuses_the_messages(tmp_path):
-    made = build(64)
+    made = byte_tokenizer(64)
     made.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     made.save_pretrained(tmp_path)
     with pytest.raises(Refusal, match="chat template of .* no system role") as refused:

@@ -23,7 +23,7 @@ def test_the_form_shows_the_recipes_values():
     shown = {name: field["default"] for name, field in fields(schema).items()}
     assert (shown["steps"], shown["prompts_per_step"], shown["mode"]) == (7, 32, "periodic")
     assert shown["learning_rate"] == pytest.approx(3e-4)
-    assert shown["model"] == "quickstart"
+    assert shown["model"] == "data/quickstart_model"
     assert shown["name"] is None
     assert schema["properties"]["settings"]["default"] == shown
     assert with_defaults(parameter_schema(join_training), VALUES) is None

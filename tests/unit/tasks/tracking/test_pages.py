@@ -119,7 +119,7 @@ def test_a_run_says_what_it_is_and_how_it_ended(config):
     run_id = finished(config)
     client = mlflow.MlflowClient()
     note = mlflow.get_run(run_id).data.tags[descriptions.NOTE]
-    assert "Trains `quickstart` on" in note
+    assert "Trains `quickstart_model` on" in note
     assert "recipe `mine.toml`" in note
     assert "| accuracy after | avg@1 1.000 [0.400, 0.600] on 4 problems of sums@9 (version 5) |" in note
     assert f"    metronome train {config.folder}/config.toml --set run.name=night-again" in note
@@ -143,7 +143,7 @@ def test_an_evaluation_of_a_run_changes_none_of_its_settings(config):
     assert "Evaluates `policy`; nothing is trained here." in run.data.tags[descriptions.NOTE]
     append_line(RunFolder(config.folder).steps, {"step": 0})
     evaluations.log_finished(policy)  # of a run that was trained: it is described with its own model
-    assert mlflow.get_run(run_id).data.tags[descriptions.NOTE].startswith("Trains `quickstart` on")
+    assert mlflow.get_run(run_id).data.tags[descriptions.NOTE].startswith("Trains `quickstart_model` on")
     assert [name for name in run.data.tags if name.startswith("changed.")] == []
     assert run.data.params["model.path"] == config.model.path
     with tracked_run.tracked(policy):  # a resume with another model is told
@@ -171,7 +171,7 @@ def test_a_registered_policy_says_what_it_is(config):
     finished(config)
     folder = RunFolder(config.folder)
     text = descriptions.of_policy(folder, config, "It became `champion`: better.")
-    assert text.startswith(f"The policy of run night after {config.train.steps} steps. Trains `quickstart` on")
+    assert text.startswith(f"The policy of run night after {config.train.steps} steps. Trains `quickstart_model` on")
     assert "It became `champion`: better." in text
     assert evaluation_texts.closing(folder)["accuracy after"] in text
     assert f"    metronome serve --model {config.folder} --port 8000" in text

@@ -29,7 +29,6 @@ PARAMETERS = {  # as transformers counts them in the published models, tied outp
     "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "Llama-3.2-3B": 3_212_749_824,
     "Llama-3.2-3B-Instruct": 3_212_749_824,
-    "quickstart": 1_017_600,
 }
 
 

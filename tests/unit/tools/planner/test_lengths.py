@@ -43,8 +43,8 @@ def test_the_lengths_of_a_run_are_those_of_its_responses_and_a_continued_one_cou
     spans = [span(0, 0, 5), span(0, 1, 4), span(1, 0, 2), span(1, 1, 9), span(0, 1, 6)]
     found = Lengths.of_run(spans)
     assert sorted(found.groups) == [(7, (2, 9)), (7, (5, 10))]
-    with pytest.raises(BadInput, match="older release"):
-        Lengths.of_run([{"name": "rollout", "lane": "i", "start": 0, "end": 1, "step": 3, "group": 0}])
+    with pytest.raises(BadInput, match="the run sampled nothing"):
+        Lengths.of_run([{"name": "step", "lane": "trainer", "start": 0, "end": 1, "step": 3}])
 
 
 def test_steps_draw_whole_groups_and_the_seed_decides_which():

@@ -175,21 +175,22 @@ def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shar
     place = tmp_path / "published"
     kept = {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1}
     pairs = {}
-    for name in ("first", "second"):
+    numbers = {"first": "019a000000007" + "1" * 19, "second": "019a000000007" + "2" * 19}
+    for name, number in numbers.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run_id").write_text(f"{name}\n")
+        (tmp_path / name / "run_id").write_text(f"{number}\n")
         pairs[name] = build(root=tmp_path / name / "checkpoints", **kept)
     for name, step in (("first", 100), ("second", 5), ("second", 10)):
         save(pairs[name][1], step)
     assert sorted(os.listdir(place / "run")) == ["step-000010", "step-000100"]
-    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
+    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == numbers["second"]
     shutil.rmtree(tmp_path / "second/checkpoints")
     assert build(root=tmp_path / "second/checkpoints", **kept)[1].resume() == 10
     with pytest.raises(
         MetronomeError, match=r"step-000010 .*has a checkpoint of another run, which is not overwritten"
     ):
         save(build(root=tmp_path / "first/checkpoints", **kept | {"checkpoint__keep_last": 3})[1], 10)
-    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
+    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == numbers["second"]
 
 
 def test_a_tampered_index_is_not_read(build):
