@@ -27,8 +27,7 @@ import psutil
 import torch
 from common import result
 
-from engine.client.publish.publisher import UNDER_WAY, Publisher
-from engine.client.publish.send_pipeline import SendPipeline
+from engine.client.publish.publisher import UNDER_WAY, Publisher, SendPipeline
 from engine.client.publish.transports import Snapshots, open_transport
 from engine.run.process import SHARED_MEMORY
 from engine.wire.message import Done

@@ -1,7 +1,8 @@
 """The policy loss of a micro-batch: a sum, which is divided by the step's denominator at the step's end.
 
 All terms (surrogate, KL, entropy) share one aggregation. A new loss is a function with the decorator `loss` that
-returns each token's gain.
+returns each token's gain. Gains may be weighted where the trainer's old policy and the instance give a token different
+probabilities (`correction`, `rejection`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,36 @@ from engine.algorithm.batch_statistics import (
     outward,
     second_moment_limit,
 )
-from engine.algorithm.correction import correction, rejection
 from engine.algorithm.kl import KL
 from engine.algorithm.ratios import bounded_log, ratio_of
+
+
+def correction(log_ratio: Tensor, kind: str, limit: float) -> Tensor:
+    """[T] weights of the tokens' gains, without gradient, from w = π_old / π_rollout.
+
+    `log_ratio`: [T] log w of each token, or of its response at each of its tokens (`Terms.of_response`).
+
+    "truncate": min(w, limit) (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training", eq. 4). "mask": w where 1/limit ≤ w ≤ limit, else 0 (masked importance sampling:
+    what is outside is dropped, not bounded). Raises ValueError for another `kind`.
+    """
+    ratio = ratio_of(log_ratio).detach()
+    if kind == "truncate":
+        return ratio.clamp(max=limit)
+    if kind == "mask":
+        return torch.where(_inside(ratio, limit), ratio, torch.zeros_like(ratio))
+    raise ValueError(f'mismatch correction "{kind}" is unknown, expected "truncate" or "mask"')
+
+
+def rejection(log_ratio: Tensor, limit: float) -> Tensor:
+    """[T] 1 where 1/limit ≤ w ≤ limit, else 0, without gradient; `log_ratio` as of `correction`."""
+    ratio = ratio_of(log_ratio).detach()
+    return torch.where(_inside(ratio, limit), torch.ones_like(ratio), torch.zeros_like(ratio))
+
+
+def _inside(ratio: Tensor, limit: float) -> Tensor:
+    return (ratio >= 1 / limit) & (ratio <= limit)
+
 
 Aggregation = Literal["response", "token", "constant"]
 """How tokens are summed up. "response": mean over each response's tokens, then over responses. "token": mean over all

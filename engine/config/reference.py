@@ -20,7 +20,7 @@ edit the docstrings there. A recipe is a TOML file with these tables. `--set tab
 `--set table.table.key=value` a key of a table inside a table. NAME stands for a name of your choice: there may be
 several such tables. `base = "other.toml"` at the top of a recipe makes it a variant: a recipe of the same folder, but
 for the keys that the variant has itself. An unknown key is refused with the nearest valid one, a value out of range
-with the range. Keys that do not go together are refused too (`engine/config/rules.py`, `engine/config/stage_rules.py`).
+with the range. Keys that do not go together are refused too (`engine/config/rules.py`).
 """
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 """JSON schema's name of a bound → its words on the page."""

@@ -1,4 +1,5 @@
-"""The HTTP routes of a rollout instance, the same for both engines: an ASGI application over a backend.
+"""The HTTP routes of a rollout instance, the same for both engines: an ASGI application over a backend, and the metrics
+that both engines give.
 
 Token and limits are checked before a body is parsed. docs/protocol.md describes the routes.
 """
@@ -8,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Protocol
 from urllib.parse import parse_qs
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance import protocol
@@ -27,13 +32,46 @@ from engine.instance.asgi import (
     unless_client_leaves,
 )
 from engine.instance.backend import Backend
-from engine.instance.metrics import CONTENT_TYPE, exposition
 from engine.instance.refusals import Refusal, as_refusal
 from engine.instance.replies import completion_columns, completion_reply
 from engine.types import JsonObject
 from engine.wire import reply_columns
 from engine.wire.access_token import VARIABLE, access_token, authorized
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+GAUGES = {
+    "running": ("metronome_instance_running", "Responses being decoded."),
+    "waiting": ("metronome_instance_waiting", "Requests that wait for a slot."),
+    "weight_version": ("metronome_instance_weight_version", "Weight version served; 0 is the base model."),
+}
+COUNTERS = {
+    "generated_tokens": ("metronome_instance_generated_tokens", "Tokens sampled since the start."),
+    "prefills": ("metronome_instance_prefills", "Prompts computed from their first token since the start."),
+    "updates": ("metronome_instance_weight_updates", "Weight updates finished since the start."),
+}
+
+
+class _Figures(Collector):
+    """The figures of one scrape. The Counter class of prometheus_client would add its time of creation."""
+
+    def __init__(self, figures: Mapping[str, int]) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        for key, (name, text) in GAUGES.items():
+            yield GaugeMetricFamily(name, text, self._figures[key])
+        for key, (name, text) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, self._figures[key])
+
+
+def exposition(figures: Mapping[str, int]) -> bytes:
+    """Return the text for the figures of Backend.load and `updates`. The names of counters end in _total."""
+    registry = CollectorRegistry()
+    registry.register(_Figures(figures))
+    return generate_latest(registry)
+
 
 WEIGHTS_BYTES = 16 * 2**20
 """Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each;

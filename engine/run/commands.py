@@ -56,7 +56,7 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
 
     On one node the ranks' collectives listen on loopback only: those of gloo, and those of NCCL and HCCL unless the
     trainer also sends weights with these, or may have `instances_elsewhere`. On several nodes each agent chooses the
-    interface of gloo (engine.ranks.rendezvous). A variable that the user has set stays.
+    interface of gloo (engine.ranks.agent). A variable that the user has set stays.
     """
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
     if config.parallel.nodes > 1:

@@ -23,8 +23,18 @@ from typing import Any
 
 from engine.run.files import write_atomically
 from engine.run.process import watch_lifeline
-from engine.store.loopback import LOOPBACK
 from engine.wire.store_addresses import StoreAddresses, StoreServer, pack_addresses
+
+LOOPBACK = "127.0.0.1"
+
+
+def listen_on_loopback() -> None:
+    """Have TransferQueue's servers, which know no passwords, listen on loopback. They ask Ray for the address, and a
+    worker of Ray answers with that of the machine, also where Ray was started on loopback."""
+    import ray.util
+
+    ray.util.get_node_ip_address = lambda: LOOPBACK
+
 
 OBJECT_STORE = 80_000_000
 """Bytes of Ray's own object store, near the least that Ray takes: no column passes through it."""
@@ -74,7 +84,7 @@ def _begin(folder: Path, name: str) -> None:
         log_to_driver=False,
         object_store_memory=OBJECT_STORE,
         _temp_dir=str(folder),
-        runtime_env={"worker_process_setup_hook": "engine.store.loopback.listen_on_loopback"},
+        runtime_env={"worker_process_setup_hook": "engine.store.transferqueue.listen_on_loopback"},
     )
 
 

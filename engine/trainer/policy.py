@@ -1,4 +1,8 @@
-"""Megatron's trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21)."""
+"""Megatron's trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21).
+
+`EarlyScores` has log-probabilities under the frozen models of responses whose group is not complete yet
+(`train.score_early`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -21,23 +26,143 @@ from engine.model.build import logits
 from engine.model.flops import peak_of, training
 from engine.model.logprobs import token_logprobs
 from engine.model.routing import take_counts
-from engine.model.tri_model import TriModel, score
+from engine.model.tri_model import TriModel, score, whole_row
 from engine.platform import Platform
 from engine.ranks.models import computation, open_models, packing_of
+from engine.ranks.packing import Packing
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, loss_of
 from engine.trainer.credit import Credit, coefficients_of
-from engine.trainer.early_scoring import EarlyScores
 from engine.trainer.gradient_control import GradientControl
 from engine.trainer.held_windows import HeldWindows, Scored, check_scope
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import is_finite, optimizer_of, scheduler_of
-from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from engine.trainer.step_sums import StepSums, sum_over_context
 from engine.types import Group, Landed, TrainingFigures, UpdateFigures
+
+NAMES = ("old", "reference")
+
+
+class EarlyScores:
+    """The scores of one step's responses, by (group, response). Others are scored with their micro-batch."""
+
+    def __init__(self, models: TriModel, packing: Packing) -> None:
+        self._models = models
+        self._packing = packing
+        self._known: dict[str, dict[tuple[int, int], Tensor | None]] = {name: {} for name in NAMES}
+
+    def clear(self) -> None:
+        """Forget all scores: another step has other weights."""
+        for known in self._known.values():
+            known.clear()
+
+    def add(self, landed: Sequence[Landed]) -> None:
+        """Score landed responses in one forward under each frozen model. A collective of the unit."""
+        row = self._packing.layout([(one.prompt, [one.token_ids]) for one in landed])
+        lengths = [len(one.token_ids) for one in landed]
+        for name in NAMES:
+            (scores,) = self._models.score(name, [row])
+            whole = None if scores is None else whole_row(scores, row)
+            parts = whole.split(lengths) if whole is not None else [None] * len(landed)
+            for one, part in zip(landed, parts, strict=True):
+                self._known[name][one.group, one.number] = part
+
+    def scores(self, name: str, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Return each micro-batch's [T] log-probabilities under a frozen model, None before the last pipeline stage.
+
+        They are known from `add` or computed by a forward now; all ranks of the unit do the same of the two. Those of
+        the reference are the window's column where it has one. A collective of the unit.
+        """
+        if name == "reference" and all(batch.reference is not None for batch in batches):
+            last = parallel_state.is_pipeline_last_stage()
+            return [batch.reference if last else None for batch in batches]
+        for batch in batches:
+            self._score_rest(batch)
+        known = [bool(batch.members) and not self._not_scored(batch) for batch in batches]
+        missing = [batch.layout for batch, there in zip(batches, known, strict=True) if not there]
+        fresh = iter(self._models.score(name, missing))
+        return [
+            self._joined_scores(name, batch) if there else next(fresh)
+            for batch, there in zip(batches, known, strict=True)
+        ]
+
+    def _not_scored(self, batch: MicroBatch) -> list[tuple[Group, int]]:
+        known = self._known[NAMES[0]]
+        return [(group, number) for group, number in batch.members if (group.index, number) not in known]
+
+    def _score_rest(self, batch: MicroBatch) -> None:
+        """Score the rest of a micro-batch of which some responses were scored early."""
+        unknown = self._not_scored(batch)
+        if unknown and len(unknown) < len(batch.members):
+            self.add(
+                [
+                    Landed(
+                        step=group.step,
+                        group=group.index,
+                        number=number,
+                        prompt=group.prompt.token_ids,
+                        token_ids=group.responses[number].token_ids,
+                    )
+                    for group, number in unknown
+                ]
+            )
+
+    def _joined_scores(self, name: str, batch: MicroBatch) -> Tensor | None:
+        parts = [self._known[name][group.index, number] for group, number in batch.members]
+        whole = [part for part in parts if part is not None]
+        return torch.cat(whole)[batch.layout.kept] if whole else None
+
+
+COMPUTING = ("forward-compute", "backward-compute")
+"""Megatron's names of the timers around a micro-batch's work. Its other timers measure waiting for neighbours."""
+
+
+class ComputeTimer:
+    """Adds up the seconds of computing, which a profile has as "forward" and "backward". Megatron's schedules find it
+    in `config.timers`.
+
+    These are seconds of the host. Work that is queued on an accelerator counts where the host waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+        self._name = ""
+        self._span = record_function(self._name)
+
+    def __call__(self, name: str, log_level: int = 0) -> ComputeTimer | NoTimer:
+        """Return the timer of this name, as Megatron's schedules ask for it."""
+        if name not in COMPUTING:
+            return NO_TIMER
+        self._name = name.removesuffix("-compute")
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        """A micro-batch's work begins."""
+        self._span = record_function(self._name)
+        self._span.__enter__()
+        self._started = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """A micro-batch's work ends."""
+        self.seconds += time.perf_counter() - self._started
+        self._span.__exit__(None, None, None)
+
+
+class NoTimer:
+    """A timer that nobody reads."""
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """End."""
+
+
+NO_TIMER = NoTimer()
 
 
 class Policy(Trainer):

@@ -1,4 +1,4 @@
-"""The source of the loop's groups: the running instances, or a record of an earlier run.
+"""The source of the loop's groups: the running instances, or a record of an earlier run (`Replay`).
 
 A unit's leader asks the launcher. Every reply, signs of life included, goes to all ranks of the unit over the CPU
 channel.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,42 @@ from engine.client.ranks import OneRank, Ranks
 from engine.client.service import ServiceClient
 from engine.client.stored_bodies import StoredBodies
 from engine.config import Config
-from engine.errors import DeadlineError, MetronomeError
+from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.threads import in_thread
-from engine.trainer.replay import Replay
 from engine.types import Group, Landed
 from engine.wire import messages
 from engine.wire.columns import open_group, open_landed
 from engine.wire.messages import EarlyWork, EndOfStep, StillWaiting, Window
+from engine.wire.record import RecordEntry, read
 from engine.wire.store_client import StoreFault
+
+
+class Replay:
+    """One unit's work of a recorded run, step by step. It takes the place of the table."""
+
+    def __init__(self, path: Path, unit: int, expected: int, reward_weights: Mapping[str, float]) -> None:
+        """`expected`: groups of a complete step."""
+        self._expected = expected
+        self._weights = reward_weights
+        self._mine: dict[int, list[RecordEntry]] = {}
+        self._groups: dict[int, int] = {}
+        for entry in read(path):
+            self._groups[entry.step] = self._groups.get(entry.step, 0) + entry.size
+            if entry.unit == unit:
+                self._mine.setdefault(entry.step, []).append(entry)
+
+    def work(self, step: int) -> Iterator[list[Group] | list[Landed]]:
+        """Yield the unit's windows and early work of a step. Raises BadInput unless all groups of the step were
+        recorded."""
+        count = self._groups.get(step, 0)
+        if count != self._expected:
+            raise BadInput(
+                f"--replay: the record holds {count} groups of step {step}, train.prompts_per_step is "
+                f"{self._expected}; replay with the recorded run's own config.toml and no more steps than it trained"
+            )
+        for entry in self._mine.get(step, []):
+            yield entry.window(self._weights) or list(map(open_landed, entry.landed))
+
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""

@@ -15,7 +15,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
-from tasks.cluster.pools import read_pools, template
+from tasks.cluster.deploy import read_pools, template
 from tasks.cluster.services import HEARTBEAT_S
 
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes_job_1.34.json").read_text())

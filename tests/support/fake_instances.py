@@ -233,7 +233,7 @@ class _FakeChild:
 
 
 class FakeProcesses:
-    """engine.launcher.pool.processes.InstanceProcesses."""
+    """engine.launcher.pool.pool.InstanceProcesses."""
 
     def __init__(self, declared):
         self.declared = declared

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("engine", "tasks", "flows", "tests", "benchmarks", "data", "docs")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 CODE = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("engine", "tasks", "flows")]
-LONGEST = 400
+LONGEST = 600
 MOST_POSITIONAL = 4
 PROCESSES = ("launcher", "instance", "trainer", "verifier")
 

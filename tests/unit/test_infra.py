@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from support.runs import ROOT
-from tasks.cluster import versions
+from tasks.cluster import doctor
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import SILENCE_S
 
@@ -175,7 +175,7 @@ def test_both_environments_for_npus_come_from_one_script_each():
     assert "bash infra/vllm/install.sh npu" in container
     assert "vllm DEVICE=npu" in makefile
     cann = re.search(r"cann:(\d+\.\d+)", container).group(1)
-    needed = [rule.needs["CANN"] for rule in versions.VLLM_ASCEND if rule.versions == ">=0.23.0,<0.24"]
+    needed = [rule.needs["CANN"] for rule in doctor.VLLM_ASCEND if rule.versions == ">=0.23.0,<0.24"]
     assert needed == [f"=={cann}.*"]
 
 

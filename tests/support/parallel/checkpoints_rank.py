@@ -261,7 +261,7 @@ def there(folder, name, changes, rounding):
 
 def killed(folder, ports):
     """A complete checkpoint, then one that is being written, while training goes on, when all ranks are killed."""
-    from engine.trainer.checkpoint.writer import Snapshot
+    from engine.trainer.checkpoint.checkpoints import Snapshot
 
     with ranks(TP2, ports) as mine:
         if not mine:

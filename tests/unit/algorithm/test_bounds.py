@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share
-from engine.algorithm.correction import correction
 from engine.algorithm.kl import k3
-from engine.algorithm.losses import LOSSES, Coefficients, Terms
+from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction
 from engine.algorithm.mismatch import mismatch
 
 COEFFICIENTS = Coefficients(0.2, 0.28, 0.0, 0.0)

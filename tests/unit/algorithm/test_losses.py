@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.correction import correction, rejection
 from engine.algorithm.kl import KL, unbounded_k3
-from engine.algorithm.losses import LOSSES, Coefficients, Terms
+from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction, rejection
 
 LOW = 0.2
 HIGH = 0.28

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from engine.data.cleaning import clean
+from engine.data.prepared import place, split
 from engine.data.problems import ProblemRow, Problems
-from engine.data.split import place, split
 from engine.errors import BadInput
 
 

@@ -4,7 +4,7 @@ from string import ascii_lowercase
 
 import pytest
 
-from engine.data.overlap import Index, common, runs, share, words
+from engine.data.prepared import Index, common, runs, share, words
 from engine.data.problems import ProblemRow
 
 AIME = (

@@ -5,7 +5,7 @@ import pytest
 from engine.errors import BadInput
 from engine.instance.embedded.backend import sampling_of
 from engine.instance.protocol import RequestLimits, parse_completion, parse_info, parse_object, parse_version
-from engine.instance.vllm.sampling import arguments
+from engine.instance.vllm.backend import arguments
 
 LIMITS = RequestLimits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 

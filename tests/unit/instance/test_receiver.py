@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.instance import receiver as receivers
-from engine.instance.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver
-from engine.instance.staging import StagedVersion
+from engine.instance.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver, StagedVersion
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Buffers, pack
 from engine.wire.weights.checksum import checksum, device_checksum

@@ -9,7 +9,7 @@ import xxhash
 
 from engine.config import Config
 from engine.errors import BadInput, StaleRolloutError
-from engine.launcher.row_check import RowCheck
+from engine.launcher.experience import RowCheck
 from engine.model.shape import Experts
 from engine.types import Score
 from engine.wire.columns import OWN, RESPONSES, Column, pack_group, pack_values

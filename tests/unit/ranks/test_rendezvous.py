@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from engine.ranks.rendezvous import GLOO_INTERFACE, FixedNodes, interface_to
+from engine.ranks.agent import GLOO_INTERFACE, FixedNodes, interface_to
 from engine.wire.store import serve_store
 from support.runs import ROOT, wait_for
 from tasks.cluster.services import free_port

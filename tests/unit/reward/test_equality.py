@@ -10,8 +10,7 @@ import pytest
 from engine.launcher.verifier_pool import VerifierPool
 from engine.reward.answers import tidy
 from engine.reward.canonical import canonical
-from engine.reward.equality import same
-from engine.reward.quantities import number
+from engine.reward.equality import number, same
 from engine.reward.verifiers import math
 from engine.types import Prompt, Response
 from engine.verifier.reward_function import load_reward

@@ -8,8 +8,8 @@ import pytest
 
 from engine.config import Config
 from engine.run.checkpoint_files import MARKER
-from tasks import progress
-from tasks.progress import Progress, page
+from tasks import train
+from tasks.train import Progress, page
 
 
 def row(step, **more):
@@ -67,9 +67,9 @@ class Server:
         self.bars = []
         self.pages = []
         self.made = threading.Event()
-        monkeypatch.setattr(progress, "create_progress_artifact", self.create)
-        monkeypatch.setattr(progress, "update_progress_artifact", lambda bar, percent: self.bars.append((bar, percent)))
-        monkeypatch.setattr(progress, "create_markdown_artifact", lambda text, **_: self.pages.append(text))
+        monkeypatch.setattr(train, "create_progress_artifact", self.create)
+        monkeypatch.setattr(train, "update_progress_artifact", lambda bar, percent: self.bars.append((bar, percent)))
+        monkeypatch.setattr(train, "create_markdown_artifact", lambda text, **_: self.pages.append(text))
 
     def create(self, percent, **_):
         assert percent == 0.0
@@ -91,7 +91,7 @@ def test_a_hundred_quick_steps_are_few_updates_and_the_last_one_is_told(tmp_path
 
 def test_while_it_goes_on_it_is_told_at_the_pace_and_not_without_news(tmp_path, monkeypatch):
     server = Server(monkeypatch)
-    monkeypatch.setattr(progress, "UPDATE_S", 0.05)
+    monkeypatch.setattr(train, "UPDATE_S", 0.05)
     with Progress(config(tmp_path, 4)) as tell:
         for number in range(1, 4):
             tell(row(number - 1))
@@ -111,7 +111,7 @@ def test_a_server_that_is_away_holds_up_nothing_and_is_said(tmp_path, monkeypatc
         asked.append(1)
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr(progress, "create_progress_artifact", refuse)
+    monkeypatch.setattr(train, "create_progress_artifact", refuse)
     with Progress(config(tmp_path, 100)) as tell:
         for step in range(100):
             tell(row(step))

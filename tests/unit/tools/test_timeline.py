@@ -8,8 +8,7 @@ import pytest
 
 from engine.run.trace import Trace, read_spans
 from engine.tools import timeline
-from engine.tools.timeline import draw, lanes_of, overlapped, rows_of
-from engine.tools.timeline_legend import KINDS, lane, legend
+from engine.tools.timeline import KINDS, draw, lane, lanes_of, legend, overlapped, rows_of
 
 
 def span(lane, name, start, end, **attributes):

@@ -7,7 +7,7 @@ from engine.errors import DeviceMemoryError
 from engine.model.shape import read_shape
 from engine.platform.cpu import Cpu
 from engine.run.memory import trainer_need
-from engine.trainer.memory_watch import MemoryWatch
+from engine.trainer.rank import MemoryWatch
 from support.runs import config_of
 
 MIB = 2**20

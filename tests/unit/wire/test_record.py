@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.trainer.replay import Replay
+from engine.trainer.rollouts import Replay
 from engine.types import BatchScores, Landed
 from engine.wire.columns import PackedLanded, open_group, open_landed, pack_group, pack_ids
 from engine.wire.messages import EarlyWork, Window

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.data.tokenizer import Tokenizer
-from engine.instance.embedded.detokenizer import Detokenizer
+from engine.instance.embedded.text_routes import Detokenizer
 from support.runs import byte_tokenizer
 
 

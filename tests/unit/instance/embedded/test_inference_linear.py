@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.instance.embedded.inference_linear import ROWS, available, linear
+from engine.instance.embedded.rollout_model import ROWS, available, linear
 
 SIZES = [(128, 1024), (48, 61), (80, 48), (17, 3), (512, 128)]
 

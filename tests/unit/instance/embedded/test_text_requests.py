@@ -7,9 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.data.tokenizer import Tokenizer
-from engine.instance.embedded.text_replies import ReplyForm, SampledToken
-from engine.instance.embedded.text_requests import KEYS, MOST, ONLY, parse
-from engine.instance.embedded.text_routes import _pieces
+from engine.instance.embedded.text_routes import KEYS, MOST, ONLY, ReplyForm, SampledToken, _pieces, parse
 from engine.instance.protocol import SEEDS, RequestLimits
 from engine.instance.refusals import Refusal
 from support.fuzz_requests import values

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import BadInput, TransferError
+from engine.instance.embedded.backend import Updates
 from engine.instance.embedded.engine import Conflict, Engine
 from engine.instance.embedded.engine_thread import EngineThread
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
-from engine.instance.embedded.updates import Updates
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Buffers, pack
 from engine.wire.weights.groups import Rendezvous

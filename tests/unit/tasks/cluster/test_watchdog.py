@@ -11,7 +11,7 @@ from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from tasks.cluster import watchdog
-from tasks.cluster.pools import template
+from tasks.cluster.deploy import template
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import FORGOTTEN_S, PENDING_S, PROCESS_PENDING_S, TAG, automations, crash_late, sweep
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.tools.planner.costs import Costs, RowSize
-from engine.tools.planner.instances import SampledGroup, SimulatedInstance
+from engine.tools.planner.simulation import SampledGroup, SimulatedInstance
 
 NOTHING = {
     "decode_step": 0.0, "decode_response": 0.0, "decode_context": 0.0, "prefill_token": 0.0, "window": 0.0,

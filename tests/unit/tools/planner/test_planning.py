@@ -11,8 +11,7 @@ from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.page import WIDTH, write
-from engine.tools.planner.planning import planned, prior_model, sensitivity
-from engine.tools.planner.priors import on_cores, prior, scaled
+from engine.tools.planner.planning import on_cores, planned, prior, prior_model, scaled, sensitivity
 from engine.tools.planner.search import Ranked, bound_s, changed, search, settings
 from engine.tools.planner.simulation import simulate
 from tasks.plan import make_plan

@@ -25,7 +25,7 @@ def build(settings, tmp_path):
 
 def hold(monkeypatch):
     """Writing waits until the returned event is set."""
-    from engine.trainer.checkpoint.writer import Snapshot
+    from engine.trainer.checkpoint.checkpoints import Snapshot
 
     go = threading.Event()
     write = Snapshot.write_data
@@ -53,7 +53,7 @@ def test_training_goes_on_while_files_are_written(build, monkeypatch):
 
 
 def test_a_failed_write_fails_the_next_call_by_name(build, monkeypatch):
-    from engine.trainer.checkpoint.writer import Snapshot
+    from engine.trainer.checkpoint.checkpoints import Snapshot
 
     def full(*arguments):
         raise OSError(28, "No space left on device", "__0_0.distcp")
@@ -96,7 +96,7 @@ def test_a_trainer_that_was_taken_over_uploads_nothing_and_leaves_what_the_newer
 
 
 def test_ranks_that_do_not_write_are_named(tmp_path):
-    from engine.trainer.checkpoint.writer import Snapshot
+    from engine.trainer.checkpoint.checkpoints import Snapshot
 
     taken = Snapshot(str(tmp_path))
     taken.world = 4
