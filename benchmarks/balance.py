@@ -29,14 +29,14 @@ from typing import Any
 from common import byte_tokenizer, random_qwen3, result
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.launcher import table
-from engine.launcher.launch import launch
+from engine.launcher.launch import launch_run
 from engine.launcher.ledger import Ledger, Windows
 from engine.run.trace import read_spans
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.simulation import simulate_run
 
 RULES = ("greedy", "guided")
 """The rule of even and of odd steps."""
@@ -115,7 +115,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             "parallel.data": 2,
             "checkpoint.every": 0,
         }
-        run = launch(load(None, [f"{key}={value}" for key, value in settings.items()]))
+        run = launch_run(load_config(None, [f"{key}={value}" for key, value in settings.items()]))
         spans = [span for span in read_spans(run.trace) if span["name"] == "train"]
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step in range(2, arguments.steps):
@@ -161,7 +161,7 @@ def simulated(units: int, pipeline: int, steps: int = 12) -> dict[str, dict[str,
         update=0.0,
         sync=0.0,
     )
-    done = simulate(config, costs, Lengths.drawn(mean=200, p99=900, prompt=100, longest=2048), steps=steps)
+    done = simulate_run(config, costs, Lengths.drawn(mean=200, p99=900, prompt=100, longest=2048), steps=steps)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step in range(2, steps):
         spans = [span for span in done.spans if span["name"] == "train" and span["step"] == step]

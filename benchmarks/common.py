@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 
 from engine import platform
 from engine.config import Config
-from engine.config.recipe import HOME, load
-from engine.run.folder import dump
+from engine.config.recipe import HOME, load_config
+from engine.run.folder import dump_config
 
 if TYPE_CHECKING:
     from engine.trainer.policy import Policy
@@ -36,9 +36,9 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerBase:
 
 def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:
     """Run the real launcher, in processes of its own, to its end. Returns its config; raises if it fails."""
-    config = load(recipe, [f"{key}={value}" for key, value in settings.items()])
+    config = load_config(recipe, [f"{key}={value}" for key, value in settings.items()])
     path = Path(config.run.output) / f"{config.run.name}.toml"
-    dump(config, path)
+    dump_config(config, path)
     command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(path)]
     subprocess.run(command, check=True, timeout=timeout_s, cwd=HOME, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return config
@@ -51,7 +51,7 @@ def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout
 def one_rank() -> Iterator[None]:
     """Be the only rank of a trainer on the CPU, with one computing thread."""
     torch.set_num_threads(1)
-    with platform.single(platform.get("cpu")):
+    with platform.single_session(platform.get_platform("cpu")):
         yield
 
 
@@ -82,7 +82,7 @@ def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> P
     """The trainer's policy without frozen copies, so that `accumulate` is one forward, loss and backward."""
     from engine.trainer.policy import Policy
 
-    config = load(
+    config = load_config(
         None,
         [
             f"model.path={model}",
@@ -92,15 +92,15 @@ def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> P
             f"train.micro_batch_tokens={micro_batch_tokens}",
         ],
     )
-    return Policy(config, platform.get("cpu"))
+    return Policy(config, platform.get_platform("cpu"))
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     """The gradients that `accumulate` has added up, by Hugging Face's names, without the step's denominator."""
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     found = {name: parameter.main_grad for name, parameter in policy.models.policy.named_parameters()}
-    return dict(export(found, policy.models.policy, policy.models.shape))
+    return dict(export_weights(found, policy.models.policy, policy.models.shape))
 
 
 def alternating(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:

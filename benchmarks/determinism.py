@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from common import QUICKSTART_MODEL
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.data.problems import read_problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.instance.embedded.engine import Engine, Result, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel
@@ -31,11 +31,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    config = load("infra/recipes/quickstart.toml")
+    config = load_config("infra/recipes/quickstart.toml")
     model = arguments.model or QUICKSTART_MODEL
     tokenizer = Tokenizer(model)
     problems = read_problems(config.data.train)
-    prompts = encode(problems, tokenizer.hf, config.data.prompt_template, config.rollout.max_context).prompts[:32]
+    prompts = encode_problems(problems, tokenizer.hf, config.data.prompt_template, config.rollout.max_context).prompts[
+        :32
+    ]
     slots = config.rollout.concurrency * config.rollout.group_size
     rates: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():

@@ -50,11 +50,11 @@ SHAPES = {
 def main() -> None:
     arguments = parse()
     try:
-        machine = platform.get(arguments.device)
+        machine = platform.get_platform(arguments.device)
     except BadInput as error:
         raise SystemExit(f"error: {error}") from None
     exact_matmuls(machine)
-    with platform.single(machine) as device:
+    with platform.single_session(machine) as device:
         name = machine.device_name(0)
         figures: dict[str, Any] = {"device": name, "torch": torch.__version__}
         figures["correctness"] = correctness(machine.attention, device)

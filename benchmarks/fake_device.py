@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from engine.platform.base import without_transformer_engine
 from engine.platform.host_view import Stream
 from engine.platform.npu import Npu
-from engine.platform.parallel import session
+from engine.platform.parallel import parallel_session
 from engine.ranks import models
 from engine.ranks.rank_group import RankGroup
 
@@ -279,8 +279,8 @@ class _CudaIsNpu(_TensorsOf):
 
 @contextmanager
 def fake_npu(rank: int = 0, world: int = 1, **sizes: int) -> Iterator[FakeDevice]:
-    """Be one rank of `world` on the fake device, by the sizes that `engine.platform.parallel.session` takes. Weights
-    are not read from files."""
+    """Be one rank of `world` on the fake device, by the sizes that `engine.platform.parallel.parallel_session` takes.
+    Weights are not read from files."""
     device = FakeDevice()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     with ExitStack() as stack:
@@ -303,7 +303,7 @@ def fake_npu(rank: int = 0, world: int = 1, **sizes: int) -> Iterator[FakeDevice
         stack.enter_context(patch.object(P2PCommunicator, "_communicate_shapes", _shapes_of_own))
         stack.enter_context(_CudaIsNpu(device))
         stack.enter_context(device)
-        stack.enter_context(session(FakeNpu(), 0, **sizes))
+        stack.enter_context(parallel_session(FakeNpu(), 0, **sizes))
         yield device
 
 

@@ -136,7 +136,7 @@ def train(config: Config) -> tuple[list[dict[str, Any]], float]:
     """
     rollouts = InProcess(config)
     figures = []
-    policy = Policy(config, platform.get("cpu"))
+    policy = Policy(config, platform.get_platform("cpu"))
     Loop(
         config=config,
         trainer=policy,

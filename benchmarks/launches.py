@@ -109,7 +109,7 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[tuple[int, int], An
     """The number of operators that one micro-batch starts, the bytes that they move, and the policy that did."""
     from fake_device import FakeNpu
 
-    from engine.config.recipe import load
+    from engine.config.recipe import load_config
     from engine.trainer.micro_batches import micro_batches
     from engine.trainer.policy import Policy
 
@@ -125,7 +125,7 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[tuple[int, int], An
         "rollout.group_size": GROUP,
         "rollout.max_context": 512,
     }
-    policy = Policy(load("infra/recipes/quickstart.toml", [f"{k}={v}" for k, v in settings.items()]), FakeNpu())
+    policy = Policy(load_config("infra/recipes/quickstart.toml", [f"{k}={v}" for k, v in settings.items()]), FakeNpu())
     policy.start_step()
     scored = policy._frozen_scores(micro_batches(window()[:1], policy.packing, policy.credit))
     device.clear()

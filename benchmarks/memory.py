@@ -67,15 +67,15 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # absent Transformer Engine and Apex
     from fake_device import AloneOnTheChannel, FakeNpu, fake_npu
 
-    from engine.config.recipe import load
+    from engine.config.recipe import load_config
     from engine.ranks import models
     from engine.run.memory import trainer_need
     from engine.tools.dry_run.known_models import shape_of
     from engine.trainer.policy import Policy
 
-    config = load(f"infra/recipes/papers/{recipe}.toml", [])
+    config = load_config(f"infra/recipes/papers/{recipe}.toml", [])
     if config.algorithm.gradient_control == "gac":  # would skip updates: every cosine reads as 1
-        config = load(f"infra/recipes/papers/{recipe}.toml", ["algorithm.gradient_control=measure"])
+        config = load_config(f"infra/recipes/papers/{recipe}.toml", ["algorithm.gradient_control=measure"])
     shape, _ = shape_of(config.model.path)
     need = trainer_need(shape, config)
     terms = {term.name: term.bytes / GIB for term in need.terms if term.name not in ("reserve", "sync buckets")}

@@ -2,7 +2,7 @@
 
 `python benchmarks/merged_attention.py [--repeats 5]`
 
-- mask: one call of torch's attention with the plain mask (`reference.masked`)
+- mask: one call of torch's attention with the plain mask (`reference.masked_attention`)
 - cpu: the kernel of the platform cpu (`cpu.attend`)
 - merged: the prompt part and the own part merged, each in plain operations of torch (`merged.attend` with `Plain`). It
   is what the kernels of devices are compared with, and no kernel to train with: it holds the scores of a sequence.
@@ -30,7 +30,7 @@ from engine import platform
 from engine.model.kernels import KERNELS, Kernel
 from engine.model.kernels.merged import attend
 from engine.model.kernels.plain import Plain
-from engine.model.layout import layout
+from engine.model.layout import make_layout
 
 POINTS = ("1024,64,8", "512,256,8", "128,1024,8")
 """Prompt and response in tokens, and responses."""
@@ -78,7 +78,7 @@ def measure(point: str, repeats: int) -> dict[str, Any]:
 def step(kernel: Kernel, point: str) -> Callable[[], None]:
     """A forward and backward pass over one group of random tensors."""
     prompt, response, size = map(int, point.split(","))
-    row = layout([([0] * prompt, [[0] * response] * size)])
+    row = make_layout([([0] * prompt, [[0] * response] * size)])
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(row.size, heads, 64, generator=draw).requires_grad_() for heads in (8, 4, 4))
     weight = torch.randn(q.shape, generator=draw)
@@ -101,9 +101,9 @@ def peak(name: str, point: str) -> int:
     step(KINDS[name], "8,8,2")()
     run = step(KINDS[name], point)
     before = psutil.Process().memory_info().rss
-    platform.get("cpu").reset_peak()
+    platform.get_platform("cpu").reset_peak()
     run()
-    return platform.get("cpu").peak_bytes() - before
+    return platform.get_platform("cpu").peak_bytes() - before
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # absent Transformer Engine and Apex
     from engine import platform
 
-    with tempfile.TemporaryDirectory() as folder, platform.single(platform.get("cpu")):
+    with tempfile.TemporaryDirectory() as folder, platform.single_session(platform.get_platform("cpu")):
         fewer, more = (counted(Path(folder) / str(layers), layers, experts) for layers in (2, 3))
     figures = {name: more[name] - fewer[name] for name in fewer}
     for name, value in figures.items():
@@ -57,7 +57,7 @@ def main() -> None:
 def counted(folder: Path, layers: int, experts: int) -> dict[str, int]:
     """The figures of a model with that many layers."""
     from engine import platform
-    from engine.config.recipe import load
+    from engine.config.recipe import load_config
     from engine.model import experts as of_engine
     from engine.tools.acceptance.random_groups import random_group
     from engine.trainer.policy import Policy
@@ -86,7 +86,9 @@ def counted(folder: Path, layers: int, experts: int) -> dict[str, int]:
         "train.dtype": "bfloat16",
         "train.ratio_gap_limit": 0,
     }
-    policy = Policy(load(None, [f"{key}={value}" for key, value in settings.items()]), platform.get("cpu"))
+    policy = Policy(
+        load_config(None, [f"{key}={value}" for key, value in settings.items()]), platform.get_platform("cpu")
+    )
     policy.start_step()
     with Operators() as batch:
         policy.accumulate([random_group(prompt=16, lengths=[9, 20, 3, 14], vocabulary=512, seed=0)])

@@ -26,9 +26,9 @@ from typing import Any
 
 from common import QUICKSTART_MODEL
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.run.files import read_lines
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.run.trace import read_spans
 
 BALANCED = {
@@ -106,9 +106,9 @@ def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps:
 
 def run(settings: dict[str, Any], output: Path) -> list[Step]:
     """Run the launcher once; returns its measured steps."""
-    config = load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
+    config = load_config("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
     path = output / f"{config.run.name}.toml"
-    dump(config, path)
+    dump_config(config, path)
     subprocess.run([sys.executable, "-m", "engine.launcher.launch", "--config", str(path)], check=True, timeout=600)
     spans = read_spans(config.folder / "trace")
     lines = list(read_lines(config.folder / "steps.jsonl"))

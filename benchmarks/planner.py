@@ -31,13 +31,13 @@ from common import QUICKSTART_MODEL, result, run_launcher
 from scipy.stats import kendalltau
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
-from engine.tools.planner.calibration import fitted, read_run
+from engine.tools.planner.calibration import fit_costs, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.probes import measured_step_s, probes
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.probes import measured_step_s, probe_settings
+from engine.tools.planner.simulation import simulate_run
 
 PLACINGS: tuple[dict[str, Any], ...] = ({"train.devices": [0], "rollout.devices": [1]}, {})
 REFERENCE = {"train.mode": "periodic", "rollout.concurrency": 2, "train.micro_batch_tokens": 1024}
@@ -94,7 +94,7 @@ class Runs:
             "checkpoint.every": 0,
             **keys,
         }
-        config = load(None, [f"{key}={value}" for key, value in wanted.items()])
+        config = load_config(None, [f"{key}={value}" for key, value in wanted.items()])
         folder = RunFolder(config.folder)
         if folder.policy.exists() and folder.read_config() == config:
             return config
@@ -123,9 +123,9 @@ class Compared:
 
 def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any]]) -> Compared:
     """Measure and predict the settings of one placing, relative to the reference."""
-    known = [placing | keys for keys in probes(runs.run(placing | REFERENCE))]
+    known = [placing | keys for keys in probe_settings(runs.run(placing | REFERENCE))]
     measured = [read_run(runs.run(keys).folder) for keys in known]
-    costs = fitted(measured)
+    costs = fit_costs(measured)
     lengths = Lengths(tuple(group for run in measured for group in Lengths.of_run(run.spans).groups), "probes")
     mine = [keys for keys in chosen if all(keys.get(key) == placing.get(key) for key in PLACINGS[0])]
     mine = [keys for keys in mine if keys not in known and keys != placing | REFERENCE]
@@ -153,7 +153,7 @@ def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any
 
 def predicted_s(config: Config, costs: Costs, lengths: Lengths) -> float:
     """Seconds of a step by simulation."""
-    return statistics.fmean(simulate(config, costs, lengths, seed).step_s for seed in range(SEEDS))
+    return statistics.fmean(simulate_run(config, costs, lengths, seed).step_s for seed in range(SEEDS))
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from typing import Any
 from common import result
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.planning import StepModel, planned, prior_model
-from engine.tools.planner.search import devices
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.planning import StepModel, find_plan, prior_model
+from engine.tools.planner.search import count_devices
+from engine.tools.planner.simulation import simulate_run
 
 RECIPES = "infra/recipes/papers"
 SEEDS = 2
@@ -138,7 +138,7 @@ def compared(table: Table, device: str, search: bool) -> dict[str, Any]:
 def model_of(setup: Setup, table: Table, device: str) -> StepModel:
     """The step model of a row, by arithmetic alone."""
     overrides = [f"{key}={json.dumps(value)}" for key, value in setup.keys.items()]
-    config = load(f"{RECIPES}/{setup.recipe}", overrides)
+    config = load_config(f"{RECIPES}/{setup.recipe}", overrides)
     lengths = Lengths.drawn(
         table.mean, table.p99, min(512, config.rollout.max_context // 8), config.rollout.max_new_tokens
     )
@@ -149,8 +149,8 @@ def tokens_per_s_per_device(model: StepModel) -> float:
     """Trained tokens (prompts and responses) per second and device, by simulation."""
     config = model.config
     costs = model.costs_of(config)
-    seconds = fmean(simulate(config, costs, model.lengths, seed).step_s for seed in range(SEEDS))
-    return trained_tokens(config, model.lengths) / seconds / devices(config)
+    seconds = fmean(simulate_run(config, costs, model.lengths, seed).step_s for seed in range(SEEDS))
+    return trained_tokens(config, model.lengths) / seconds / count_devices(config)
 
 
 def trained_tokens(config: Config, lengths: Lengths) -> float:
@@ -161,10 +161,12 @@ def trained_tokens(config: Config, lengths: Lengths) -> float:
 
 def choice(model: StepModel) -> dict[str, Any]:
     """What the planner would choose on as many devices, and by how much it would be faster."""
-    plan = planned(model, devices(model.config), KEPT)
+    plan = find_plan(model, count_devices(model.config), KEPT)
     best = plan.best[0]
     faster = plan.today.step_s / best.step_s
-    print(f"the planner's choice on {devices(model.config)} devices, {faster:.2f} times as fast: {best.candidate}")
+    print(
+        f"the planner's choice on {count_devices(model.config)} devices, {faster:.2f} times as fast: {best.candidate}"
+    )
     return {"faster": faster, "keys": best.candidate.changes, "bound_by": best.simulated.bound_by}
 
 

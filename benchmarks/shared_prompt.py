@@ -135,9 +135,9 @@ def peak(model: Path, shared: bool, point: tuple[int, ...]) -> int:
         policy.start_step()
         policy.accumulate([random_group(8, [8] * 2, VOCABULARY)])
         before = psutil.Process().memory_info().rss
-        platform.get("cpu").reset_peak()
+        platform.get_platform("cpu").reset_peak()
         policy.accumulate([random_group(prompt, [response] * size, VOCABULARY)])
-        return platform.get("cpu").peak_bytes() - before
+        return platform.get_platform("cpu").peak_bytes() - before
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from engine.wire.sync_messages import (
     SyncOpened,
 )
 from engine.wire.weights import bucket_file
-from engine.wire.weights.buckets import Buffers, pack
+from engine.wire.weights.buckets import Buffers, pack_buckets
 
 BUCKETS = 64
 TIMEOUT_S = 120.0
@@ -107,14 +107,14 @@ def main() -> None:
 
 def write_slowly(least_s: float) -> None:
     """Have every write of a bucket take at least so long."""
-    write = bucket_file.write
+    write = bucket_file.write_bucket
 
     def slow(*arguments: Any) -> None:  # noqa: ANN401
         began = time.perf_counter()
         write(*arguments)
         time.sleep(max(0.0, began + least_s - time.perf_counter()))
 
-    bucket_file.write = slow
+    bucket_file.write_bucket = slow
 
 
 def sync_with_files(folder: Path, bucket_bytes: int, send_s: float) -> float:
@@ -125,7 +125,7 @@ def sync_with_files(folder: Path, bucket_bytes: int, send_s: float) -> float:
     steps = [lambda bucket, info: time.sleep(send_s), snapshots.write]
     pipeline = SendPipeline(steps, lambda bucket: buffers.give(bucket.buffer), 1, TIMEOUT_S)
     began = time.perf_counter()
-    for bucket in pack(Model(bucket_bytes).tensors(), torch.float32, bucket_bytes, buffers):
+    for bucket in pack_buckets(Model(bucket_bytes).tensors(), torch.float32, bucket_bytes, buffers):
         info = BucketInfo(transport="gloo", version=0, stage=0, bucket=bucket.number, **bucket.wire())
         pipeline.put(bucket, info)
     pipeline.wait()

@@ -29,7 +29,7 @@ from common import QUICKSTART_MODEL, one_rank, result
 
 from engine.algorithm.alignment import WARM_UP, Thresholds
 from engine.config import Config
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, load_config
 
 STALENESS = (0, 4, 16)
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -169,7 +169,7 @@ def config_of(
         "checkpoint.every": 0,
         **own,
     }
-    return load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
+    return load_config("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
 
 
 def smoothed(cell: dict[str, Any]) -> list[float]:

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine import platform
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, load_config
 from engine.data.problems import read_problems
-from engine.data.prompts import encode
-from engine.launcher.weight_sync.probe import Probe, probe
+from engine.data.prompts import encode_problems
+from engine.launcher.weight_sync.probe import Probe, make_probe
 from engine.ranks.models import open_models
 from engine.wire.weights.buckets import DTYPES
 
@@ -63,7 +63,7 @@ def main() -> None:
 def prompts(model: Path, data: str, template: str) -> list[Sequence[int]]:
     """The token ids of the prompts, as a run has them."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    encoded = encode(read_problems(data), tokenizer, template, 2048)
+    encoded = encode_problems(read_problems(data), tokenizer, template, 2048)
     return [prompt.token_ids for prompt in encoded.prompts]
 
 
@@ -75,10 +75,10 @@ def measure(model: Path, dtype: str, text: list[int], count: int, trials: int) -
         "algorithm.kl_coef=0.0",
         "train.ratio_gap_limit=0",
     ]
-    config = load(None, [f"model.path={model}", f"train.dtype={dtype}", f"model.dtype={dtype}", *settings])
+    config = load_config(None, [f"model.path={model}", f"train.dtype={dtype}", f"model.dtype={dtype}", *settings])
     with one_rank():
-        trainer = open_models(config, platform.get("cpu"))
-        fixed = probe(vocabulary=trainer.shape.vocabulary, count=count, max_context=2048, dtype=dtype, text=text)
+        trainer = open_models(config, platform.get_platform("cpu"))
+        fixed = make_probe(vocabulary=trainer.shape.vocabulary, count=count, max_context=2048, dtype=dtype, text=text)
         assert fixed is not None
         ours = trainer.probe(fixed.token_ids)
         del trainer

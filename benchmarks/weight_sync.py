@@ -45,7 +45,7 @@ from engine.client.connection import Connection
 from engine.client.publish.publisher import Publisher
 from engine.client.publish.transports import open_transport
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import MetronomeError
 from engine.launcher.plane import Plane
 from engine.launcher.pool.health import HealthMonitor
@@ -59,7 +59,7 @@ from engine.wire.message import Message, Request
 from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
 from engine.wire.sync_messages import FinishSync, OpenSync, SendBucket
 from engine.wire.weights.buckets import small_first
-from engine.wire.weights.checksum import checksum
+from engine.wire.weights.checksum import tensor_checksum
 
 TIMEOUT_S = 300.0
 
@@ -118,7 +118,7 @@ def random_model(tiny: bool) -> Path:
 
 
 def configuration(model: Path, transport: str, instances: int, staged: bool, bucket_mb: int) -> Config:
-    return load(
+    return load_config(
         None,
         [
             f"model.path={model}",
@@ -142,7 +142,7 @@ def configuration(model: Path, transport: str, instances: int, staged: bool, buc
 def policy(config: Config) -> TriModel:
     from engine.ranks.models import open_models
 
-    return open_models(config, platform.get("cpu"))
+    return open_models(config, platform.get_platform("cpu"))
 
 
 def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict[str, float]:
@@ -197,7 +197,7 @@ def seconds_of_checks(models: TriModel) -> float:
     tensors = [tensor for _, tensor in models.tensors()]
     began = time.thread_time()
     for tensor in tensors:
-        checksum(tensor)
+        tensor_checksum(tensor)
     return time.thread_time() - began
 
 

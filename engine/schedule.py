@@ -59,7 +59,7 @@ class Schedule:
                     )
 
 
-def staleness(step: int, response: Response) -> int:
+def response_staleness(step: int, response: Response) -> int:
     """Number of updates between the weights that sampled the response's oldest token and the weights that it trains; 0
     for an empty response."""
     return step - min((version for _, version in response.versions), default=step)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
@@ -82,7 +82,7 @@ def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
 
     if resume:
         return resumed(recipe or None, overrides)
-    return Resumed(load(recipe or QUICKSTART, overrides), recipe or QUICKSTART)
+    return Resumed(load_config(recipe or QUICKSTART, overrides), recipe or QUICKSTART)
 
 
 @app.command()
@@ -117,7 +117,7 @@ def train(
         if replay is None:
             check_address(config)
         else:
-            record.check(replay, config)
+            record.check_record(replay, config)
         check_usable(config)
         train_here(config, resume, replay, found.recipe)
 
@@ -139,7 +139,7 @@ def evaluate(
     with _exit_codes():
         given = [f"model.path={model_folder(model)[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
-        config = load(recipe, [*overrides, *given])
+        config = load_config(recipe, [*overrides, *given])
         check_inputs(config, training=False)
         config = with_model_folder(config)
         evaluate_here(config)
@@ -162,7 +162,7 @@ def serve(
     """Run one rollout instance of the recipe in the foreground. With --model a policy to talk to. On Ctrl-C it leaves
     its run and ends."""
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
-    from engine.run.served_model import served
+    from engine.run.served_model import served_config
     from tasks.input_checks import with_model_folder
 
     with _exit_codes():
@@ -172,9 +172,9 @@ def serve(
         if join:
             check_join(join)
         if model:
-            config, text = served(model, recipe, overrides)
+            config, text = served_config(model, recipe, overrides)
             raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
-        config = with_model_folder(load(recipe or QUICKSTART, overrides))
+        config = with_model_folder(load_config(recipe or QUICKSTART, overrides))
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
         raise typer.Exit(
@@ -186,11 +186,11 @@ def serve(
 def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync for a trainer or programs of your own, in the
     foreground."""
-    from engine.launcher.serve import serve as serve_programs
+    from engine.launcher.serve import run_service as serve_programs
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        config = load(recipe, overrides)
+        config = load_config(recipe, overrides)
         check_inputs(config, training=False)
         config = with_model_folder(config)
         serve_programs(config, partial(console.say, "service"))
@@ -250,7 +250,7 @@ def deploy(
     """Bring work pools, deployments and automations up to date on the server of PREFECT_API_URL. Nothing starts by
     itself without --schedule (or a cron line)."""
     with _exit_codes():
-        load(recipe, overrides)
+        load_config(recipe, overrides)
         from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
         from tasks.cluster.deploy import deploy as make
 
@@ -321,7 +321,7 @@ def plan(
     from tasks.plan import make_plan, measure
 
     with _exit_codes():
-        config = load(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
+        config = load_config(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
         if measured or autotune:
             check_inputs(config)
             config = with_model_folder(config)

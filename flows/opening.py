@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
 from engine.run.start import ContinueFrom
 from flows.settings import Settings
@@ -52,7 +52,7 @@ def opened(
     """
     given = [*settings.overrides(), *overrides]
     with crashed_without_tracking():
-        found = resumed(recipe, given) if resume else Resumed(load(recipe, given), recipe)
+        found = resumed(recipe, given) if resume else Resumed(load_config(recipe, given), recipe)
         config, begun = started_from(settled(found.config), found.recipe, continue_from)
     again = begun_by_this_flow(RunFolder(config.folder))
     if not again:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from tasks.cluster.form import shown_values
 
 Recipe = str
@@ -60,4 +60,4 @@ AS_RECIPE = Settings()
 
 def configured(recipe: str, settings: Settings, overrides: Sequence[str]) -> Config:
     """The configuration of a run; `overrides` take precedence over `settings`. Raises BadInput."""
-    return load(recipe, [*settings.overrides(), *overrides])
+    return load_config(recipe, [*settings.overrides(), *overrides])

@@ -15,13 +15,13 @@ from typing import Any
 import mlflow
 from mlflow.artifacts import download_artifacts
 
-from engine.config.keys import flatten
+from engine.config.keys import flatten_keys
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.tools.comparison import page
-from engine.tools.comparison.run_figures import ComparedRun, once
+from engine.tools.comparison.run_figures import ComparedRun, steps_once
 from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
 from tasks import how_far
@@ -48,8 +48,8 @@ def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
     if len(given) < 2:
         raise BadInput(f"compare needs at least two runs (run folders or MLflow run ids), not {len(given)}")
     runs = _named_apart([_read(one, uri) for one in given])
-    verdicts = page.write(runs, target)
-    columns, rows = page.summary(runs)
+    verdicts = page.write_page(runs, target)
+    columns, rows = page.summary_table(runs)
     told = [line for verdict in verdicts for line in ("", *_told(verdict))]
     return "\n".join([aligned([columns, *rows]), *told, *_bounds(runs), "", f"page: {target}"])
 
@@ -100,7 +100,7 @@ def from_folder(path: Path) -> ComparedRun:
     """A run, read from its folder. Raises BadInput if it has no steps."""
     folder = RunFolder(path)
     try:
-        steps = once(list(read_lines(folder.steps)))
+        steps = steps_once(list(read_lines(folder.steps)))
         config = tomllib.loads(folder.config.read_text()) if folder.config.exists() else {}
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: steps.jsonl or config.toml can't be read: {error}") from None
@@ -111,7 +111,7 @@ def from_folder(path: Path) -> ComparedRun:
     return ComparedRun(
         name=path.resolve().name,
         source=str(path.resolve()),
-        config=_text(flatten(config)),
+        config=_text(flatten_keys(config)),
         steps=steps,
         evaluations=rows,
         tables=means,
@@ -200,7 +200,7 @@ def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, fl
     files = {
         row["table"]: folder / row["table"] for row in rows if "table" in row and (folder / row["table"]).is_file()
     }
-    return rows, {name: tables.means(file) for name, file in files.items()}
+    return rows, {name: tables.table_means(file) for name, file in files.items()}
 
 
 def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[JsonObject]:  # noqa: ANN401

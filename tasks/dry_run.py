@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from engine.config import Config
-from engine.tools.dry_run import plan, sections
+from engine.tools.dry_run import plan_run, plan_sections
 from tasks import console
 
 
 def dry_run(config: Config) -> None:
     """Print the plan. Raises BadInput with every reason why the recipe cannot run."""
-    for title, rows in sections(plan(config)).items():
+    for title, rows in plan_sections(plan_run(config)).items():
         console.table(title, rows)
     print("\nNothing was started. Memory is computed, not measured: docs/ascend.md says what it covers.")

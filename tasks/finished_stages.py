@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import MetronomeError
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import append_line, read_json, read_lines, write_json
 from engine.run.folder import RunFolder
 
@@ -68,7 +68,7 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
 
 def progress(folder: RunFolder) -> list[int]:
     """The progress of a run: number of finished stages, and step of its newest complete checkpoint (-1: none)."""
-    checkpoint = latest(folder.checkpoints)
+    checkpoint = latest_checkpoint(folder.checkpoints)
     return [len(Stages(folder).done), -1 if checkpoint is None else step_of(checkpoint)]
 
 

@@ -13,7 +13,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
-from engine.run.identity import claim
+from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
 from engine.run.start import RunStart
 from tasks.console import complain, say
@@ -76,7 +76,7 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
         progress=lambda: _written(folder),
     )
     with locked, fenced(folder):
-        claim(folder.path, config, again or resume)
+        claim_run_id(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
         if not folder.config.exists():

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.no_effect import without_effect
-from engine.config.recipe import find
+from engine.config.recipe import find_file
 from engine.config.rules import ratio_is_one
-from engine.data.prepared import prepare
+from engine.data.prepared import prepare_problems
 from engine.data.problems import Problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
@@ -25,7 +25,7 @@ from engine.launcher.verifier_pool import VerifierPool
 from engine.model.shape import read_shape
 from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
-from engine.run.identity import check_unclaimed, published
+from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
 from tasks import how_far
 from tasks.console import say
@@ -55,7 +55,7 @@ def check_address(config: Config) -> None:
 
 
 def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
-    if resume and not folder.config.exists() and not published(config):
+    if resume and not folder.config.exists() and not published_checkpoints(config):
         lost = (
             f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
         )
@@ -83,7 +83,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
     with showing("check", how_far.since_now("reading the problem sets")):
-        problems = prepare(config).train if training else None
+        problems = prepare_problems(config).train if training else None
         benchmarks = read_benchmarks(config)
     if problems is not None:
         _check_prompts(config, len(problems.rows))
@@ -141,19 +141,19 @@ def _check_device(config: Config) -> None:
     if config.platform.device in ("cuda", "npu"):
         from engine import platform  # imports torch: seconds
 
-        platform.get(config.platform.device).device(config.parallel.ranks_per_node - 1)
+        platform.get_platform(config.platform.device).device(config.parallel.ranks_per_node - 1)
 
 
 def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
     """Raise BadInput if the model has no tokenizer, if a token of `rollout.stop` is none, or if a problem set has no
     prompt that the model takes."""
-    tokenizer = Tokenizer(find(config.model.path), config.rollout.stop)
+    tokenizer = Tokenizer(find_file(config.model.path), config.rollout.stop)
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
         encoded = partial(
-            encode,
+            encode_problems,
             tokenizer=tokenizer.hf,
             template=config.data.prompt_template,
             max_context=context,
@@ -202,7 +202,7 @@ async def _try_reward(config: Config) -> None:
 
 def with_model_folder(config: Config) -> Config:
     """The config with `model.path` as an absolute folder. Raises BadInput if there is no model."""
-    folder = find(config.model.path)
+    folder = find_file(config.model.path)
     read_shape(folder)
     model = config.model.model_copy(update={"path": str(folder.resolve())})
     return config.model_copy(update={"model": model})

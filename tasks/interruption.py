@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from engine.config import Config
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.folder import RunFolder
 from tasks import console
 
@@ -102,7 +102,7 @@ def how_on() -> str:
     folder = RunFolder(config.folder)
     if not folder.config.exists():
         return ""
-    checkpoint = latest(folder.checkpoints)
+    checkpoint = latest_checkpoint(folder.checkpoints)
     saved = (
         f"{checkpoint}, after {step_of(checkpoint)} of {config.train.steps} steps"
         if checkpoint is not None

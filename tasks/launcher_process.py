@@ -17,9 +17,9 @@ from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import launcher_command
 from engine.run.fence import TAKEN_OVER
-from engine.run.folder import RunFolder, dump
+from engine.run.folder import RunFolder, dump_config
 from engine.run.process import Child
-from engine.tools.timeline import draw
+from engine.tools.timeline import draw_timeline
 from engine.types import JsonObject
 from tasks import how_far
 from tasks.console import say
@@ -97,7 +97,7 @@ def run_training(
     folder.progress.unlink(missing_ok=True)  # a killed launcher's
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
-        dump(config, file)
+        dump_config(config, file)
         child = Child("launcher", launcher_command(file, resume, replay), folder.logs / "launcher.log")
         watch = _Watch(child, folder.heartbeat, config)
         try:
@@ -128,7 +128,7 @@ def _stop(child: Child, number: signal.Signals | None) -> None:
 
 def _draw(folder: RunFolder) -> None:
     try:
-        draw(folder.path)
+        draw_timeline(folder.path)
     except (OSError, BadInput) as error:
         print(f"warning: the timeline can't be drawn: {error}", file=sys.stderr, flush=True)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import read_run
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.planning import Planned, Sensitivity, measured_model, planned, prior_model, sensitivity
-from engine.tools.planner.probes import measured_step_s, probe, probes
-from engine.tools.planner.search import Ranked, changed, devices
+from engine.tools.planner.planning import Planned, Sensitivity, find_plan, measured_model, plan_sensitivity, prior_model
+from engine.tools.planner.probes import measured_step_s, probe_run, probe_settings
+from engine.tools.planner.search import Ranked, change_config, count_devices
 from tasks import console
 from tasks.compare import aligned
 from tasks.launcher_process import run_training
@@ -50,7 +50,7 @@ def make_plan(
         raise BadInput(f"--device {kind}: unknown; known are {', '.join(DEVICES)}")
     device = DEVICES.get(kind)
     if device is not None:
-        config = changed(config, {"platform.device": device.platform, "platform.memory_gib": device.memory_gib})
+        config = change_config(config, {"platform.device": device.platform, "platform.memory_gib": device.memory_gib})
     if runs:
         model = measured_model(config, [read_run(Path(run)) for run in runs], device)
     elif device is None or not lengths:
@@ -60,20 +60,22 @@ def make_plan(
         )
     else:
         model = prior_model(config, device, _lengths(lengths, config))
-    plan = planned(model, count or devices(config))
-    changes = list(sensitivity(plan))
+    plan = find_plan(model, count or count_devices(config))
+    changes = list(plan_sensitivity(plan))
     _print(plan, changes)
     best = _tuned(config, plan) if autotune else plan.best[0]
     if out is not None:
-        dump(best.candidate.config, out)
+        dump_config(best.candidate.config, out)
         print(f"recipe: {out}")
     if page is not None:
-        print(f"page: {pages.write(plan, best, changes, page)}")
+        print(f"page: {pages.write_plan(plan, best, changes, page)}")
 
 
 def measure(config: Config) -> list[str]:
     """Train the recipe's probes, a few steps each, and return their run folders. Raises the error of one that fails."""
-    return [str(_run(config, keys, f"measure-{number}").folder) for number, keys in enumerate(probes(config), 1)]
+    return [
+        str(_run(config, keys, f"measure-{number}").folder) for number, keys in enumerate(probe_settings(config), 1)
+    ]
 
 
 def _tuned(config: Config, plan: Planned) -> Ranked:
@@ -90,7 +92,7 @@ def _tuned(config: Config, plan: Planned) -> Ranked:
 
 
 def _run(config: Config, keys: dict[str, Any], name: str) -> Config:
-    made = probe(config, keys, f"{config.run.name}-{name}")
+    made = probe_run(config, keys, f"{config.run.name}-{name}")
     settings = " ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())
     with console.stage(name) as say:
         run_training(made)

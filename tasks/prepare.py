@@ -15,18 +15,18 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.config import Config
 from engine.data import prepared
-from engine.data.problem_statistics import DataReport, report
-from engine.data.problems import counts
-from engine.data.prompts import encode
+from engine.data.problem_statistics import DataReport, report_data
+from engine.data.problems import format_counts
+from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_json
-from engine.run.identity import began, identity
+from engine.run.identity import read_run_id, run_began
 from engine.types import JsonObject
 from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
-"""File in the run folder with the report of `engine.data.problem_statistics.report`."""
+"""File in the run folder with the report of `engine.data.problem_statistics.report_data`."""
 
 COMPARED = (
     "source",
@@ -80,7 +80,7 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
         settings=_settings(config),
         model=str(model),
         max_context=config.rollout.max_context,
-        clock=began(identity(config.folder)) if config.data.prompt_template == "chat" else None,
+        clock=run_began(read_run_id(config.folder)) if config.data.prompt_template == "chat" else None,
         hashes=hashes,
         code=code,
     )
@@ -91,7 +91,7 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
 @task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> DataReport:
     """The report on the sets that some tables of a config describe. The hashes are only cache keys."""
-    return report(prepared.prepare(Config.model_validate(settings)))
+    return report_data(prepared.prepare_problems(Config.model_validate(settings)))
 
 
 @task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
@@ -107,7 +107,9 @@ def encode_prompts(
     problems = prepared.training_problems(Config.model_validate(settings))
     tokenizer = Tokenizer(Path(model))
     template = settings["data"]["prompt_template"]
-    encoded = encode(problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary(), clock=clock)
+    encoded = encode_problems(
+        problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary(), clock=clock
+    )
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
         "prompts": len(encoded.prompts),
@@ -122,7 +124,7 @@ def describe(found: DataReport) -> str:
     """A report in one line for the console."""
     train = found["train"]
     heldout = found["heldout"]
-    skips = f"; skipped {counts(train['skipped'])}" if train["skipped"] else ""
+    skips = f"; skipped {format_counts(train['skipped'])}" if train["skipped"] else ""
     notes = "".join(f"; {note}" for note in found["notes"])
     lengths = train["problem_characters"]
     return (
@@ -133,7 +135,7 @@ def describe(found: DataReport) -> str:
 
 def describe_prompts(found: PromptFigures) -> str:
     """The figures of `encode_data` in one line for the console."""
-    skips = f"; skipped {counts(found['skipped'])}" if found["skipped"] else ""
+    skips = f"; skipped {format_counts(found['skipped'])}" if found["skipped"] else ""
     lengths = f"{found['tokens_median']:.0f} tokens ({found['tokens_min']}-{found['tokens_max']})"
     return f"{found['prompts']} prompts of {lengths}{skips}"
 
@@ -158,7 +160,7 @@ def page(found: DataReport) -> str:
 
 
 def _settings(config: Config) -> JsonObject:
-    """The tables of a config that `prepared.prepare` reads. Nothing else may be in its cache key."""
+    """The tables of a config that `prepared.prepare_problems` reads. Nothing else may be in its cache key."""
     return {
         "data": config.data.model_dump(mode="json"),
         "reward": {"function": "math" if config.reward.function == "math" else "exact"},

@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engine.config import Config
 from engine.run.checkpoint_files import folder_of
-from engine.run.checkpoint_store import place_of, upload
+from engine.run.checkpoint_store import place_of, upload_checkpoint
 from tasks import how_far
 from tasks.fenced import run_folder
 from tasks.live import showing
@@ -43,10 +43,10 @@ def copy_checkpoint(
 ) -> None:
     """Copy a complete checkpoint to a folder or s3:// URL, with the policy's Hugging Face folder as `policy/` in it.
 
-    Raises MetronomeError naming the place; then no marker is left there. `fence` and `sent`: as in `upload`.
+    Raises MetronomeError naming the place; then no marker is left there. `fence` and `sent`: as in `upload_checkpoint`.
     """
     beside = {f"policy/{path.name}": path for path in sorted(policy.iterdir()) if path.is_file()}
-    upload(checkpoint=checkpoint, place=place, beside=beside, fence=fence, sent=sent)
+    upload_checkpoint(checkpoint=checkpoint, place=place, beside=beside, fence=fence, sent=sent)
 
 
 def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], None]) -> None:

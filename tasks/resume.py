@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.config.keys import flatten
-from engine.config.recipe import find, load, overridden, written
+from engine.config.keys import flatten_keys
+from engine.config.recipe import find_file, load_config, override_keys, recipe_keys
 from engine.errors import BadInput
 from engine.run.folder import RunFolder, check_same_run
 from engine.run.start import read_start
@@ -55,22 +55,22 @@ def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
     have is named and does not count. If the run folder is lost, and `checkpoint.path` has its checkpoints, the recipe
     counts. Raises BadInput if there is no such run, or if a key can't change.
     """
-    keys = overridden(given)
-    named = {**written(recipe), **keys} if recipe and not keys.keys() >= set(PLACE) else keys
-    place = load(None, [f"{key}={json.dumps(named[key])}" for key in PLACE if key in named])
+    keys = override_keys(given)
+    named = {**recipe_keys(recipe), **keys} if recipe and not keys.keys() >= set(PLACE) else keys
+    place = load_config(None, [f"{key}={json.dumps(named[key])}" for key in PLACE if key in named])
     if not named.get("run.name"):
         raise BadInput(_which(Path(place.run.output)))
     folder = RunFolder(place.folder)
     if not folder.config.exists():
         return _without_folder(recipe, given, place)
     own = folder.read_config()
-    config = load(folder.config, [one for one in given if one.partition("=")[0].strip() not in PLACE])
+    config = load_config(folder.config, [one for one in given if one.partition("=")[0].strip() not in PLACE])
     there = config.run.model_copy(update={"name": place.run.name, "output": place.run.output})
     config = config.model_copy(update={"run": there})
     check_same_run(config, own)
     begun = read_start(folder.path)
     theirs = recipe or begun.recipe
-    ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find(theirs).is_file() else []
+    ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find_file(theirs).is_file() else []
     changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing(config, own, keys)]
     by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""
     notes = [f"{place.run.name} goes on as its own config.toml says{by_command}"]
@@ -95,14 +95,14 @@ def _without_folder(recipe: str | None, given: Sequence[str], place: Config) -> 
             f"--resume: {place.folder} is no run folder; name the run to continue by --set run.name=NAME. If its "
             "folder is lost and its checkpoints are in checkpoint.path, name its recipe and its settings, too"
         )
-    config = load(recipe, given)
+    config = load_config(recipe, given)
     return Resumed(config, recipe, (f"{place.folder} is lost; the run goes on as {recipe} says",))
 
 
 def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
     """Of these keys and tables the keys whose values differ from the run's own, with both values."""
-    now = flatten(config.model_dump(mode="json"))
-    then = flatten(own.model_dump(mode="json"))
+    now = flatten_keys(config.model_dump(mode="json"))
+    then = flatten_keys(own.model_dump(mode="json"))
     for key in now:
         if key not in PLACE and now[key] != then.get(key) and any(f"{key}.".startswith(f"{one}.") for one in keys):
             yield key, now[key], then.get(key)
@@ -110,8 +110,8 @@ def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tu
 
 def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Iterator[str]:
     """The keys of a recipe whose values are not the run's, each with both values."""
-    theirs = load(recipe)
-    for key, value, then in differing(theirs, own, {key: None for key in written(recipe) if key not in keys}):
+    theirs = load_config(recipe)
+    for key, value, then in differing(theirs, own, {key: None for key in recipe_keys(recipe) if key not in keys}):
         if key == "model.path" and (not from_base or _same_path(value, then)):
             continue  # the run has the folder that it means, or went on from another policy
         if key != "run.seed" or from_base:
@@ -119,4 +119,4 @@ def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Ite
 
 
 def _same_path(one: str, other: str) -> bool:
-    return find(one).resolve() == find(other).resolve()
+    return find_file(one).resolve() == find_file(other).resolve()

@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.model.shape import content_hash, read_shape
@@ -19,7 +19,7 @@ from engine.run.checkpoint_files import STATE, all_complete
 from engine.run.fence import check_readable
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, check_same_keys
-from engine.run.identity import began, identity, known_number, published
+from engine.run.identity import known_number, published_checkpoints, read_run_id, run_began
 from engine.run.start import read_start
 from engine.types import JsonObject
 from engine.wire import record
@@ -89,7 +89,7 @@ def _check_through(config: Config, own: Config, steps: int) -> None:
 
 def _check_files(folder: RunFolder) -> None:
     """Raise BadInput for the first damaged file of those that a resume reads."""
-    identity(folder.path)
+    read_run_id(folder.path)
     read_start(folder.path)
     check_readable(folder.path)
     Stages(folder)
@@ -105,11 +105,11 @@ def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
     for file in texts:
         if (found := _parsed(file.read_bytes())) is not None:
             return found
-    there = published(config)
-    number = identity(folder.path)
+    there = published_checkpoints(config)
+    number = read_run_id(folder.path)
     own = {name: marker for name, marker in there.items() if not number or marker["run"] == number}
     for name in sorted(own, key=lambda name: own[name]["step"], reverse=True):
-        found = _parsed(checkpoint_store.read(checkpoint_store.place_of(config), name, STATE))
+        found = _parsed(checkpoint_store.read_published(checkpoint_store.place_of(config), name, STATE))
         if found is not None:
             return found
     return None
@@ -153,12 +153,12 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
     if state["prompts"] is None:
         return
     tokenizer = Tokenizer(Path(config.model.path)).hf
-    encoded = encode(
+    encoded = encode_problems(
         training_problems(config),
         tokenizer,
         config.data.prompt_template,
         config.rollout.max_context,
-        clock=began(known_number(config)),
+        clock=run_began(known_number(config)),
     )
     loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
     if loader.fingerprint == state["prompts"]:

@@ -19,11 +19,11 @@ def evaluate_shown(
     config: Config, model: Path, weight_version: int, folder: RunFolder, meeting: Path | None = None
 ) -> list[JsonObject]:
     """Evaluate a model folder, with the arguments, the result and the errors of
-    `engine.launcher.standalone_evaluation.evaluate`."""
+    `engine.launcher.standalone_evaluation.evaluate_model`."""
     progress = EvaluationProgress(notices=Notices(say, trained=False))
     instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)
     with showing("evaluate", how_far.evaluation(progress, instances)):
-        return evaluation.evaluate(
+        return evaluation.evaluate_model(
             config=config,
             model=model,
             weight_version=weight_version,

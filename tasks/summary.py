@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
@@ -51,10 +51,10 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
 def bound(folder: Path) -> dict[str, str]:
     """A row that says what the steps were bound by and which setting is predicted to be faster; none for a run that is
     too short to say."""
-    from engine.tools.planner.planning import advice  # imports torch, which takes seconds
+    from engine.tools.planner.planning import run_advice  # imports torch, which takes seconds
 
     try:
-        return {"bound by": advice(folder)}
+        return {"bound by": run_advice(folder)}
     except BadInput:
         return {}
 
@@ -69,7 +69,7 @@ def weight_version(model: Path) -> int:
     if model.name != "policy":
         return 0
     folder = RunFolder(model.parent)
-    checkpoint = latest(folder.checkpoints)  # for a run whose folder was lost, and with it steps.jsonl
+    checkpoint = latest_checkpoint(folder.checkpoints)  # for a run whose folder was lost, and with it steps.jsonl
     return max(
         [step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))]
     )

@@ -31,7 +31,7 @@ from engine.errors import (
     TransferError,
     WeightSyncError,
 )
-from engine.run.checkpoint_files import latest
+from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
 from tasks.console import StepLines, duration, say
@@ -100,7 +100,7 @@ def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
     done = rows[-1]["step"] + 1
     steps = config.train.steps
     left = (steps - done) * sum(line["step_s"] for line in rows) / len(rows)
-    checkpoint = latest(RunFolder(config.folder).checkpoints)
+    checkpoint = latest_checkpoint(RunFolder(config.folder).checkpoints)
     cells = {
         "run": config.run.name,
         "steps": f"{done} of {steps} ({100 * done / steps:.1f} %)",

@@ -41,7 +41,7 @@ def megatron():
     """One CPU rank's session, for tests that build models of Megatron."""
     from engine import platform
 
-    with platform.single(platform.get("cpu")):
+    with platform.single_session(platform.get_platform("cpu")):
         yield
 
 

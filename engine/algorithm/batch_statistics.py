@@ -50,7 +50,7 @@ Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
 """Numbers that a loss needs of the whole batch. They must not depend on the order of the tokens."""
 
 
-def outward(log_ratios: Tensor, advantages: Tensor) -> Tensor:
+def outward_mask(log_ratios: Tensor, advantages: Tensor) -> Tensor:
     """[T] bool: whether the gradient moves a token's ratio further in the direction in which it has moved already
     (A > 0 and r > 1, or A < 0 and r < 1). PPO's clip can act on these tokens only."""
     return log_ratios.sign() * advantages.sign() > 0  # the product of the values may be too small for a float
@@ -65,7 +65,7 @@ def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple
     masked, so that rounding can't move a token across it; inf if all are kept. Tokens of equal value are all kept or
     all masked, so their order does not matter.
     """
-    moments = tokens.log_ratios[outward(tokens.log_ratios, tokens.advantages)].double().square().sort().values
+    moments = tokens.log_ratios[outward_mask(tokens.log_ratios, tokens.advantages)].double().square().sort().values
     total = moments.cumsum(0)
     number = torch.arange(1, moments.numel() + 1, dtype=torch.float64)
     means = total / number

@@ -2,7 +2,7 @@
 
 All terms (surrogate, KL, entropy) share one aggregation. A new loss is a function with the decorator `loss` that
 returns each token's gain. Gains may be weighted where the trainer's old policy and the instance give a token different
-probabilities (`correction`, `rejection`).
+probabilities (`correction_weights`, `rejection_mask`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from engine.algorithm.batch_statistics import (
     BatchLossSettings,
     Statistics,
     balanced_bounds,
-    outward,
+    outward_mask,
     second_moment_limit,
 )
 from engine.algorithm.kl import KL
 from engine.algorithm.ratios import bounded_log, ratio_of
 
 
-def correction(log_ratio: Tensor, kind: str, limit: float) -> Tensor:
+def correction_weights(log_ratio: Tensor, kind: str, limit: float) -> Tensor:
     """[T] weights of the tokens' gains, without gradient, from w = π_old / π_rollout.
 
     `log_ratio`: [T] log w of each token, or of its response at each of its tokens (`Terms.of_response`).
@@ -44,8 +44,8 @@ def correction(log_ratio: Tensor, kind: str, limit: float) -> Tensor:
     raise ValueError(f'mismatch correction "{kind}" is unknown, expected "truncate" or "mask"')
 
 
-def rejection(log_ratio: Tensor, limit: float) -> Tensor:
-    """[T] 1 where 1/limit ≤ w ≤ limit, else 0, without gradient; `log_ratio` as of `correction`."""
+def rejection_mask(log_ratio: Tensor, limit: float) -> Tensor:
+    """[T] 1 where 1/limit ≤ w ≤ limit, else 0, without gradient; `log_ratio` as of `correction_weights`."""
     ratio = ratio_of(log_ratio).detach()
     return torch.where(_inside(ratio, limit), torch.ones_like(ratio), torch.zeros_like(ratio))
 
@@ -137,7 +137,7 @@ class Coefficients:
     """Largest ratio with which a token with A < 0 counts; 0: no bound."""
     kl_estimator: str = "k3"
     mismatch: str = "none"
-    """Kind of `correction` that the gains are multiplied by ("truncate", "mask"); "none": no correction."""
+    """Kind of `correction_weights` that the gains are multiplied by ("truncate", "mask"); "none": no correction."""
     mismatch_level: str = "token"
     """Of which ratio it is ("token", "sequence")."""
     mismatch_limit: float = 2.0
@@ -250,10 +250,10 @@ def _correction(terms: Terms, coefficients: Coefficients) -> Tensor | None:
     factor = None
     if coefficients.mismatch != "none":
         logs = terms.at_level(gaps, coefficients.mismatch_level)
-        factor = correction(logs, coefficients.mismatch, coefficients.mismatch_limit)
+        factor = correction_weights(logs, coefficients.mismatch, coefficients.mismatch_limit)
     if coefficients.mismatch_reject != "none":
         logs = terms.at_level(gaps, coefficients.mismatch_reject)
-        kept = rejection(logs, coefficients.mismatch_reject_limit)
+        kept = rejection_mask(logs, coefficients.mismatch_reject_limit)
         factor = kept if factor is None else factor * kept
     return factor
 
@@ -340,7 +340,7 @@ def m2po(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """
     (limit,) = terms.statistics
     logs = (terms.logprobs - terms.old).detach()
-    masked = outward(logs, terms.advantages) & (logs.square() > limit)
+    masked = outward_mask(logs, terms.advantages) & (logs.square() > limit)
     return torch.where(masked, torch.zeros_like(terms.logprobs), terms.ratio * terms.advantages), masked
 
 

@@ -10,7 +10,7 @@ from engine.algorithm.kl import unbounded_k3
 from engine.algorithm.ratios import bounded_log
 
 
-def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
+def mismatch_figures(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
     """(max |ratio − 1|, sum of KL estimates) for log-probabilities [T] of trainer and rollout instance.
 
     The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's

@@ -29,7 +29,7 @@ def are_equal_scores(scores: Iterable[Score]) -> bool:
     return are_equal([score.value for score in scores if not score.excluded])
 
 
-def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+def soft_overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     """Soft penalty in [−1, 0] for responses that end within `buffer` tokens of the limit `longest`.
 
     lengths [G] → [G]: 0 up to longest − buffer, then falling linearly to −1 at the limit (DAPO, arXiv:2503.14476,

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from engine.errors import DeadlineError, MetronomeError
-from engine.wire.access_token import authorization
+from engine.wire.access_token import authorization_headers
 from engine.wire.certificate import client_context
 from engine.wire.message import Answer, Failure, Request, pack
 from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, TRAIN, StageFailed, read_message
@@ -34,7 +34,7 @@ class Connection:
         self._name = name
         self._http = httpx.Client(
             headers={
-                **authorization(token),
+                **authorization_headers(token),
                 "Content-Type": CONTENT_TYPE,
                 PROTOCOL_HEADER: str(PROTOCOL),
                 **({OURS_HEADER: "1"} if ours else {}),

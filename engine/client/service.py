@@ -18,7 +18,7 @@ from engine.client.ranks import OneRank, Ranks
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceFull
 from engine.run.commands import service_command
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.types import Group, Prompt, Response
 from engine.wire.access_token import TOKEN_FILE, access_token
@@ -126,7 +126,7 @@ class ServiceClient:
         log = config.folder / "logs" / "service.log"
         with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
             recipe = Path(scratch) / "recipe.toml"
-            dump(config, recipe)
+            dump_config(config, recipe)
             child = Child("service", service_command(recipe), log)
             try:
                 deadline = time.monotonic() + config.rollout.timeout_s

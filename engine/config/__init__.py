@@ -1,7 +1,7 @@
 """The configuration of a run: one typed tree, read from TOML. Each field says what its value is and its unit.
 
-`engine.config.recipe.load(recipe, overrides)` reads it and turns every mistake into one `BadInput` that names file, key
-and remedy.
+`engine.config.recipe.load_config(recipe, overrides)` reads it and turns every mistake into one `BadInput` that names
+file, key and remedy.
 """
 
 from __future__ import annotations

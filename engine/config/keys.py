@@ -9,20 +9,20 @@ from engine.errors import BadInput
 from engine.types import JsonObject
 
 
-def flatten(tree: Mapping[str, Any]) -> JsonObject:
+def flatten_keys(tree: Mapping[str, Any]) -> JsonObject:
     """{"run": {"seed": 0}} → {"run.seed": 0}, to any depth."""
     flat: JsonObject = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            flat |= {f"{key}.{rest}": inner for rest, inner in flatten(value).items()}
+            flat |= {f"{key}.{rest}": inner for rest, inner in flatten_keys(value).items()}
         else:
             flat[key] = value
     return flat
 
 
-def nest(flat: Mapping[str, Any], where: str) -> JsonObject:
-    """The inverse of `flatten`. Raises BadInput if one key is both a value and a table; `where`: the keys' source, for
-    the message."""
+def nest_keys(flat: Mapping[str, Any], where: str) -> JsonObject:
+    """The inverse of `flatten_keys`. Raises BadInput if one key is both a value and a table; `where`: the keys' source,
+    for the message."""
     tree: JsonObject = {}
     for key, value in flat.items():
         *tables, name = key.split(".")

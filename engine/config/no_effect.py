@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.config import Config
-from engine.config.keys import flatten
+from engine.config.keys import flatten_keys
 from engine.config.rules import ratio_is_one
 
 UNCLIPPED = ("gpg", "m2po", "bapo")
 """Built-in losses that do not read clip_low and clip_high."""
-_DEFAULTS = flatten(Config().model_dump())
+_DEFAULTS = flatten_keys(Config().model_dump())
 
 
 def without_effect(config: Config) -> Iterator[str]:
     """A sentence for each key that is not at its default and has no effect."""
-    values = flatten(config.model_dump())
+    values = flatten_keys(config.model_dump())
     for keys, reason in _reasons(config):
         for key in keys:
             if values[key] != _DEFAULTS[key]:

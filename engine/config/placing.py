@@ -13,7 +13,7 @@ def joining_nodes(config: Config) -> int:
     return math.ceil(config.dry_run.joining / max(1, config.platform.devices_per_node // config.rollout.tensor))
 
 
-def places(config: Config) -> Iterator[str]:
+def describe_placing(config: Config) -> Iterator[str]:
     """Lines for people that say where each part of the run stands; none where nothing is placed on devices."""
     if not config.places_on_devices:
         return
@@ -34,7 +34,7 @@ def scorer_devices(config: Config) -> list[int]:
     return stage.devices or list(range(first, first + stage.ranks)) if stage is not None else []
 
 
-def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
+def find_overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
     """Reasons why the run's own instances, on the first training node, would get devices that others have, if vLLM runs
     on devices.
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.config import Config
-from engine.config.keys import flatten, nest
+from engine.config.keys import flatten_keys, nest_keys
 from engine.config.table import is_table, keys_in, named_table, tables_in
 from engine.errors import BadInput
 from engine.types import JsonObject
@@ -41,7 +41,7 @@ TEXT_KEYS = frozenset(
 """Keys whose value is a text: `--set run.name=2026-11-25` is no date."""
 
 
-def find(path: str) -> Path:
+def find_file(path: str) -> Path:
     """Return the path as given if it is absolute or exists from the current folder, else the same path in
     Metronome's own folder if that exists, else the path as given."""
     here = Path(path).expanduser()
@@ -51,16 +51,16 @@ def find(path: str) -> Path:
     return shipped if shipped.exists() else here
 
 
-def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Config:
+def load_config(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Config:
     """Read a recipe file (None: all defaults), apply `key=value` overrides and check everything.
 
     Without run.name the run is named after the recipe and the present time. Raises BadInput with file or key, what is
     wrong and what would be right.
     """
     where = str(recipe) if recipe is not None else "--set"
-    in_file = written(recipe) if recipe is not None else {}
-    overriding = overridden(overrides)
-    tree = nest({**in_file, **overriding}, "--set" if overriding and _is_tree(in_file) else where)
+    in_file = recipe_keys(recipe) if recipe is not None else {}
+    overriding = override_keys(overrides)
+    tree = nest_keys({**in_file, **overriding}, "--set" if overriding and _is_tree(in_file) else where)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -81,7 +81,7 @@ def _is_of(error: ValidationError, in_file: JsonObject, overriding: JsonObject) 
     if any(f"{at}.".startswith(f"{key}.") for key in in_file):
         return False
     try:
-        Config.model_validate(nest(in_file, ""))
+        Config.model_validate(nest_keys(in_file, ""))
     except ValidationError:
         return False
     return bool(overriding)
@@ -90,37 +90,37 @@ def _is_of(error: ValidationError, in_file: JsonObject, overriding: JsonObject) 
 def _is_tree(flat: JsonObject) -> bool:
     """Whether no key of a file is both a value and a table."""
     try:
-        nest(flat, "")
+        nest_keys(flat, "")
     except BadInput:
         return False
     return True
 
 
-def written(recipe: str | os.PathLike[str]) -> JsonObject:
+def recipe_keys(recipe: str | os.PathLike[str]) -> JsonObject:
     """The keys that a recipe file has, by their dotted names. A variant has those of its `base`, a recipe in the same
     folder, but for its own. Raises BadInput if a file can't be read, or if a base is a variant itself."""
     own = _read_toml(recipe)
     base = own.pop("base", None)
     if base is None:
-        return flatten(own)
+        return flatten_keys(own)
     if not isinstance(base, str) or Path(base).name != base:
         raise BadInput(
             f"recipe {recipe}: base = {base!r}: must be a text, the file name of a recipe in the same folder"
         )
-    path = find(os.fspath(recipe)).parent / base
+    path = find_file(os.fspath(recipe)).parent / base
     theirs = _read_toml(path)
     if "base" in theirs:
         raise BadInput(f"recipe {recipe}: its base {path} is a variant itself; name a recipe without a base")
-    return {**flatten(theirs), **flatten(own)}
+    return {**flatten_keys(theirs), **flatten_keys(own)}
 
 
-def overridden(overrides: Iterable[str]) -> JsonObject:
+def override_keys(overrides: Iterable[str]) -> JsonObject:
     """The keys of `key=value` overrides, by their dotted names. Raises BadInput for a text of another form."""
-    return flatten(dict(map(_parse_override, overrides)))
+    return flatten_keys(dict(map(_parse_override, overrides)))
 
 
 def _read_toml(recipe: str | os.PathLike[str]) -> dict[str, Any]:
-    path = find(os.fspath(recipe))
+    path = find_file(os.fspath(recipe))
     if not path.is_file():
         raise BadInput(
             f"recipe {recipe}: no such file; recipes that ship with Metronome are in {HOME / 'infra/recipes'}"

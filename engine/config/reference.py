@@ -28,7 +28,7 @@ NAMES = {"boolean": "true or false", "array": "list", "object": "table"}
 """JSON schema's name of a type → its name on the page, where the two differ."""
 
 
-def reference() -> str:
+def reference_page() -> str:
     """Return the page in Markdown."""
     kinds = Config.model_json_schema()["$defs"]
     return "\n".join(
@@ -79,4 +79,4 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference())
+    sys.stdout.write(reference_page())

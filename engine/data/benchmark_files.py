@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.config.recipe import find
+from engine.config.recipe import find_file
 from engine.data.hub import read_hub
-from engine.data.problem_files import SUFFIXES, parse, read_files, spelled
+from engine.data.problem_files import SUFFIXES, parse_file, read_files, spell_value
 from engine.errors import BadInput
 from engine.reward.verifiers import last_boxed
 from engine.run.files import write_atomically
@@ -70,7 +70,7 @@ def benchmark_paths(config: Config) -> dict[str, str]:
 def _path(given: str, config: Config) -> str:
     known = FORMATS.get(given.lower())
     if known is None:
-        if not find(given).exists() and "/" not in given and not Path(given).suffix:
+        if not find_file(given).exists() and "/" not in given and not Path(given).suffix:
             raise BadInput(
                 f"evaluate.benchmark: {given}: no such file or folder, and no benchmark of this name; the names are "
                 + ", ".join(FORMATS)
@@ -97,7 +97,7 @@ def _folders(config: Config) -> list[Path]:
     if config.evaluate.folder:
         return [Path(config.evaluate.folder).expanduser()]
     local = [path for path in (config.data.train, config.data.heldout) if path and "://" not in path]
-    return list(dict.fromkeys(find(path).parent for path in local))
+    return list(dict.fromkeys(find_file(path).parent for path in local))
 
 
 def _cache(config: Config) -> Path:
@@ -106,10 +106,10 @@ def _cache(config: Config) -> Path:
 
 def _normal(path: str, config: Config) -> str:
     """A file with the columns problem and answer: the path itself, or a converted copy."""
-    if "://" in path or not (found := find(path)).is_file():
+    if "://" in path or not (found := find_file(path)).is_file():
         return path  # `read_problems` reads it, or reports what is wrong
     (file,) = read_files(path)
-    rows = [row for _, row in parse(file)]
+    rows = [row for _, row in parse_file(file)]
     if not rows or all("problem" in row and "answer" in row for row in rows):
         return path
     copy = _cache(config) / hashlib.sha256(file.content).hexdigest()[:12] / f"{found.stem}.jsonl"
@@ -125,7 +125,7 @@ def brought_to_form(row: Mapping[str, Any]) -> JsonObject:
     problem = next((row[key] for key in PROBLEM if row.get(key)), None)
     answer = next((row[key] for key in ANSWER if row.get(key) not in (None, "", [])), None)
     if isinstance(answer, list):
-        answer = ", ".join(map(spelled, answer))
+        answer = ", ".join(map(spell_value, answer))
     if answer is None:
         solution = next((row[key] for key in SOLUTION if isinstance(row.get(key), str)), "")
         answer = last_boxed(solution)

@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 
-from engine.data.problems import ProblemRow, Problems, Rejected, reasons, short
+from engine.data.problems import ProblemRow, Problems, Rejected, count_reasons, shorten_value
 from engine.errors import BadInput
-from engine.reward.answers import tidy, ungradable
-from engine.reward.equality import same
+from engine.reward.answers import tidy_answer, why_ungradable
+from engine.reward.equality import same_answer
 
 
-def clean(problems: Problems, math: bool) -> Problems:
+def clean_problems(problems: Problems, math: bool) -> Problems:
     """The set without duplicate rows.
 
-    With `math` the answers are also unwrapped (`tidy`), must be checkable, and there must be one per problem, however
-    it is spelled (`equality.same`). Without
-    `math` an answer may be anything that a user's reward reads, so only equal rows are duplicates. Raises BadInput if
-    no row is left.
+    With `math` the answers are also unwrapped (`tidy_answer`), must be checkable, and there must be one per problem,
+    however it is spelled (`equality.same_answer`). Without `math` an answer may be anything that a user's reward reads,
+    so only equal rows are duplicates. Raises BadInput if no row is left.
     """
     rejected = list(problems.rejected)
     rows = list(_gradable(problems.rows, rejected) if math else problems.rows)
@@ -33,7 +32,7 @@ def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable
     out = tuple(rejected)
     if not kept:
         raise BadInput(f"problem set {problems.source}: no row is left of {len(out)}; the first: {out[0]}")
-    return replace(problems, rows=kept, rejected=out, skipped=reasons(out))
+    return replace(problems, rows=kept, rejected=out, skipped=count_reasons(out))
 
 
 def text_key(problem: str) -> str:
@@ -43,11 +42,13 @@ def text_key(problem: str) -> str:
 
 def _gradable(rows: Iterable[ProblemRow], rejected: list[Rejected]) -> Iterable[ProblemRow]:
     for row in rows:
-        reason = ungradable(answer := tidy(row.answer))
+        reason = why_ungradable(answer := tidy_answer(row.answer))
         if reason:
             expected = "a number, a formula or a few words, in LaTeX or plain"
             rejected.append(
-                Rejected(where=row.where, column="answer", reason=reason, found=short(row.answer), expected=expected)
+                Rejected(
+                    where=row.where, column="answer", reason=reason, found=shorten_value(row.answer), expected=expected
+                )
             )
         else:
             yield row if answer == row.answer else replace(row, answer=answer)
@@ -70,7 +71,7 @@ def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Itera
                     where=row.where,
                     column="answer",
                     reason="contradicted",
-                    found=short(contradicted[key]),
+                    found=shorten_value(contradicted[key]),
                     expected="one answer for one problem",
                 )
             )
@@ -80,7 +81,7 @@ def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Itera
                     where=row.where,
                     column="problem",
                     reason="duplicate",
-                    found=short(row.problem),
+                    found=shorten_value(row.problem),
                     expected=f"each row once; it is {earlier}",
                 )
             )
@@ -95,7 +96,7 @@ def _different(answers: list[str]) -> str:
 
 def _same(one: str, other: str) -> bool:
     try:
-        return same(one, other)
+        return same_answer(one, other)
     except (RecursionError, MemoryError):  # no answer needs this much
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from engine.config.recipe import find
+from engine.config.recipe import find_file
 from engine.data.problem_files import has_suffix, table_rows
 from engine.errors import BadInput
 from engine.types import JsonObject
@@ -18,7 +18,7 @@ a minute."""
 
 def is_hub_id(path: str) -> bool:
     """Whether the path has the form owner/name or owner/name:split and is not a file or folder on this machine."""
-    return _ID.fullmatch(path) is not None and not has_suffix(path) and not find(path).exists()
+    return _ID.fullmatch(path) is not None and not has_suffix(path) and not find_file(path).exists()
 
 
 def read_hub(path: str) -> list[tuple[str, JsonObject]]:

@@ -1,7 +1,7 @@
 """From the config to the training problems and the held-out problems of a run: read, clean, split, decontaminate.
 
-`prepare` is a pure function of the config and the files. Launcher, evaluation and tasks each call it and get the same
-rows.
+`prepare_problems` is a pure function of the config and the files. Launcher, evaluation and tasks each call it and get
+the same rows.
 
 Split: problems are held out by their content, so that adding, removing or reordering rows moves no other row.
 
@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 from engine.config import Config
 from engine.data.benchmark_files import benchmark_paths
-from engine.data.cleaning import clean, text_key, with_rows
-from engine.data.problems import ProblemRow, Problems, Rejected, content_hash, read_problems, short
+from engine.data.cleaning import clean_problems, text_key, with_rows
+from engine.data.problems import ProblemRow, Problems, Rejected, content_hash, read_problems, shorten_value
 from engine.data.prompts import prompt_id
 from engine.errors import BadInput
 
 
-def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
+def split_problems(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
     """Training rows and held-out rows, both in order. A row is held out with probability `fraction` (0 < fraction < 1).
 
     The hash of the problem's text without blanks decides, so all rows of one problem are on the same side. Raises
@@ -36,7 +36,7 @@ def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
     """
     sides: dict[bool, list[ProblemRow]] = {True: [], False: []}
     for row in problems.rows:
-        sides[place(row.problem) < fraction].append(row)
+        sides[split_position(row.problem) < fraction].append(row)
     if not sides[True] or not sides[False]:
         raise BadInput(
             f"problem set {problems.source}: data.heldout_fraction = {fraction:g} puts all {len(problems.rows)} "
@@ -46,7 +46,7 @@ def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
     return replace(problems, rows=tuple(sides[False])), heldout
 
 
-def place(problem: str) -> float:
+def split_position(problem: str) -> float:
     """A number in [0, 1) for a problem: 53 bits of SHA-256 of its text."""
     digest = hashlib.sha256(text_key(problem).encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
@@ -86,26 +86,26 @@ class Index:
         self._rows: list[tuple[ProblemRow, tuple[str, ...]]] = []
         self._runs: dict[tuple[str, ...], list[int]] = {}
         for row in rows:  # each problem once: 32 copies of it in a file do not make its words a phrase
-            text = tuple(words(row.problem))
+            text = tuple(problem_words(row.problem))
             if text and text not in self._whole:
                 self._whole[text] = len(self._rows)
                 self._rows.append((row, text))
         for number, (_, text) in enumerate(self._rows):
-            for run in runs(text):
+            for run in word_runs(text):
                 self._runs.setdefault(run, []).append(number)
 
     def find(self, row: ProblemRow) -> Overlap | None:
         """The evaluation problem with the largest overlap (of several the first); None if there is none."""
-        text = tuple(words(row.problem))
-        found_runs = (self._runs.get(run, ()) for run in runs(text))
+        text = tuple(problem_words(row.problem))
+        found_runs = (self._runs.get(run, ()) for run in word_runs(text))
         candidates = {number for numbers in found_runs if len(numbers) <= PHRASE for number in numbers}
         candidates.update({self._whole[text]} if text in self._whole else ())
-        found = [(share(text, self._rows[number][1]), -number) for number in candidates]
+        found = [(common_share(text, self._rows[number][1]), -number) for number in candidates]
         best, number = max(found, default=(0.0, 0))
         return Overlap(row, self._rows[-number][0], best) if best >= SHARE else None
 
 
-def words(problem: str) -> list[str]:
+def problem_words(problem: str) -> list[str]:
     """Lower-case words, numbers (10,000 as 10000) and operators. LaTeX commands are words; layout and Asymptote are
     left out."""
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _DRAWING.sub(" ", problem).lower())
@@ -114,21 +114,21 @@ def words(problem: str) -> list[str]:
     return [_SAME.get(word, word) for word in found if word not in _LAYOUT]
 
 
-def runs(text: Sequence[str]) -> set[tuple[str, ...]]:
+def word_runs(text: Sequence[str]) -> set[tuple[str, ...]]:
     """All runs of 13 words; for a shorter text, the whole text."""
     return {tuple(text[start : start + RUN]) for start in range(max(1, len(text) - RUN + 1))} if text else set()
 
 
-def share(one: Sequence[str], other: Sequence[str]) -> float:
+def common_share(one: Sequence[str], other: Sequence[str]) -> float:
     """Longest common subsequence over the shorter length; 0 if each has a number that the other lacks."""
     first = _numbers(one)
     second = _numbers(other)
     if not (first <= second or second <= first):
         return 0.0
-    return common(one, other) / max(1, min(len(one), len(other)))
+    return common_length(one, other) / max(1, min(len(one), len(other)))
 
 
-def common(one: Sequence[str], other: Sequence[str]) -> int:
+def common_length(one: Sequence[str], other: Sequence[str]) -> int:
     """Length of the longest common subsequence, by bit operations (Hyyrö 2004): one addition of long integers per
     word."""
     places: dict[str, int] = {}
@@ -168,7 +168,7 @@ class Prepared:
     """Remarks for the user: a set with which `train` was not compared, and why."""
 
 
-def prepare(config: Config) -> Prepared:
+def prepare_problems(config: Config) -> Prepared:
     """All problem sets of a run. Raises BadInput like `read_problems`, and if no training row is left."""
     train, heldout = _sides(config)
     sets, notes = _evaluation_sets(config, train, heldout)
@@ -184,7 +184,7 @@ def prepare(config: Config) -> Prepared:
 
 def training_problems(config: Config) -> Problems:
     """The problems that a run trains on."""
-    return prepare(config).train
+    return prepare_problems(config).train
 
 
 def heldout_problems(config: Config) -> Problems:
@@ -192,7 +192,7 @@ def heldout_problems(config: Config) -> Problems:
     return read_problems(config.data.heldout) if config.data.heldout else _sides(config)[1]
 
 
-def version(problems: Problems) -> str:
+def problems_version(problems: Problems) -> str:
     """SHA-256 (hex) over problem and answer of each row, in order. The same rows in another file have the same
     version."""
     ids = (prompt_id(row.problem, row.answer) for row in problems.rows)
@@ -200,15 +200,16 @@ def version(problems: Problems) -> str:
 
 
 def file_hashes(config: Config) -> dict[str, str]:
-    """Content hash of every problem set that `prepare` reads. A cached result depends on them and on the config."""
+    """Content hash of every problem set that `prepare_problems` reads. A cached result depends on them and on the
+    config."""
     return {path: content_hash(path) for path in _paths(config)}
 
 
 def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
     data = config.data
-    train = clean(read_problems(data.train), math=config.reward.function == "math")
-    return (train, read_problems(data.heldout)) if data.heldout else split(train, data.heldout_fraction)
+    train = clean_problems(read_problems(data.train), math=config.reward.function == "math")
+    return (train, read_problems(data.heldout)) if data.heldout else split_problems(train, data.heldout_fraction)
 
 
 def _paths(config: Config) -> list[str]:
@@ -260,6 +261,6 @@ def _rejected(overlap: Overlap) -> Rejected:
         where=overlap.row.where,
         column="problem",
         reason=IN_BENCHMARK,
-        found=short(overlap.row.problem),
+        found=shorten_value(overlap.row.problem),
         expected=expected,
     )

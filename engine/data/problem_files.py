@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from engine.config.recipe import find
+from engine.config.recipe import find_file
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -56,7 +56,7 @@ class File:
 
 def read_files(path: str) -> list[File]:
     """The file at a path, or the files of a folder and of the folders in it, sorted by path. Hidden files, and folders
-    whose name begins with "." or "_", are left out. A relative path is looked up as in `recipe.find`.
+    whose name begins with "." or "_", are left out. A relative path is looked up as in `recipe.find_file`.
 
     `path` may also be an s3:// address; its endpoint and credentials are in the AWS_* variables. Raises BadInput for a
     missing file or an unknown suffix.
@@ -71,7 +71,7 @@ def read_files(path: str) -> list[File]:
     return [File(str(file), file.read_bytes()) for file in _local(path)]
 
 
-def parse(file: File) -> list[tuple[str, JsonObject]]:
+def parse_file(file: File) -> list[tuple[str, JsonObject]]:
     """(where, columns) for each row. `where` is "row 3" or "line 3", counted from 1. Raises BadInput naming file and
     line."""
     if file.name.lower().endswith(".parquet"):
@@ -81,7 +81,7 @@ def parse(file: File) -> list[tuple[str, JsonObject]]:
         rows = _numbered(_parse(file, text, 1)) if text.lstrip()[:1] == "[" else _lines(file, text)
     for where, row in rows:
         if not isinstance(row, dict):
-            raise BadInput(f"{file.name}, {where}: expected an object with problem and answer, found {kind(row)}")
+            raise BadInput(f"{file.name}, {where}: expected an object with problem and answer, found {json_kind(row)}")
         if isinstance(row, _Twice):
             raise BadInput(f"{file.name}, {where}: column {row.key} occurs twice; expected each column once")
     return rows
@@ -92,14 +92,14 @@ def has_suffix(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def spelled(value: object) -> str:
+def spell_value(value: object) -> str:
     """A value of a row as text; a finite number without an exponent: 1e-05 is "0.00001"."""
     if isinstance(value, float):
         return format(Decimal(value.literal if isinstance(value, JsonNumber) else repr(float(value))), "f")
     return str(value)
 
 
-def kind(value: object) -> str:
+def json_kind(value: object) -> str:
     """The type of a value, as JSON names it."""
     if isinstance(value, bool):
         return "a truth value"
@@ -132,7 +132,7 @@ def _as_json(value: object) -> object:
 
 
 def _local(path: str) -> list[Path]:
-    found = find(path)
+    found = find_file(path)
     if found.is_dir():
         return [found / name for name in _in_folder(str(found), _walk(found))]
     if not found.is_file():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import quantiles
 from typing import Any, TypedDict
 
-from engine.data.prepared import Prepared, version
+from engine.data.prepared import Prepared, problems_version
 from engine.data.problems import ProblemRow, Problems
 
 DIFFICULTY = ("difficulty", "level")
@@ -60,34 +60,34 @@ class DataReport(TypedDict):
     notes: list[str]
 
 
-def report(prepared: Prepared) -> DataReport:
+def report_data(prepared: Prepared) -> DataReport:
     """The statistics of a run's problem sets, as JSON: data.json in the run folder."""
     return {
-        "train": describe(prepared.train),
-        "heldout": describe(prepared.heldout),
+        "train": describe_set(prepared.train),
+        "heldout": describe_set(prepared.heldout),
         "compared_with": list(prepared.against),
         "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
         "notes": list(prepared.notes),
     }
 
 
-def describe(problems: Problems) -> SetFigures:
+def describe_set(problems: Problems) -> SetFigures:
     """Statistics of one set; lengths are in characters."""
     return {
         "source": problems.source,
         "content_hash": problems.content_hash,
-        "version": version(problems),
+        "version": problems_version(problems),
         "rows": len(problems.rows),
         "skipped": dict(problems.skipped),
-        "problem_characters": spread([len(row.problem) for row in problems.rows]),
-        "answer_characters": spread([len(row.answer) for row in problems.rows]),
+        "problem_characters": spread_figures([len(row.problem) for row in problems.rows]),
+        "answer_characters": spread_figures([len(row.answer) for row in problems.rows]),
         "answers": dict(Counter(answer_kind(row.answer) for row in problems.rows).most_common()),
-        "difficulty": difficulties(problems.rows),
+        "difficulty": count_difficulties(problems.rows),
         "rejected": [str(row) for row in problems.rejected[:LISTED]],
     }
 
 
-def spread(values: Sequence[int]) -> dict[str, float]:
+def spread_figures(values: Sequence[int]) -> dict[str, float]:
     """Smallest, quartiles, the 95th percentile, largest."""
     if len(values) < 2:
         return {name: float(values[0]) for name in ("min", "q1", "median", "q3", "p95", "max")}
@@ -95,13 +95,13 @@ def spread(values: Sequence[int]) -> dict[str, float]:
     return {"min": min(values), "q1": cuts[4], "median": cuts[9], "q3": cuts[14], "p95": cuts[18], "max": max(values)}
 
 
-def difficulties(rows: Sequence[ProblemRow]) -> dict[str, int]:
+def count_difficulties(rows: Sequence[ProblemRow]) -> dict[str, int]:
     """Difficulty (numbers rounded to whole ones) → rows; rows without one are left out."""
-    values = [value for row in rows if (value := difficulty(row.columns)) is not None]
+    values = [value for row in rows if (value := row_difficulty(row.columns)) is not None]
     return {name: count for name, count in sorted(Counter(values).items(), key=_natural)}
 
 
-def difficulty(columns: Mapping[str, Any]) -> str | None:
+def row_difficulty(columns: Mapping[str, Any]) -> str | None:
     """The difficulty of a row as text; None if it has none."""
     value = next((columns[name] for name in DIFFICULTY if columns.get(name) is not None), None)
     if isinstance(value, int | float) and value == value:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from engine.config.recipe import find
+from engine.config.recipe import find_file
 from engine.data.hub import is_hub_id, read_hub
-from engine.data.problem_files import BYTES, File, JsonNumber, kind, parse, read_files, spelled
+from engine.data.problem_files import BYTES, File, JsonNumber, json_kind, parse_file, read_files, spell_value
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -79,15 +79,19 @@ def read_problems(path: str) -> Problems:
     """Read a .json (array or lines), .jsonl or .parquet file, or a folder of such files, on this machine or on s3://,
     or a dataset of the hub.
 
-    Relative paths are looked up as in `recipe.find`. Raises BadInput for a missing or malformed file (with its line),
-    an unknown suffix, an address that cannot be reached, or a set without a usable row.
+    Relative paths are looked up as in `recipe.find_file`. Raises BadInput for a missing or malformed file (with its
+    line), an unknown suffix, an address that cannot be reached, or a set without a usable row.
     """
     source, raw, content_hash = _raw(path)
     rows, rejected = _usable(raw)
     if not rows:
         raise BadInput(f"problem set {path}: no usable row among {len(raw)}{_why(raw, rejected)}")
     return Problems(
-        rows=tuple(rows), skipped=reasons(rejected), source=source, content_hash=content_hash, rejected=tuple(rejected)
+        rows=tuple(rows),
+        skipped=count_reasons(rejected),
+        source=source,
+        content_hash=content_hash,
+        rejected=tuple(rejected),
     )
 
 
@@ -96,17 +100,17 @@ def content_hash(path: str) -> str:
     return _raw(path)[2] if is_hub_id(path) else _hash(read_files(path))
 
 
-def counts(skipped: Mapping[str, int]) -> str:
+def format_counts(skipped: Mapping[str, int]) -> str:
     """The skips as text: "2 × no answer, 1 × over-long"."""
     return ", ".join(f"{number} × {reason}" for reason, number in sorted(skipped.items()))
 
 
-def reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
+def count_reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
     """Reason → number of rejected rows."""
     return dict(Counter(row.reason for row in rejected))
 
 
-def short(value: object) -> str:
+def shorten_value(value: object) -> str:
     """A value of a row as JSON, a number as in its file, cut to `_SHOWN` characters."""
     text = value.literal if isinstance(value, JsonNumber) else json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
@@ -119,8 +123,8 @@ def _raw(path: str) -> tuple[str, list[tuple[str, JsonObject]], str]:
         lines = "".join(json.dumps(columns, sort_keys=True) + "\n" for _, columns in rows)
         return path, rows, hashlib.sha256(lines.encode()).hexdigest()
     files = read_files(path)
-    rows = [(f"{file.name}, {place}", columns) for file in files for place, columns in parse(file)]
-    return (path if "://" in path else str(find(path))), rows, _hash(files)
+    rows = [(f"{file.name}, {place}", columns) for file in files for place, columns in parse_file(file)]
+    return (path if "://" in path else str(find_file(path))), rows, _hash(files)
 
 
 def _hash(files: list[File]) -> str:
@@ -139,7 +143,7 @@ def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[ProblemRow], li
             rejected.append(Rejected(where, *fault))
         else:
             plain = json.loads(json.dumps(columns))  # numbers that are float and nothing else, for every encoder
-            rows.append(ProblemRow(columns["problem"], spelled(columns["answer"]), plain, where))
+            rows.append(ProblemRow(columns["problem"], spell_value(columns["answer"]), plain, where))
     return rows, rejected
 
 
@@ -148,11 +152,11 @@ def _fault(columns: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
     for name, expected in (("problem", "a text"), ("answer", "a text or a number")):
         reason = _wrong(name, columns.get(name))
         if reason:
-            found = short(columns[name]) if name in columns else f"the columns {', '.join(columns) or 'none'}"
+            found = shorten_value(columns[name]) if name in columns else f"the columns {', '.join(columns) or 'none'}"
             return name, reason, found, _EXPECTED.get(reason, expected)
     for name, value in columns.items():
         if _has_bytes(value):
-            return name, "bytes", short(value), "no picture, sound or other bytes: the model reads text only"
+            return name, "bytes", shorten_value(value), "no picture, sound or other bytes: the model reads text only"
     return None
 
 
@@ -174,7 +178,7 @@ def _wrong(name: str, value: object) -> str:
     if _missing(value):
         return f"no {name}"
     if isinstance(value, bool) or not isinstance(value, str if name == "problem" else str | int | float):
-        return f"{name} is {kind(value)}"
+        return f"{name} is {json_kind(value)}"
     if isinstance(value, JsonNumber) and (math.isinf(value) or (not value and Decimal(value.literal))):
         return f"{name} is beyond a double"
     if isinstance(value, float) and math.isinf(value):
@@ -201,4 +205,5 @@ def _why(raw: list[tuple[str, JsonObject]], rejected: list[Rejected]) -> str:
     if not raw:
         return "; expected rows with the columns problem and answer"
     columns = ", ".join(raw[0][1]) or "none"
-    return f" ({counts(reasons(rejected))}); expected the columns problem and answer, the first row has {columns}"
+    skips = format_counts(count_reasons(rejected))
+    return f" ({skips}); expected the columns problem and answer, the first row has {columns}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from engine.data.problems import ProblemRow, Problems, counts
+from engine.data.problems import ProblemRow, Problems, format_counts
 from engine.data.tokenizer import render_chat
 from engine.errors import BadInput
 from engine.types import Prompt
@@ -28,7 +28,7 @@ class EncodedPrompts:
     token")."""
 
 
-def encode(
+def encode_problems(
     problems: Problems,
     tokenizer: PreTrainedTokenizerBase,
     template: str,
@@ -65,7 +65,7 @@ def encode(
     if not prompts:
         raise BadInput(
             f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
-            f"({counts(skipped)}); rollout.max_context is {max_context} tokens"
+            f"({format_counts(skipped)}); rollout.max_context is {max_context} tokens"
         )
     if vocabulary is not None:
         _check_ids(prompts, vocabulary, problems.source)

@@ -51,7 +51,7 @@ class Tokenizer:
             left_out=self._left_out(stops),
         )
         """From which a verifier process gets the same texts as `decode`."""
-        self.decode: Decode = decoder(self.for_verifiers)
+        self.decode: Decode = make_decoder(self.for_verifiers)
         """Gives the text of a response: all that the model wrote, special tokens too (`<think>`), but not those that
         begin, end or fill a sequence or end a turn. Any thread may call it: its tokenizer is another object than `hf`,
         which can't be used while it encodes."""
@@ -84,7 +84,7 @@ class Tokenizer:
         return ids
 
 
-def decoder(tokenizer: LoadTokenizer) -> Decode:
+def make_decoder(tokenizer: LoadTokenizer) -> Decode:
     """Return the function that gives the text of a response's token ids."""
     left_out = frozenset(tokenizer.left_out)
     if tokenizer.json:

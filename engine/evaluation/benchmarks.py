@@ -10,9 +10,9 @@ from engine.config import Config
 from engine.data.benchmark_files import FORMATS, benchmark_paths
 from engine.data.prepared import heldout_problems
 from engine.data.problems import Problems, read_problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
-from engine.run.identity import began, identity
+from engine.run.identity import read_run_id, run_began
 from engine.types import Prompt
 
 
@@ -69,9 +69,9 @@ def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer
     context = config.rollout.max_context
     most = config.evaluate.problems or None
     vocabulary = tokenizer.vocabulary()
-    clock = began(identity(config.folder) or identity(Path(config.model.path).parent))
+    clock = run_began(read_run_id(config.folder) or read_run_id(Path(config.model.path).parent))
     encoded = [
-        (one.name, encode(one.problems, tokenizer.hf, template, context, vocabulary=vocabulary, clock=clock))
+        (one.name, encode_problems(one.problems, tokenizer.hf, template, context, vocabulary=vocabulary, clock=clock))
         for one in benchmarks
     ]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import BadInput
-from engine.evaluation.paired import Paired, compare
-from engine.evaluation.tables import differing
+from engine.evaluation.paired import Paired, compare_paired
+from engine.evaluation.tables import protocol_differences
 from engine.types import JsonObject
 
 
@@ -21,7 +21,7 @@ class Results:
     """The stored evaluation of a registered policy."""
 
     protocol: Mapping[str, Any]
-    """How the responses were sampled and scored (`tables.protocol`)."""
+    """How the responses were sampled and scored (`tables.evaluation_protocol`)."""
     means: Mapping[str, float]
     """Prompt id → mean score."""
 
@@ -47,7 +47,7 @@ class ChampionVerdict:
     comparison: Paired | None = None
 
 
-def first(ours: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
+def judge_first(ours: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
     """Whether a new policy becomes the first champion: only if it is better than its base model.
 
     If the base model has no comparable evaluation (`base` is None), any policy with an evaluation becomes champion, and
@@ -57,13 +57,13 @@ def first(ours: Results | None, base: Results | None, confidence: float) -> Cham
         return ChampionVerdict(
             True, "there was no champion; not compared: there is no comparable evaluation of the base model"
         )
-    found = challenge(ours, base, confidence, "base model")
+    found = judge_challenge(ours, base, confidence, "base model")
     return ChampionVerdict(
         found.wins, found.reason if ours is None else f"there was no champion; {found.reason}", found.comparison
     )
 
 
-def challenge(
+def judge_challenge(
     ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion"
 ) -> ChampionVerdict:
     """Compare a new policy with the champion, or with another model; `whom` is its name in messages.
@@ -74,7 +74,7 @@ def challenge(
         return ChampionVerdict(False, "the new policy was not evaluated on the run's first benchmark")
     if theirs is None:
         return ChampionVerdict(False, f"the {whom} has no results to compare with")
-    if wrong := differing(ours.protocol, theirs.protocol):
+    if wrong := protocol_differences(ours.protocol, theirs.protocol):
         # for a person, the hash of the problems' ids says nothing
         counts = len(ours.means), len(theirs.means)
         problems = f"problems {counts}" if len(set(counts)) == 2 else "problems (as many, but others)"
@@ -82,7 +82,7 @@ def challenge(
         return ChampionVerdict(
             False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"
         )
-    found = compare(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
+    found = compare_paired(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
     text = (
         f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on {found.problems} problems, "
         f"p = {found.p_value:.4g}"

@@ -29,7 +29,7 @@ class Accuracy(_MajorityAccuracy):
     pass_ci_high: float
 
 
-def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> Accuracy:
+def accuracy_figures(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> Accuracy:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
     values: the scores of each problem (k scores for each); a score of 1 or more is a right answer. majorities: the
@@ -38,7 +38,7 @@ def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | No
     """
     samples = max(len(row) for row in values)
     mean, low, high = _figure([statistics.fmean(row) for row in values], samples)
-    passed, pass_low, pass_high = _figure([pass_at(len(row), right(row), len(row)) for row in values], samples)
+    passed, pass_low, pass_high = _figure([pass_at(len(row), count_right(row), len(row)) for row in values], samples)
     found: Accuracy = {
         "avg_at_k": mean,
         "ci_low": low,
@@ -52,7 +52,7 @@ def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | No
     return found
 
 
-def right(scores: Sequence[float]) -> int:
+def count_right(scores: Sequence[float]) -> int:
     """The number of right answers among the scores (1 or more)."""
     return sum(score >= 1.0 for score in scores)
 
@@ -72,10 +72,10 @@ def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
     avg@k."""
     samples = min(len(row) for row in values)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
-    return {str(k): statistics.fmean(pass_at(len(row), right(row), k) for row in values) for k in ks}
+    return {str(k): statistics.fmean(pass_at(len(row), count_right(row), k) for row in values) for k in ks}
 
 
-def interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def mean_interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Interval of the mean of one value per problem; each value is from `samples` samples.
 
     For values in [0, 1] it is Wilson's interval (1927) with the effective sample size of a clustered proportion (Korn
@@ -125,4 +125,4 @@ def _t(freedom: int, confidence: float) -> float:
 
 def _figure(values: Sequence[float], samples: int) -> tuple[float, float, float]:
     """The mean, and the ends of its interval."""
-    return statistics.fmean(values), *interval(values, samples)
+    return statistics.fmean(values), *mean_interval(values, samples)

@@ -29,7 +29,7 @@ def done_before(config: Config, model: Path, weight_version: int, folder: RunFol
         return None
     config = with_evaluation_context(config)
     benchmarks = encode_benchmarks(config, read_benchmarks(config), Tokenizer(model))
-    wanted = [tables.protocol(config, each.name, each.prompts) for each in benchmarks]
+    wanted = [tables.evaluation_protocol(config, each.name, each.prompts) for each in benchmarks]
     found = [next((row for row in reversed(mine) if row["protocol"] == how), None) for how in wanted]
     rows = [row for row in found if row is not None]
     return rows if len(rows) == len(found) else None

@@ -45,7 +45,7 @@ class Paired:
         return asdict(self)
 
 
-def compare(
+def compare_paired(
     ours: Mapping[str, float], theirs: Mapping[str, float], samples: int = 1, confidence: float = CONFIDENCE
 ) -> Paired:
     """Compare per-problem means (prompt id → mean of `samples` scores). Raises BadInput unless both have the same

@@ -14,9 +14,9 @@ from engine.config import Config
 from engine.evaluation import paired, tables
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.bootstrap import best_of
-from engine.evaluation.intervals import accuracy, pass_curve
+from engine.evaluation.intervals import accuracy_figures, pass_curve
 from engine.evaluation.tables import EvaluationRow, LengthFigures
-from engine.evaluation.votes import majorities
+from engine.evaluation.votes import majority_votes
 from engine.reward.scorer import ResponseScorer
 from engine.run.folder import RunFolder
 from engine.types import Group, JsonObject
@@ -31,7 +31,7 @@ class Subject:
     version: int
 
 
-async def record(
+async def record_evaluation(
     config: Config,
     folder: RunFolder,
     subject: Subject,
@@ -44,10 +44,10 @@ async def record(
 
     Returns the row. `more`: further keys of the row.
     """
-    votes = await majorities(groups, config.reward.function, verifier)
-    how = tables.protocol(config, benchmark.name, [group.prompt for group in groups])
+    votes = await majority_votes(groups, config.reward.function, verifier)
+    how = tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups])
     table = tables.path_of(folder, subject.model, subject.version, how)
-    await asyncio.to_thread(tables.write, table, groups, votes)
+    await asyncio.to_thread(tables.write_table, table, groups, votes)
     values = [[score.value for score in group.scores] for group in groups]
     row: EvaluationRow = {
         "step": subject.version,
@@ -57,7 +57,7 @@ async def record(
         "problems": len(groups),
         "skipped": dict(benchmark.skipped),
         "samples": config.evaluate.samples,
-        **accuracy(values, [vote.value for vote in votes] if votes is not None else None),
+        **accuracy_figures(values, [vote.value for vote in votes] if votes is not None else None),
         "pass_curve": pass_curve(values),
         "best_at_k_bootstrap": fmean(map(best_of, values)),
         **_lengths(groups, config.evaluate.max_new_tokens),
@@ -69,17 +69,17 @@ async def record(
     if votes is not None:
         row["maj_at_k_bootstrap"] = fmean(vote.bootstrap for vote in votes)
     found: JsonObject = {**row, **more}
-    if (base := tables.baseline(folder, row)) is not None:
-        found["against"] = against(row, base, folder.path, config.evaluate.confidence)
+    if (base := tables.find_baseline(folder, row)) is not None:
+        found["against"] = compare_rows(row, base, folder.path, config.evaluate.confidence)
     folder.add_evaluation(found)
     return found
 
 
-def against(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:
+def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:
     """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, with the model and version
     of `base`."""
-    ours, theirs = (tables.means(folder / one["table"]) for one in (row, base))
-    found = paired.compare(ours, theirs, row["samples"], confidence)
+    ours, theirs = (tables.table_means(folder / one["table"]) for one in (row, base))
+    found = paired.compare_paired(ours, theirs, row["samples"], confidence)
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 
 

@@ -92,7 +92,7 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     """Path in the run folder."""
 
 
-def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
+def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
     """How the benchmark's prompts are sampled and scored."""
     settings = config.evaluate
     ids = "\n".join(sorted(prompt.id for prompt in prompts))
@@ -112,7 +112,7 @@ def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> Evalu
     }
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def protocol_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The keys in which two protocols differ, as "samples (8, 1)"; empty if they are comparable."""
     return [f"{key} ({one.get(key)!r}, {other.get(key)!r})" for key in SAME if one.get(key) != other.get(key)]
 
@@ -123,7 +123,7 @@ def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any])
     return folder.path / "evaluations" / f"{how['benchmark']}-v{version:06d}-{digest}.jsonl"
 
 
-def write(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
+def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
     """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and every
     response."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def _row(group: Group, vote: Majority | None) -> dict[str, object]:
     return row | {"responses": responses}
 
 
-def means(table: Path) -> dict[str, float]:
+def table_means(table: Path) -> dict[str, float]:
     """Prompt id → mean score, from a table. Raises BadInput if the file is missing or is not a table."""
     try:
         found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table)}
@@ -180,11 +180,11 @@ def rows_of(folder: RunFolder) -> list[EvaluationRow]:
     return list(read_lines(folder.evaluations))
 
 
-def baseline(folder: RunFolder, row: EvaluationRow) -> EvaluationRow | None:
+def find_baseline(folder: RunFolder, row: EvaluationRow) -> EvaluationRow | None:
     """The first evaluation in the run folder that is comparable with the row and has another model or version; None if
     there is none."""
     for earlier in rows_of(folder):
-        same = not differing(earlier["protocol"], row["protocol"])
+        same = not protocol_differences(earlier["protocol"], row["protocol"])
         other = (earlier["weight_version"], earlier["model"]) != (row["weight_version"], row["model"])
         if same and other and (folder.path / earlier["table"]).is_file():
             return earlier

@@ -58,7 +58,7 @@ READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked
 abstains. Other rewards have no maj@k."""
 
 
-async def majorities(groups: Sequence[Group], reward: str, verifier: ResponseScorer) -> list[Majority] | None:
+async def majority_votes(groups: Sequence[Group], reward: str, verifier: ResponseScorer) -> list[Majority] | None:
     """The vote of each group; None for a reward whose answers cannot be read. `verifier` decides which answers are
     equal."""
     if reward not in READ:

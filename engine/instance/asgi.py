@@ -62,11 +62,11 @@ async def send_body(
 ) -> None:
     """Send a whole reply."""
     headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **(more or {})}
-    await start(send, status, headers)
+    await send_start(send, status, headers)
     await send({"type": "http.response.body", "body": body})
 
 
-async def start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
     """Send status and headers."""
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -18,7 +18,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.open_files import raise_limit
 from engine.run.process import BAD_INPUT
 from engine.wire.access_token import access_token, check_address
-from engine.wire.address import bracketed
+from engine.wire.address import bracket_host
 
 KEEP_ALIVE_S = 75
 """Seconds an idle connection is kept. The launcher keeps it for less (aiohttp: 15), so that the instance does not close
@@ -27,7 +27,7 @@ LEAST = {"slots": 1, "threads": 1, "tensor": 1, "max_context": 2, "port": 0, "op
 """Smallest value of each option."""
 
 
-def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every instance takes."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     made.add_argument("--model", required=True, help="Hugging Face folder")
@@ -64,7 +64,7 @@ def _cores(text: str) -> list[int]:
     return [int(core) for core in text.split(",")]
 
 
-def check(options: argparse.Namespace) -> None:
+def check_options(options: argparse.Namespace) -> None:
     """Raise BadInput for options that cannot work."""
     check_address(options.host, access_token())
     if not (Path(options.model) / "config.json").is_file():
@@ -79,7 +79,7 @@ def check(options: argparse.Namespace) -> None:
         raise BadInput(f"--cores: this process may not use {sorted(missing)}, only {sorted(os.sched_getaffinity(0))}")
 
 
-def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> int:
+def run_command(options: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> int:
     """Call `work` and return the exit code: 0 on success, 2 on bad input, 1 on failure. Print an error to stderr."""
     raise_limit()
     try:
@@ -95,7 +95,7 @@ def exit_code(error: MetronomeError) -> int:
     return BAD_INPUT if isinstance(error, BadInput) else 1
 
 
-def bound(options: argparse.Namespace) -> socket.socket:
+def bind_socket(options: argparse.Namespace) -> socket.socket:
     """Return a socket bound to --host and --port. Raise BadInput if it can't be bound."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # the protocol by name: only then asyncio sends a reply's parts at once (TCP_NODELAY), without it each waits 40 ms
@@ -110,9 +110,9 @@ def bound(options: argparse.Namespace) -> socket.socket:
     return sock
 
 
-def announce(options: argparse.Namespace, port: int) -> None:
+def announce_address(options: argparse.Namespace, port: int) -> None:
     """Print the address that the instance serves at, and write the port file, whole or not at all."""
-    url = f"http://{bracketed(options.host)}:{port}"
+    url = f"http://{bracket_host(options.host)}:{port}"
     print(f"{options.name}: serving {options.model} on {url}", flush=True)
     if options.text:
         print(f"{options.name}: OpenAI's API is at {url}/v1, with the model {options.text!r}", flush=True)

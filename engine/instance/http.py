@@ -36,7 +36,7 @@ from engine.instance.refusals import Refusal, as_refusal
 from engine.instance.replies import completion_columns, completion_reply
 from engine.types import JsonObject
 from engine.wire import reply_columns
-from engine.wire.access_token import VARIABLE, access_token, authorized
+from engine.wire.access_token import VARIABLE, access_token, is_authorized
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,7 +66,7 @@ class _Figures(Collector):
             yield CounterMetricFamily(name, text, self._figures[key])
 
 
-def exposition(figures: Mapping[str, int]) -> bytes:
+def metrics_text(figures: Mapping[str, int]) -> bytes:
     """Return the text for the figures of Backend.load and `updates`. The names of counters end in _total."""
     registry = CollectorRegistry()
     registry.register(_Figures(figures))
@@ -212,7 +212,7 @@ class InstanceApp:
     def _demand_token(self, scope: Message, route: tuple[str, str]) -> None:
         """Raise Refusal (401) unless the request has the token. GET /health needs none."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if route != HEALTH and not authorized(given[0] if len(given) == 1 else None, self._token):
+        if route != HEALTH and not is_authorized(given[0] if len(given) == 1 else None, self._token):
             raise Refusal(
                 status=401,
                 message=f"missing or wrong token; send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
@@ -300,7 +300,7 @@ class InstanceApp:
         return await self._backend.load()
 
     async def _metrics(self, request: _Request) -> _Content:
-        own = exposition(await self._backend.load() | {"updates": self._updates})
+        own = metrics_text(await self._backend.load() | {"updates": self._updates})
         return _Content(own + await self._backend.metrics(), CONTENT_TYPE)
 
     async def _pause(self, request: _Request) -> JsonObject:

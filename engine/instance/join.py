@@ -21,8 +21,8 @@ from engine.errors import BadInput, DeadlineError, ProcessDied
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
-from engine.wire.access_token import access_token, authorization, check_address
-from engine.wire.address import ADDRESS_FILE, bracketed, http_url, launcher_address, reachable, split_address
+from engine.wire.access_token import access_token, authorization_headers, check_address
+from engine.wire.address import ADDRESS_FILE, bracket_host, http_url, launcher_address, reachable_host, split_address
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave
 
@@ -193,7 +193,7 @@ class _LauncherClient:
 
     async def __aenter__(self) -> _LauncherClient:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
-        self._session = aiohttp.ClientSession(timeout=timeout, headers=authorization(access_token()))
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=authorization_headers(access_token()))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -234,7 +234,7 @@ class _LauncherClient:
     def _advertised(self) -> str:
         """The URL under which the launcher reaches the instance."""
         host, port = split_address(self._url.removeprefix("http://"), "url")
-        return f"http://{bracketed(reachable(host))}:{port}"
+        return f"http://{bracket_host(reachable_host(host))}:{port}"
 
     async def _leave(self, child: Child) -> None:
         if self._state:

@@ -21,9 +21,17 @@ from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.types import JsonObject
 from engine.wire.weights.backends import BACKENDS, use_device
 from engine.wire.weights.bucket_file import BucketFile, files_at
-from engine.wire.weights.buckets import DTYPES, TensorSpec, cuts, span, specs_of, view, views
+from engine.wire.weights.buckets import (
+    DTYPES,
+    TensorSpec,
+    bucket_cuts,
+    bucket_span,
+    bucket_views,
+    specs_of,
+    tensor_view,
+)
 from engine.wire.weights.checksum import checksum_as
-from engine.wire.weights.groups import HOST, BroadcastGroup, join
+from engine.wire.weights.groups import HOST, BroadcastGroup, join_group
 from engine.wire.weights.hf_folder import open_folder
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -149,7 +157,7 @@ class Receiver:
             try:
                 for address in stages:
                     groups.append(
-                        join(
+                        join_group(
                             address=address,
                             rank=rank + local_rank,
                             world=world,
@@ -284,8 +292,8 @@ class Receiver:
             return found, room
         # nccl and hccl receive on the device, which has no room for a second model: the tensors are copied to the
         # host, and torch uses the device's memory again for the next bucket
-        buffer = _sized_buffer(buffer, span(specs), HOST)
-        for place, (_, tensor) in zip(held := views(buffer, specs), found, strict=True):
+        buffer = _sized_buffer(buffer, bucket_span(specs), HOST)
+        for place, (_, tensor) in zip(held := bucket_views(buffer, specs), found, strict=True):
             place.copy_(tensor)
         return list(zip((spec.name for spec in specs), held, strict=True)), buffer
 
@@ -310,11 +318,11 @@ class Receiver:
         use_device(self._device)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
         others = [spec for spec in specs if spec.name not in into]
-        buffer = _sized_buffer(buffer, span(others), group.device)
-        rooms = dict(zip((spec.name for spec in others), cuts(buffer, others), strict=True))
+        buffer = _sized_buffer(buffer, bucket_span(others), group.device)
+        rooms = dict(zip((spec.name for spec in others), bucket_cuts(buffer, others), strict=True))
         pieces = {name: place.view(-1).view(torch.uint8) for name, place in into.items()} | rooms
         group.broadcast(*(pieces[spec.name] for spec in specs)).wait()
-        tensors = [into[spec.name] if spec.name in into else view(rooms[spec.name], spec) for spec in specs]
+        tensors = [into[spec.name] if spec.name in into else tensor_view(rooms[spec.name], spec) for spec in specs]
         return specs, tensors, checksums, buffer
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from engine.types import JsonObject
-from engine.wire.reply_columns import write
+from engine.wire.reply_columns import write_reply
 from engine.wire.reply_digest import packed_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -61,7 +61,7 @@ def completion_columns(number: int, model: str, prompt: Sequence[int], result: R
     """Return the same reply with its numbers as bytes (engine.wire.reply_columns), in whose place lists are empty."""
     columns = _columns(result)
     head = _head(number=number, model=model, prompt=prompt, result=result)
-    return write(head | {"digest": _digest(result, *columns)}, *columns)
+    return write_reply(head | {"digest": _digest(result, *columns)}, *columns)
 
 
 def _columns(result: Result) -> tuple[array[int], array[float]]:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from engine.config import Config
-from engine.config.placing import overlaps
-from engine.config.recipe import find
+from engine.config.placing import find_overlaps
+from engine.config.recipe import find_file
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
 from engine.run.limits import check_limits, stored_parameters
-from engine.run.vllm_command import check_for_cpu, device_of, interpreter, visible_devices
+from engine.run.vllm_command import check_for_cpu, device_of, visible_devices, vllm_interpreter
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that the embedded engine runs: those of `engine.instance.embedded.rollout_model.SUPPORTED`, which takes
@@ -43,7 +43,7 @@ def check_rollouts(config: Config) -> ModelShape:
 
     Raises BadInput unless instances can sample from it.
     """
-    shape = read_shape(find(config.model.path))
+    shape = read_shape(find_file(config.model.path))
     for reason in unfit_rollouts(config, shape):
         raise BadInput(f"model.path {config.model.path}: {reason}")
     return shape
@@ -53,7 +53,7 @@ def check_training(config: Config) -> None:
     """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
     machine's limits suffice, the store of groups is installed, and the user's own algorithm functions work."""
     check_layouts(config, check_rollouts(config))
-    check_limits(config, stored_parameters(find(config.model.path)))
+    check_limits(config, stored_parameters(find_file(config.model.path)))
     check_store(config)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
@@ -89,10 +89,10 @@ def check_instances(config: Config) -> None:
     rank uses (on a CPU the cores of `rollout.devices`)."""
     if config.rollout.engine != "vllm" or not config.rollout.instances:
         return
-    device = device_of(interpreter(), config.platform.device)
+    device = device_of(vllm_interpreter(), config.platform.device)
     if device == "cpu":
         check_for_cpu(config)
         return
     visible = visible_devices(device)
-    if all(map(str.isdigit, visible)) and (wrong := list(overlaps(config, list(map(int, visible))))):  # not UUIDs
+    if all(map(str.isdigit, visible)) and (wrong := list(find_overlaps(config, list(map(int, visible))))):  # not UUIDs
         raise BadInput("; ".join(wrong))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.config import Config
-from engine.evaluation.intervals import accuracy
+from engine.evaluation.intervals import accuracy_figures
 from engine.launcher.producer import Land, Producer
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Group, JsonObject, Prompt
@@ -30,7 +30,7 @@ async def further_figures(config: Config, groups: Sequence[Group]) -> JsonObject
         async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s) as verifier:
             scored = await asyncio.gather(*(verifier.score(group.prompt, group.responses) for group in groups))
         values = [[score.value for score in scores] for scores in scored]
-        found |= {f"{name}_{key}": value for key, value in dict(accuracy(values)).items()}
+        found |= {f"{name}_{key}": value for key, value in dict(accuracy_figures(values)).items()}
         pairs = [
             (ours.value >= 1.0, theirs.value >= 1.0)
             for group, scores in zip(groups, scored, strict=True)
@@ -40,7 +40,7 @@ async def further_figures(config: Config, groups: Sequence[Group]) -> JsonObject
     return found
 
 
-async def sample(
+async def sample_groups(
     producer: Producer,
     prompts: Sequence[Prompt],
     decode: Decode,

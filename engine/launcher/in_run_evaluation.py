@@ -27,9 +27,9 @@ from typing import Any
 from engine.config import Config
 from engine.errors import MetronomeError, StaleRolloutError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
-from engine.evaluation.results import Subject, record
-from engine.evaluation.tables import differing, protocol
-from engine.launcher.evaluation_groups import further_figures, sample
+from engine.evaluation.results import Subject, record_evaluation
+from engine.evaluation.tables import evaluation_protocol, protocol_differences
+from engine.launcher.evaluation_groups import further_figures, sample_groups
 from engine.launcher.pool.instance_client import SamplingSettings
 from engine.launcher.producer import Producer, first_leaf
 from engine.launcher.rollout_service import RolloutService
@@ -107,7 +107,7 @@ class InRunEvaluation:
 
     def begin(self, start: int) -> None:
         """The run begins with step `start`: delete results of later versions, and prepare the benchmarks (once)."""
-        cut(self._folder, start)
+        cut_evaluations(self._folder, start)
         self._prepared = self._prepared or asyncio.create_task(self._prepare())
 
     def evaluate(self, version: int) -> None:
@@ -211,7 +211,7 @@ class InRunEvaluation:
         try:
             async with asyncio.TaskGroup() as tasks:  # the first failure ends the others
                 sampling = [
-                    tasks.create_task(sample(producer, each.prompts, decode, step=one.version, land=land))
+                    tasks.create_task(sample_groups(producer, each.prompts, decode, step=one.version, land=land))
                     for each in todo
                 ]
         except ExceptionGroup as failures:
@@ -224,7 +224,7 @@ class InRunEvaluation:
         assert one.generated is not None
         more = {"in_run": True, "seconds": one.generated - one.began, "exposed_s": one.exposed_s}
         subject = Subject(self._config.model.path, one.version)
-        row = await record(
+        row = await record_evaluation(
             config=self._config,
             folder=self._folder,
             subject=subject,
@@ -254,10 +254,10 @@ class InRunEvaluation:
 
     def _is_evaluated(self, benchmark: EncodedBenchmark, version: int) -> bool:
         """Whether the version was evaluated already: the base model before the run, or a step that is now redone."""
-        how = protocol(self._config, benchmark.name, benchmark.prompts)
+        how = evaluation_protocol(self._config, benchmark.name, benchmark.prompts)
         which = (self._config.model.path, version)
         return any(
-            (row["model"], row["weight_version"]) == which and not differing(row["protocol"], how)
+            (row["model"], row["weight_version"]) == which and not protocol_differences(row["protocol"], how)
             for row in read_lines(self._folder.evaluations)
             if "protocol" in row
         )
@@ -280,7 +280,7 @@ class InRunEvaluation:
     def _report_dropped(self, one: _Evaluation, reason: str) -> None:
         """Report a dropped evaluation, on stdout and in dropped.jsonl."""
         row = {"weight_version": one.version, "reason": reason, "exposed_s": one.exposed_s}
-        path = dropped(self._folder)
+        path = dropped_file(self._folder)
         print(f"evaluate: version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s", flush=True)
         if self._folder.fence.is_passed:
             return
@@ -298,12 +298,12 @@ class InRunEvaluation:
             print(f"evaluate: the timeline of evaluations can't be written: {error}", flush=True)
 
 
-def dropped(folder: RunFolder) -> Path:
+def dropped_file(folder: RunFolder) -> Path:
     """Path of the file of dropped evaluations: one JSON object a line, with weight_version, reason and exposed_s."""
     return folder.path / "evaluations" / "dropped.jsonl"
 
 
-def cut(folder: RunFolder, start: int) -> None:
+def cut_evaluations(folder: RunFolder, start: int) -> None:
     """Delete the run's own results of versions after `start`, where the run begins again: those weights are lost."""
     rows = list(read_lines(folder.evaluations))
     kept = [row for row in rows if not (row.get("in_run") and row["weight_version"] > start)]

@@ -20,7 +20,7 @@ import uuid
 from pathlib import Path
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
@@ -39,7 +39,7 @@ from engine.run.commands import (
 from engine.run.disk import named_disk_errors
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
-from engine.run.identity import claim
+from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
@@ -48,7 +48,7 @@ from engine.run.trace import Trace
 from engine.wire import record
 from engine.wire.access_token import is_loopback
 from engine.wire.certificate import Certificate
-from engine.wire.invitation import INVITATION, invite
+from engine.wire.invitation import INVITATION, write_invitation
 
 STOP_S = 60.0
 """Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the longest of the
@@ -65,7 +65,7 @@ BEAT_S = 0.5
 """Seconds between two signs of life."""
 
 
-def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
+def launch_run(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
     """Train, and return the run folder. `config.model.path` must be a local folder.
 
     Raises the error that ended the run. No process is left behind.
@@ -75,10 +75,10 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
     if replay is None:
         check_instances(config)
     else:
-        record.check(replay, config)
+        record.check_record(replay, config)
     folder = RunFolder(config.folder)
     with hold_lock(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
-        claim(folder.path, config, resume)
+        claim_run_id(folder.path, config, resume)
         folder.fence = Fence.begin(folder.path)
         try:
             with named_disk_errors(folder.path):
@@ -201,7 +201,7 @@ class _Launcher:
         if self._certificate is None:
             return agent_command(self.config, arguments, None)
         run_id = uuid.uuid4().hex
-        invite(
+        write_invitation(
             config=self.config,
             folder=self.folder.path,
             run_id=run_id,
@@ -265,7 +265,7 @@ class _Launcher:
 def main() -> int:
     """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input, 3 if another launcher has begun.
 
-    The reason is printed; `launch` also leaves an error of a started run in failure.json.
+    The reason is printed; `launch_run` also leaves an error of a started run in failure.json.
     """
     watch_lifeline()
     raise_limit()
@@ -275,7 +275,7 @@ def main() -> int:
     parser.add_argument("--replay", type=Path)
     arguments = parser.parse_args()
     try:
-        launch(load(arguments.config), arguments.resume, arguments.replay)
+        launch_run(load_config(arguments.config), arguments.resume, arguments.replay)
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.problems import Problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.launcher.column_store import starting_store
 from engine.launcher.live_progress import LiveProgress
@@ -19,7 +19,7 @@ from engine.launcher.plane import Plane
 from engine.launcher.rollout_service import rollout_service
 from engine.launcher.server import Server
 from engine.run.folder import RunFolder
-from engine.run.identity import began, identity
+from engine.run.identity import read_run_id, run_began
 from engine.run.trace import Trace
 from engine.wire.access_token import is_loopback
 from engine.wire.address import ADDRESS_FILE, split_address
@@ -85,12 +85,12 @@ def how_to_join(config: Config, folder: RunFolder) -> str:
 
 def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> PromptLoader:
     """Encode the problems, and return their loader."""
-    encoded = encode(
+    encoded = encode_problems(
         problems,
         tokenizer.hf,
         config.data.prompt_template,
         config.rollout.max_context,
         vocabulary=tokenizer.vocabulary(),
-        clock=began(identity(config.folder)),
+        clock=run_began(read_run_id(config.folder)),
     )
     return PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)

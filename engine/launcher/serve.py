@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.config import Config, Parallel
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError
@@ -25,7 +25,7 @@ from engine.launcher.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.launcher.server import Server, listen_address
 from engine.launcher.weight_sync.place import weights_folder
 from engine.run.folder import RunFolder
-from engine.run.identity import claim
+from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
@@ -35,17 +35,17 @@ from engine.run.trace import Trace
 Say = Callable[[str], None]
 
 
-def serve(config: Config, say: Say) -> None:
+def run_service(config: Config, say: Say) -> None:
     """Serve until SIGTERM or SIGINT. `config.model.path` must be a local folder; `say` is told the address.
 
     Raises BadInput for a recipe that can't be served, and the error that ended the service. No process is left behind.
     """
-    config = checked(config)
+    config = check_service(config)
     folder = RunFolder(config.folder)
     with hold_lock(folder.launcher_lock, f"run folder {folder.path}", 0.0):
         if folder.steps.exists():
             raise BadInput(f"run folder {folder.path} is that of a training run; give another --set run.name=NAME")
-        claim(folder.path, config, resume=True)
+        claim_run_id(folder.path, config, resume=True)
         folder.create(config, resume=folder.config.exists())
         try:
             asyncio.run(_serve(config, folder, say))
@@ -56,7 +56,7 @@ def serve(config: Config, say: Say) -> None:
             drop_lifeline()
 
 
-def checked(config: Config) -> Config:
+def check_service(config: Config) -> Config:
     """The config without a layout of our own trainer. Raises BadInput for what a service does not do, and for what
     this machine does not have."""
     if config.train.record:
@@ -149,7 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     try:
-        serve(load(parser.parse_args().config), lambda text: print(text, flush=True))
+        run_service(load_config(parser.parse_args().config), lambda text: print(text, flush=True))
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

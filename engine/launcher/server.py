@@ -24,13 +24,13 @@ from engine.errors import BadInput, MetronomeError, ServiceConflict, ServiceFull
 from engine.launcher.plane import Plane
 from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE as METRICS
-from engine.launcher.pool.pool_metrics import exposition
+from engine.launcher.pool.pool_metrics import metrics_text
 from engine.run.disk import named_disk_errors
 from engine.run.files import write_atomically
 from engine.run.limits import check_open_files
-from engine.wire.access_token import TOKEN_FILE, access_token, authorized, check_address, write_token
+from engine.wire.access_token import TOKEN_FILE, access_token, check_address, is_authorized, write_token
 from engine.wire.access_token import VARIABLE as TOKEN
-from engine.wire.address import ADDRESS_FILE, bracketed, reachable, split_address
+from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import Connections, OneRequest, RareMessages
 from engine.wire.message import Failure, Message, pack
@@ -102,8 +102,8 @@ class Server:
         await runner.setup()
         servers = [await self._listen(runner, self._config.rollout.listen, "rollout.listen", None)]
         port = servers[0].sockets[0].getsockname()[1]
-        address = f"{bracketed(reachable(host))}:{port}"
-        self.url = f"http://{bracketed('127.0.0.1' if host in ('0.0.0.0', '::') else host)}:{port}"
+        address = f"{bracket_host(reachable_host(host))}:{port}"
+        self.url = f"http://{bracket_host('127.0.0.1' if host in ('0.0.0.0', '::') else host)}:{port}"
         file = folder / ADDRESS_FILE
         try:
             if certificate is not None:
@@ -158,7 +158,7 @@ class Server:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer errors, and close the connection after a request whose client has not shown that it is trusted."""
         asks = request.path == "/ask"
-        trusted = asks and authorized(request.headers.get("Authorization"), self.key)
+        trusted = asks and is_authorized(request.headers.get("Authorization"), self.key)
         guard = self._guards.get(request.transport) if request.transport is not None else None
         if trusted and guard is not None:
             guard.trust()
@@ -231,7 +231,7 @@ class Server:
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         # between nodes there is always a token; on loopback, where this is not TLS, only with METRONOME_TOKEN
-        if not authorized(request.headers.get("Authorization"), self.key if request.secure else self._token):
+        if not is_authorized(request.headers.get("Authorization"), self.key if request.secure else self._token):
             return _error(401, "the access token (METRONOME_TOKEN) is missing or wrong")
         try:
             return await handler(request)
@@ -300,7 +300,7 @@ class Server:
     async def _metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""
         instances = [instance.status() for instance in self.pool.instances] if self.pool is not None else []
-        return web.Response(body=exposition(instances, self._last()), headers={"Content-Type": METRICS})
+        return web.Response(body=metrics_text(instances, self._last()), headers={"Content-Type": METRICS})
 
     def _last(self) -> Mapping[str, Any]:
         return self._plane.result().last if self._plane.done() else {}
@@ -309,7 +309,7 @@ class Server:
 def rendezvous_neighbour(config: Config) -> str:
     """The address at which ranks of all nodes reach the launcher: the port after that of the rendezvous."""
     host, port = split_address(config.parallel.rendezvous, "parallel.rendezvous")
-    return f"{bracketed(host)}:{port + 1}"
+    return f"{bracket_host(host)}:{port + 1}"
 
 
 def listen_address(text: str, key: str = "rollout.listen") -> tuple[str, int]:

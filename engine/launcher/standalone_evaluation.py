@@ -10,8 +10,8 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
-from engine.evaluation.results import Subject, record
-from engine.launcher.evaluation_groups import further_figures, sample
+from engine.evaluation.results import Subject, record_evaluation
+from engine.launcher.evaluation_groups import further_figures, sample_groups
 from engine.launcher.evaluation_progress import EvaluationProgress
 from engine.launcher.rollout_service import rollout_service
 from engine.launcher.server import Server
@@ -24,7 +24,7 @@ from engine.types import JsonObject
 from engine.wire.columns import PackedLanded
 
 
-def evaluate(
+def evaluate_model(
     config: Config,
     model: Path,
     weight_version: int,
@@ -97,13 +97,13 @@ async def _evaluate(
 
         decode = service.tokenizer.decode
         sampled = await asyncio.gather(
-            *(sample(service.producer, one.prompts, decode, land=land, scored=progress.group) for one in encoded)
+            *(sample_groups(service.producer, one.prompts, decode, land=land, scored=progress.group) for one in encoded)
         )
         progress.notices.close()
         figures = {"seconds": time.perf_counter() - started}
         subject = Subject(str(model.resolve()), version)
         return [
-            await record(
+            await record_evaluation(
                 config=config,
                 folder=folder,
                 subject=subject,

@@ -184,9 +184,9 @@ class VerifierPool:
         self.close()
 
     async def _score_call(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
-        request = verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN)
+        request = verifier_messages.make_score_call(prompt, responses, text_only=self._spec in BUILT_IN)
         try:
-            return await self._ask_until_answered(verifier_messages.frame(request))
+            return await self._ask_until_answered(verifier_messages.frame_message(request))
         except TimeoutError:
             score = self._failed("timeout", self._on_timeout, prompt, f"no score within {self._timeout_s:g} s")
         except RewardError as error:
@@ -263,7 +263,7 @@ class _VerifierProcess:
 
     def begin(self, tokenizer: LoadTokenizer) -> None:
         """Give this process, and each that replaces it, what it needs first."""
-        self._tokenizer = verifier_messages.frame(tokenizer)
+        self._tokenizer = verifier_messages.frame_message(tokenizer)
         self._begun.set()
 
     async def ready(self) -> None:
@@ -374,7 +374,7 @@ class _VerifierProcess:
     async def _receive(self) -> VerifierMessage:
         assert self._reader is not None, "`_wait_until_loaded` opens it"
         head = await self._reader.readexactly(verifier_messages.LENGTH.size)
-        return verifier_messages.read(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
+        return verifier_messages.read_message(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
 
     def _kill(self) -> None:
         child = self._child

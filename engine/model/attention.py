@@ -29,7 +29,7 @@ class LayoutParams(PackedSeqParams):
     layout: Layout | None = None
 
 
-def params(layout: Layout) -> LayoutParams:
+def attention_params(layout: Layout) -> LayoutParams:
     """Return the `packed_seq_params` for a forward pass over this layout."""
     return LayoutParams(qkv_format="sbhd", layout=layout)
 

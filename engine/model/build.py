@@ -28,10 +28,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from engine.model import linear, recompute, rotary, routing, weight_gradients
-from engine.model.attention import LayoutParams, SegmentAttention, params
+from engine.model.attention import LayoutParams, SegmentAttention, attention_params
 from engine.model.experts import GroupedExperts
-from engine.model.families import settings
-from engine.model.head import head
+from engine.model.families import transformer_settings
+from engine.model.head import head_product
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
 from engine.model.norm import HeadNorm, RMSNorm, add_in_norm, add_to_made
@@ -60,19 +60,19 @@ class Computation:
     device: torch.device = torch.device("cpu")
     add_in_product: bool = False
     """Whether weight gradients are added to Megatron's fp32 buffer within their product. The model must be wrapped by
-    Megatron's DistributedDataParallel, which has that buffer, and `weight_gradients.fusible`."""
+    Megatron's DistributedDataParallel, which has that buffer, and `weight_gradients.can_fuse_gradients`."""
 
 
 def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
     """Return Megatron's configuration of the shape in the present layout; Transformer Engine's fusions are off.
 
-    This also installs our rotation as Megatron's fused one (`rotary.install`).
+    This also installs our rotation as Megatron's fused one (`rotary.install_rotary`).
     """
-    rotary.install()
+    rotary.install_rotary()
     if computation.add_in_product:
-        weight_gradients.install()
+        weight_gradients.install_fused_gradients()
     return TransformerConfig(
-        **settings(shape),
+        **transformer_settings(shape),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
@@ -136,14 +136,14 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
         model.output_layer.allreduce_dgrad = tensor > 1
     if computation.recompute == "selective":
-        recompute.install(model)
+        recompute.install_recompute(model)
     if shape.experts:
-        routing.install(model, shape.experts)
+        routing.install_routing(model, shape.experts)
     _mark_cuts(model)
     if computation.device.type == "cpu":
-        linear.install(model)
+        linear.install_linear(model)
     if model.post_process and computation.float_head and computation.dtype is torch.bfloat16:
-        model.output_layer._forward_impl = head
+        model.output_layer._forward_impl = head_product
     return model.to(computation.device)
 
 
@@ -158,14 +158,14 @@ def _mark_cuts(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(weight, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
-def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
+def compute_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
     """Run a forward pass. On the last pipeline stage return the [T, vocabulary/tensor] logits that score the layout's
     response tokens, on the others the hidden states."""
     out = model(
         input_ids=layout.token_ids[None],
         position_ids=layout.positions[None],
         attention_mask=None,
-        packed_seq_params=params(layout),
+        packed_seq_params=attention_params(layout),
     )
     return out.squeeze(0) if parallel_state.is_pipeline_last_stage() else out
 

@@ -72,8 +72,8 @@ class GroupedExperts(MegatronModule):
         one = len(self.linear_fc1) == 1 or not len(x)
         product = None if one else product_for(x, *self.linear_fc1.shape[1:], *self.linear_fc2.shape[1:])
         sizes = tokens_per_expert.tolist()
-        inner = self.activate(grouped(product, sizes, x, self.linear_fc1), permuted_probs)
-        return grouped(product, sizes, inner, self.linear_fc2), None
+        inner = self.activate(grouped_product(product, sizes, x, self.linear_fc1), permuted_probs)
+        return grouped_product(product, sizes, inner, self.linear_fc2), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -112,7 +112,7 @@ def _weights(config: TransformerConfig, *sizes: int) -> torch.nn.Parameter:
     return found
 
 
-def grouped(product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:
+def grouped_product(product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:
     """x [T, k], of which `sizes` tokens belong to each expert, and the experts' weights [experts, n, k] → [T, n].
 
     Without a `product` the experts are computed one after the other. Their gradients are then added to the weights'
@@ -151,7 +151,7 @@ def _times(*, product: Product | None, sizes: Sequence[int], x: Tensor, weights:
     """x [T, k] and weights [experts, k, n] → [T, n]."""
     if product is not None:
         return product(x, weights, ends)
-    return torch.cat([linear.times(part, own) for part, own in zip(x.split(list(sizes)), weights, strict=True)])
+    return torch.cat([linear.token_product(part, own) for part, own in zip(x.split(list(sizes)), weights, strict=True)])
 
 
 def _weight_gradients(grad: Tensor, x: Tensor, sizes: Sequence[int], total: Tensor | None) -> Tensor | None:

@@ -95,13 +95,13 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def rules(shape: ModelShape) -> dict[str, Rule]:
+def parameter_rules(shape: ModelShape) -> dict[str, Rule]:
     """Return the rules for all parameters of the shape, by their Megatron names (patterns)."""
     output = TIED_OUTPUT if shape.tied else OUTPUT
     return {rule.ours: rule for rule in (EMBEDDING, *_family(shape).layer, FINAL_NORM, output)}
 
 
-def settings(shape: ModelShape) -> dict[str, object]:
+def transformer_settings(shape: ModelShape) -> dict[str, object]:
     """Return the fields of Megatron's TransformerConfig that depend on the model."""
     sizes = {
         "num_layers": shape.layers,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine.model.layout import Segment
 
 
-def forward(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
+def forward_flops(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
     """2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
 
     for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add is two operations. Of the
@@ -27,7 +27,7 @@ def forward(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
     return 2 * tokens * weights + visible + 2 * scored * sizes.hidden * sizes.vocabulary
 
 
-def training(sizes: ModelShape, segments: Iterable[Segment]) -> float:
+def training_flops(sizes: ModelShape, segments: Iterable[Segment]) -> float:
     """Operations of forward and backward (twice the forward) of a micro-batch, without recomputation and without its
     filler, the segments that have no response.
 
@@ -38,12 +38,12 @@ def training(sizes: ModelShape, segments: Iterable[Segment]) -> float:
         if segment.responses:
             prompt = segment.prompt
             pairs = prompt * (prompt + 1) / 2 + sum(size * (prompt + (size + 1) / 2) for size in segment.responses)
-            done += 3 * forward(sizes, segment.length, pairs, sum(segment.responses))
+            done += 3 * forward_flops(sizes, segment.length, pairs, sum(segment.responses))
     return done
 
 
 def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared: bool) -> float:
-    """`training` of a group whose responses have equal length.
+    """`training_flops` of a group whose responses have equal length.
 
     With a prompt of P tokens and G responses of R tokens (Periodic Asynchrony §4.2, eq. 10-13), T = G·R and
 
@@ -53,8 +53,8 @@ def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared
     from engine.model.layout import Segment  # here, because importing torch takes seconds
 
     if shared:
-        return training(sizes, [Segment(0, prompt, (response,) * group)])
-    return group * training(sizes, [Segment(0, prompt, (response,))])
+        return training_flops(sizes, [Segment(0, prompt, (response,) * group)])
+    return group * training_flops(sizes, [Segment(0, prompt, (response,))])
 
 
 PEAKS = {
@@ -77,7 +77,7 @@ def peak_of(device: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 
-def utilisation(operations: float, seconds: float, device: str) -> float | None:
+def flop_utilisation(operations: float, seconds: float, device: str) -> float | None:
     """Return the model FLOP utilisation, 0 to 1: operations per second over the peak. None for an unknown device."""
     peak = peak_of(device)
     return None if peak is None else operations / seconds / peak

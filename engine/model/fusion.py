@@ -16,7 +16,7 @@ VARIANTS = 32
 """Largest number of compiled variants of a function."""
 
 
-def fuses(x: Tensor) -> bool:
+def can_fuse(x: Tensor) -> bool:
     """Whether functions are compiled for the tensor's device: CUDA with triton. Without triton a warning says so."""
     return x.is_cuda and _has_compiler()
 
@@ -34,7 +34,7 @@ def _has_compiler() -> bool:
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled once for any length. `fullgraph` makes torch raise rather than go on uncompiled.
 
     torch still compiles a few variants (sizes of one, with and without gradient), and gives up after 8 by default.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def head(
+def head_product(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,

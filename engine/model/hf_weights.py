@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
-from engine.model.families import TIED_OUTPUT, Rule, rules
+from engine.model.families import TIED_OUTPUT, Rule, parameter_rules
 from engine.model.shape import ModelShape
 
 Read = Callable[[str], Tensor]
@@ -38,7 +38,7 @@ def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
 
 
 @torch.no_grad()
-def load(model: GPTModel, read: Read, shape: ModelShape) -> None:
+def load_weights(model: GPTModel, read: Read, shape: ModelShape) -> None:
     """Copy Hugging Face tensors into every parameter of this rank's GPTModel: the rank's part, cast to the parameter's
     dtype.
 
@@ -63,7 +63,7 @@ def _load_one(*, name: str, part: _Part, parameter: Tensor, parts: _Parts, read:
 
 
 @torch.no_grad()
-def export(named: Mapping[str, Tensor], model: GPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def export_weights(named: Mapping[str, Tensor], model: GPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
 
     `named`: Megatron name → a tensor of the parameter's sizes, for example the parameter itself or its gradient. A
@@ -110,7 +110,7 @@ class _Parts:
 
     def __init__(self, model: GPTModel, shape: ModelShape) -> None:
         self._architecture = shape.architecture
-        self._rules = rules(shape)
+        self._rules = parameter_rules(shape)
         # Megatron's names count the layers of a stage from 0; layer_number counts all from 1
         self._layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         count = shape.experts.count if shape.experts else 0

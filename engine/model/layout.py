@@ -146,7 +146,7 @@ class Layout:
             return self
         if self.shards > 1 or self.size % (2 * size):
             raise ValueError(f"{self.size} rows in {self.shards} shards can't be cut into 2·{size} even chunks")
-        rows = zigzag(self.size, rank, size).to(self.token_ids.device)
+        rows = zigzag_positions(self.size, rank, size).to(self.token_ids.device)
         place = torch.full_like(self.rows, -1)
         place[rows] = torch.arange(rows.numel(), device=rows.device)
         here = place[self.scored]
@@ -185,7 +185,7 @@ class Layout:
     @cached_property
     def row_order(self) -> Tensor:
         """[row_size] index of each token of the whole row in the concatenation of all shards' rows."""
-        ranks = [zigzag(self.row_size, rank, self.shards) for rank in range(self.shards)]
+        ranks = [zigzag_positions(self.row_size, rank, self.shards) for rank in range(self.shards)]
         return torch.cat(ranks).argsort().to(self.token_ids.device)
 
     @cached_property
@@ -244,7 +244,7 @@ class Layout:
                 at += length
 
 
-def zigzag(size: int, rank: int, ranks: int) -> Tensor:
+def zigzag_positions(size: int, rank: int, ranks: int) -> Tensor:
     """[size / ranks] positions that one rank computes: chunks `rank` and 2·ranks−1−rank of 2·ranks."""
     if ranks == 1:
         return torch.arange(size)
@@ -252,7 +252,7 @@ def zigzag(size: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def layout(
+def make_layout(
     groups: Sequence[tuple[Tokens, Sequence[Tokens]]],
     shared_prompt: bool = True,
     routes: Sequence[tuple[Tensor, Sequence[Tensor]]] = (),
@@ -304,7 +304,7 @@ def _by_segment(group: tuple[Piece, Sequence[Piece]], shared: bool) -> list[tupl
     return [group] if shared or not responses else [(prompt, [response]) for response in responses]
 
 
-def split(prompt: int, responses: Sequence[int], budget: int, shared_prompt: bool = True) -> list[list[int]]:
+def split_responses(prompt: int, responses: Sequence[int], budget: int, shared_prompt: bool = True) -> list[list[int]]:
     """Split a group's responses (given by length) into micro-batches of at most `budget` tokens, prompt included.
 
     Returns lists of response indices, in order. A single response above the budget stands alone. The split depends on

@@ -31,17 +31,17 @@ BLOCK = 128
 (measured), and without the multiple there would be as many sizes as micro-batches."""
 
 
-def install(model: torch.nn.Module) -> None:
-    """Make the model's linear layers compute their products with `linear`, through the method that Megatron provides
-    for such a replacement. Does nothing if torch has no oneDNN."""
+def install_linear(model: torch.nn.Module) -> None:
+    """Make the model's linear layers compute their products with `linear_product`, through the method that Megatron
+    provides for such a replacement. Does nothing if torch has no oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            module._forward_impl = linear
+            module._forward_impl = linear_product
 
 
-def linear(
+def linear_product(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -81,7 +81,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         ctx.main_grad = getattr(weight, "main_grad", None)
-        out = times(x.flatten(0, -2), weight.t())
+        out = token_product(x.flatten(0, -2), weight.t())
         if bias is not None:
             out += bias
         return out.unflatten(0, x.shape[:-1])
@@ -91,12 +91,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        to_x = times(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        to_x = token_product(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
         to_weight = weight_gradient(rows, x.flatten(0, -2), ctx.main_grad) if ctx.needs_input_grad[1] else None
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def times(a: Tensor, b: Tensor) -> Tensor:
+def token_product(a: Tensor, b: Tensor) -> Tensor:
     """Tokens a [T, k] · b [k, n] → [T, n], contiguous, without gradients."""
     whole = _onednn_tokens(len(a), b.numel()) if _has_onednn(a) else 0
     if not whole:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.model import npu_operators
-from engine.model.fusion import compiled, fuses
+from engine.model.fusion import can_fuse, compile_once
 
 Add = Callable[[tuple[Tensor, Tensor | None], Any, float], Any]
 """Megatron's sum of a part's (output, bias) with the residual stream, after dropout."""
@@ -40,7 +40,7 @@ def add_in_norm(training: bool, fused: bool) -> Add:
 
     def add(out: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Any:  # noqa: ANN401
         added, bias = out
-        later = bias is None and not dropout and (npu_operators.on_npu(added) or fuses(added))
+        later = bias is None and not dropout and (npu_operators.on_npu(added) or can_fuse(added))
         return Sum(stream, added) if later else at_once(out, stream, dropout)
 
     return add
@@ -109,7 +109,7 @@ class _SumAndNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        made = npu_operators.add_rms_norm if npu_operators.on_npu(a) else compiled(sum_and_norm)
+        made = npu_operators.add_rms_norm if npu_operators.on_npu(a) else compile_once(sum_and_norm)
         total, normed, scale = made(a, b, weight, eps)
         ctx.save_for_backward(total, weight, scale)
         return total, normed
@@ -122,7 +122,7 @@ class _SumAndNorm(torch.autograd.Function):
             grad, to_weight = npu_operators.rms_norm_gradient(to_normed, total, weight, scale)
             grad = grad.add_(to_total)
         else:
-            grad, to_weight = compiled(sum_and_norm_gradient)((to_total, to_normed), total, weight, scale)
+            grad, to_weight = compile_once(sum_and_norm_gradient)((to_total, to_normed), total, weight, scale)
         return grad, grad, to_weight, None
 
 

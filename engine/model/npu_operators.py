@@ -48,13 +48,13 @@ def rms_norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     return to_x, to_weight
 
 
-def turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def npu_rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """t·cos + (−t₂, t₁)·sin with the halves t = (t₁, t₂); t [S, b, heads, d], cos and sin [S, 1, 1, d] in its dtype."""
     out: Tensor = torch.ops.npu.npu_rotary_mul(t, cos, sin)
     return out
 
 
-def swiglu(joint: Tensor) -> Tensor:
+def npu_swiglu(joint: Tensor) -> Tensor:
     """silu(gate) · up: [..., 2·f], gate and up side by side → [..., f]."""
     out: Tensor = torch.ops.npu.npu_swiglu(joint, dim=-1)
     return out

@@ -22,7 +22,7 @@ from engine.model.norm import Sum
 from engine.model.swiglu import SwiGLU
 
 
-def install(model: GPTModel) -> None:
+def install_recompute(model: GPTModel) -> None:
     """Have this rank's layers make the outputs of their norms and of SwiGLU again in the backward pass. The same
     operation has the same inputs, so that gradients are the same bits."""
     for layer in model.decoder.layers:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.model import npu_operators
-from engine.model.fusion import compiled, fuses
+from engine.model.fusion import can_fuse, compile_once
 from engine.model.shape import Llama3Scaling, ModelShape
 
 
@@ -28,7 +28,7 @@ class RotaryAtPositions(torch.nn.Module):
     def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: that of the tables, which is that of the queries and keys."""
         super().__init__()
-        self.frequencies = frequencies(shape)
+        self.frequencies = rotary_frequencies(shape)
         self.dtype = dtype
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: Any) -> Tensor:  # noqa: ANN401
@@ -48,18 +48,18 @@ class RotaryAtPositions(torch.nn.Module):
         return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), *sines)]).to(self.dtype)
 
 
-def install() -> None:
-    """Have Megatron's attention call `rotate`. Without this it calls Transformer Engine; under MindSpeed's adaptor it
-    calls Apex, and takes the tables for angles where there is none."""
-    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate  # Megatron's check of the option wants one
+def install_rotary() -> None:
+    """Have Megatron's attention call `rotate_positions`. Without this it calls Transformer Engine; under MindSpeed's
+    adaptor it calls Apex, and takes the tables for angles where there is none."""
+    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate_positions  # Megatron's check of the option wants one
     vars(attention)["apply_rotary_pos_emb"] = _apply
 
 
 def _apply(t: Tensor, tables: Tensor, config: TransformerConfig, **unused: Any) -> Tensor:  # noqa: ANN401
-    return rotate(t, tables, config.rotary_interleaved)
+    return rotate_positions(t, tables, config.rotary_interleaved)
 
 
-def rotate(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
+def rotate_positions(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
     """Queries or keys [S, b, heads, d], rotated by the angles of the tables [3, S, 1, 1, d], in the dtype of `t`.
 
     With halves t = (t₁, t₂): (t₁·cos − t₂·sin, t₂·cos + t₁·sin). Takes half the time of Megatron's plain operations.
@@ -72,7 +72,7 @@ def rotate(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """`rotate` with its gradient: the upstream gradient, rotated by the negative angles."""
+    """`rotate_positions` with its gradient: the upstream gradient, rotated by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, tables: Tensor) -> Tensor:  # noqa: ANN401
@@ -88,26 +88,26 @@ class _Rotate(torch.autograd.Function):
 
 def _turned(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     if npu_operators.on_npu(t):
-        return npu_operators.turned(t, cos, signed_sin)
-    if fuses(t):
-        fused: Tensor = compiled(turn)(t, cos, signed_sin)
+        return npu_operators.npu_rotate(t, cos, signed_sin)
+    if can_fuse(t):
+        fused: Tensor = compile_once(rotate_halves)(t, cos, signed_sin)
         return fused
-    return turn(t, cos, signed_sin)
+    return rotate_halves(t, cos, signed_sin)
 
 
-def turn(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+def rotate_halves(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """t · cos + (t₂, t₁) · sin with its signs, for the halves t = (t₁, t₂)."""
     first, second = t.chunk(2, -1)
     return torch.cat([second, first], dim=-1).mul_(signed_sin).addcmul_(t, cos)
 
 
-def frequencies(shape: ModelShape) -> Tensor:
+def rotary_frequencies(shape: ModelShape) -> Tensor:
     """[d/2] fp32 radians per position: theta^(−2i/d), stretched if the shape has a scaling."""
     plain = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-    return plain if shape.rope_scaling is None else stretched(plain, shape.rope_scaling)
+    return plain if shape.rope_scaling is None else stretch_frequencies(plain, shape.rope_scaling)
 
 
-def stretched(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+def stretch_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Frequencies [n] scaled as in Llama 3.1.
 
     A wavelength that fits at least high_freq_factor times into the original context stays. One that fits at most

@@ -47,7 +47,7 @@ class ReplayedRoutes:
         return scores.gather(1, chosen), chosen
 
 
-def install(model: GPTModel, experts: Experts) -> None:
+def install_routing(model: GPTModel, experts: Experts) -> None:
     """Have the routers of this rank's layers follow the routes of each layout, and count the tokens of each expert."""
     for layer in model.decoder.layers:
         if layer.layer_number - 1 in experts.layers:

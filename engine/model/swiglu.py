@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model import npu_operators
-from engine.model.fusion import compiled, fuses
+from engine.model.fusion import can_fuse, compile_once
 
 
 class SwiGLU:
@@ -24,19 +24,19 @@ class SwiGLU:
     def __call__(self, joint: Tensor) -> Tensor:
         """Return silu(gate) · up."""
         if npu_operators.on_npu(joint):
-            return npu_operators.swiglu(joint)
+            return npu_operators.npu_swiglu(joint)
         out: Tensor = _SwiGLU.apply(joint)
         return out
 
 
-def product(joint: Tensor) -> Tensor:
+def swiglu_product(joint: Tensor) -> Tensor:
     """silu(gate) · up, to be compiled."""
     gate, up = joint.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def gradient(joint: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of `product`, to be compiled."""
+def swiglu_gradient(joint: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of `swiglu_product`, to be compiled."""
     gate, up = joint.chunk(2, -1)
     share = torch.sigmoid(gate)
     return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], dim=-1)
@@ -46,8 +46,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(joint)
-        if fuses(joint):
-            fused: Tensor = compiled(product)(joint)
+        if can_fuse(joint):
+            fused: Tensor = compile_once(swiglu_product)(joint)
             return fused
         gate, up = joint.chunk(2, -1)
         return F.silu(gate).mul_(up)
@@ -56,8 +56,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
         """With s = silu(g): d up = grad · s(g), d gate = grad · up · s'(g)."""
         (joint,) = ctx.saved_tensors
-        if fuses(joint):
-            fused: Tensor = compiled(gradient)(joint, grad)
+        if can_fuse(joint):
+            fused: Tensor = compile_once(swiglu_gradient)(joint, grad)
             return fused
         gate, up = joint.chunk(2, -1)
         out = torch.empty_like(joint)

@@ -12,9 +12,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine.model.build import Computation, build_model, logits, row_multiple
-from engine.model.hf_weights import export
-from engine.model.layout import Layout, layout
+from engine.model.build import Computation, build_model, compute_logits, row_multiple
+from engine.model.hf_weights import export_weights
+from engine.model.layout import Layout, make_layout
 from engine.model.logprobs import token_logprobs
 from engine.model.shape import ModelShape
 
@@ -38,7 +38,7 @@ class TriModel:
         """`base` loads the policy and, with `old`, the old policy. `reference` loads the reference; None: no reference.
 
         With `offload` the weights of the frozen models stay in host memory and take turns in one model on the device.
-        `temperature` is that of the log-probabilities of `score`.
+        `temperature` is that of the log-probabilities of `score_layouts`.
         """
         self.shape = shape
         self.temperature = temperature
@@ -72,7 +72,7 @@ class TriModel:
         frozen = self._frozen.get(name)
         if frozen is None or not layouts:
             return [None] * len(layouts)
-        return score(frozen.model(), layouts, self.temperature, self.shape.vocabulary)
+        return score_layouts(frozen.model(), layouts, self.temperature, self.shape.vocabulary)
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, each a copy on the host.
@@ -86,7 +86,7 @@ class TriModel:
         """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, on the device. They are valid until the
         parameters change. A collective of the stage's ranks."""
         parameters = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
-        yield from export(parameters, self.policy, self.shape)
+        yield from export_weights(parameters, self.policy, self.shape)
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Return the policy's log-probabilities, at temperature 1, of token_ids[1:], each given the tokens before it.
@@ -95,8 +95,8 @@ class TriModel:
         """
         rank = parallel_state.get_context_parallel_rank()
         size = parallel_state.get_context_parallel_world_size()
-        row = layout([(token_ids[:1], [token_ids[1:]])]).aligned(self._multiple).shard(rank, size).to(self.device)
-        (scores,) = score(self.policy, [row], 1.0, self.shape.vocabulary)
+        row = make_layout([(token_ids[:1], [token_ids[1:]])]).aligned(self._multiple).shard(rank, size).to(self.device)
+        (scores,) = score_layouts(self.policy, [row], 1.0, self.shape.vocabulary)
         if scores is None:
             return []
         return [float(value) for value in whole_row(scores, row).tolist()]
@@ -143,13 +143,15 @@ def _build_frozen(
 
 
 @torch.no_grad()
-def score(model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabulary: int) -> list[Tensor | None]:
+def score_layouts(
+    model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabulary: int
+) -> list[Tensor | None]:
     """Return the [T] log-probabilities of each layout's response tokens, by a forward-only pass. None on all but the
     last pipeline stage. A collective of the replica."""
 
     def forward(batches: Iterator[Layout], stage: GPTModel) -> tuple[Tensor, Callable[..., Tensor]]:
         batch = next(batches)
-        return logits(stage, batch), partial(_target_logprobs, batch, temperature, vocabulary)
+        return compute_logits(stage, batch), partial(_target_logprobs, batch, temperature, vocabulary)
 
     scores = get_forward_backward_func()(
         forward_step_func=forward,

@@ -11,12 +11,12 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 
-def fusible(device: torch.device, dtype: torch.dtype) -> bool:
+def can_fuse_gradients(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has the product for the device and the dtype of the model."""
     return device.type == "cuda" and torch.version.hip is None and dtype is torch.bfloat16
 
 
-def install() -> None:
+def install_fused_gradients() -> None:
     """Give Megatron's linear layers the product, under the name of Apex's module."""
     vars(layers).update(fused_weight_gradient_mlp_cuda=Accumulation, _grad_accum_fusion_available=True)
 

@@ -1,4 +1,4 @@
-"""The platforms: `get(name)` returns one, `session` makes this process a rank on it."""
+"""The platforms: `get_platform(name)` returns one, `parallel_session` makes this process a rank on it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from engine.platform.base import Platform
 from engine.platform.cpu import Cpu
 from engine.platform.cuda import Cuda
 from engine.platform.npu import Npu
-from engine.platform.parallel import session, single
+from engine.platform.parallel import parallel_session, single_session
 
-__all__ = ["PLATFORMS", "Platform", "get", "session", "single"]
+__all__ = ["PLATFORMS", "Platform", "get_platform", "parallel_session", "single_session"]
 
 PLATFORMS: dict[str, Platform] = {platform.name: platform for platform in (Npu(), Cuda(), Cpu())}
 """The platforms by name, in the order in which "auto" tries them."""
 
 
-def get(name: str = "auto") -> Platform:
+def get_platform(name: str = "auto") -> Platform:
     """Return the platform `name`; for "auto" npu if it is present, else cuda, else cpu.
 
     Raises BadInput if the name is unknown or something that the platform needs is missing.

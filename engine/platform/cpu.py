@@ -42,7 +42,7 @@ class Cpu(Platform):
 
     def adapt_megatron(self) -> None:
         """Give megatron-core the view of torch of `engine.platform.host_view`."""
-        host_view.install()
+        host_view.install_host_view()
 
     def make_deterministic(self) -> None:
         """Do nothing: a CPU adds up in the same order each time."""

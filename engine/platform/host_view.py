@@ -49,7 +49,8 @@ LAZY = (
     "transformer.moe.shared_experts",
     "transformer.moe.token_dispatcher",
 )
-"""Modules of megatron.core that are imported late. `install` imports them, because it changes only loaded modules."""
+"""Modules of megatron.core that are imported late. `install_host_view` imports them, because it changes only loaded
+modules."""
 
 RENAMED = (
     "megatron.core.dist_checkpointing.exchange_utils",
@@ -65,7 +66,7 @@ CREATORS = (
 """Functions of torch that create a tensor, and whose view takes `device="cuda"` as the CPU."""
 
 
-def install() -> None:
+def install_host_view() -> None:
     """Give every loaded megatron.core module the host's view of torch; modules that have it already keep it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, which a CPU has no use for

@@ -21,7 +21,7 @@ rollout."""
 
 
 @contextmanager
-def session(
+def parallel_session(
     platform: Platform,
     seed: int,
     *,
@@ -48,8 +48,8 @@ def session(
 
 
 @contextmanager
-def single(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
-    """`session` for a single process without a launcher and its environment."""
+def single_session(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
+    """`parallel_session` for a single process without a launcher and its environment."""
     platform.adapt_megatron()
     device = platform.set_device(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -154,7 +154,7 @@ def _handler(parameters: RendezvousParameters) -> FixedNodes:
     )
 
 
-def register() -> None:
+def register_rendezvous() -> None:
     """Make torch's elastic agent know this rendezvous as BACKEND."""
     rendezvous_handler_registry.register(BACKEND, _handler)
 
@@ -201,7 +201,7 @@ def run_ranks(
     rank runs.
     """
     name = module.split(".")[1]
-    register()
+    register_rendezvous()
     _kill_soon()
     os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
     launch = LaunchConfig(

@@ -12,10 +12,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from engine.config import Config
 from engine.config.training import Parallel
 from engine.model.build import Computation, build_model, row_multiple
-from engine.model.hf_weights import load
+from engine.model.hf_weights import load_weights
 from engine.model.shape import ModelShape, read_shape
 from engine.model.tri_model import TriModel
-from engine.model.weight_gradients import fusible
+from engine.model.weight_gradients import can_fuse_gradients
 from engine.platform import Platform
 from engine.ranks.packing import Packing
 from engine.ranks.rank_group import RankGroup
@@ -23,14 +23,14 @@ from engine.wire.weights.buckets import DTYPES
 from engine.wire.weights.hf_folder import open_folder
 
 
-def computation(config: Config, platform: Platform, layout: Parallel | None = None) -> Computation:
+def make_computation(config: Config, platform: Platform, layout: Parallel | None = None) -> Computation:
     """Return how models are computed on this platform, by the config. `layout`: of the ranks; None: the trainer's."""
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     dtype = DTYPES[config.train.dtype]
     return Computation(
         sequence=(layout or config.parallel).sequence,
         dtype=dtype,
-        add_in_product=fusible(device, dtype),
+        add_in_product=can_fuse_gradients(device, dtype),
         recompute=config.train.recompute,
         router_dtype=DTYPES[config.train.router_dtype],
         float_head=config.model.head_dtype == "float32",
@@ -47,7 +47,7 @@ def open_models(config: Config, platform: Platform) -> TriModel:
     put = partial(_load_weights, base, shape)
     return TriModel(
         shape,
-        computation(config, platform),
+        make_computation(config, platform),
         config.rollout.temperature,
         put,
         old=config.algorithm.old_policy == "previous",
@@ -78,4 +78,4 @@ def packing_of(config: Config, how: Computation, ranks: RankGroup) -> Packing:
 
 def _load_weights(folder: Path, shape: ModelShape, model: GPTModel) -> None:
     with open_folder(folder) as files:
-        load(model, files.read, shape)
+        load_weights(model, files.read, shape)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.model.layout import Layout, layout, split
+from engine.model.layout import Layout, make_layout, split_responses
 from engine.types import Group, Prompt, Response
 from engine.wire.numbers import Numbers
 from engine.wire.routes import ROUTES, open_routes
@@ -92,7 +92,7 @@ class Packing:
     def _parts(self, group: Group) -> Iterator[GroupPart]:
         prompt = len(group.prompt.token_ids)
         lengths = [len(response.token_ids) for response in group.responses]
-        for numbers in split(prompt, lengths, self.budget, self.shared_prompt):
+        for numbers in split_responses(prompt, lengths, self.budget, self.shared_prompt):
             size = sum(lengths[i] for i in numbers) + prompt * (1 if self.shared_prompt else len(numbers))
             yield GroupPart(group, tuple(numbers), size)
 
@@ -112,7 +112,7 @@ class Packing:
             (tensor_of(prompt, torch.long), [tensor_of(response, torch.long) for response in responses])
             for prompt, responses in groups
         ]
-        row = layout(ids, self.shared_prompt, routes).aligned(self.multiple)
+        row = make_layout(ids, self.shared_prompt, routes).aligned(self.multiple)
         rank, size = self.context
         return (row.shard(rank, size) if size > 1 else row).to(self.device)
 

@@ -18,7 +18,7 @@ from engine.errors import MetronomeError
 from engine.platform.base import Platform
 from engine.platform.near_cores import share
 from engine.run.disk import named_disk_errors
-from engine.run.process import bind
+from engine.run.process import bind_cores
 from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
 
@@ -68,12 +68,12 @@ def own_share(cores: Sequence[int], ranks: int) -> list[int]:
 
 def open_session(config: Config, layout: Parallel) -> AbstractContextManager[torch.device]:
     """Return `platform.session` for this rank of the layout."""
-    machine = platform.get(config.platform.device)
+    machine = platform.get_platform(config.platform.device)
     if config.train.deterministic:
         machine.make_deterministic()
     if not config.train.devices:
         bind_near_device(machine)
-    return platform.session(
+    return platform.parallel_session(
         machine,
         config.run.seed,
         tensor=layout.tensor,
@@ -92,14 +92,14 @@ def bind_near_device(machine: Platform) -> None:
     device = int(os.environ.get("LOCAL_RANK", "0"))
     least = max(LEAST_CORES, torch.get_num_threads())
     if cores := share(device, machine.near_cores(), usable_cores(), least):
-        bind(cores)
+        bind_cores(cores)
         print(
             f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}",
             flush=True,
         )
 
 
-def connect(config: Config, url: str, name: str) -> Connection:
+def connect_rank(config: Config, url: str, name: str) -> Connection:
     """Return a rank's connection to the plane at `url`. `name`: of the rank, for messages."""
     return Connection(
         url=url,

@@ -16,14 +16,14 @@ _PICTURE = re.compile(r"!\[|\[asy\]|\\includegraphics|https?://|\\begin\{(?:tikz
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
-def tidy(answer: str) -> str:
+def tidy_answer(answer: str) -> str:
     r"""The answer without blanks around it, `['…']` and dollar signs; "142.0" becomes "142"."""
     bare = strip_delimiters(_unlisted(answer.strip()))
     whole = _WHOLE.fullmatch(bare)
     return whole[1] if whole else bare
 
 
-def ungradable(answer: str) -> str:
+def why_ungradable(answer: str) -> str:
     """Why no rule can check a response against this answer; empty if a rule can."""
     if len(answer) > LONGEST:
         return f"answer of more than {LONGEST} characters"
@@ -33,10 +33,10 @@ def ungradable(answer: str) -> str:
         return "answer is prose"
     if not any(character.isalnum() or character in "∅∞" for character in answer):
         return "answer has neither letter nor digit"
-    return "" if balanced(answer) else "answer has unbalanced braces"
+    return "" if has_balanced_braces(answer) else "answer has unbalanced braces"
 
 
-def balanced(latex: str) -> bool:
+def has_balanced_braces(latex: str) -> bool:
     r"""Whether every `{` has a matching `}`; escaped braces do not count."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", latex, re.DOTALL):

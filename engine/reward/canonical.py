@@ -8,7 +8,7 @@ import unicodedata
 from functools import lru_cache
 
 from engine.reward.answers import strip_delimiters
-from engine.reward.structure import closed, split
+from engine.reward.structure import is_closed, split_parts
 
 _SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
 _SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
@@ -107,7 +107,7 @@ _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-
 
 
 @lru_cache(maxsize=1024)
-def canonical(latex: str) -> str:
+def canonical_latex(latex: str) -> str:
     r"""One spelling of the same LaTeX: no layout, no blanks, \frac{a}{b}, \sqrt{a}, x^2, no full stop at the end.
 
     A number such as 3e6 becomes 3E6, which no formula is (`quantities.number`).
@@ -191,8 +191,8 @@ def _dense(text: str) -> str:
 
 def _unbraced(text: str) -> str:
     """{1, 2} is typed for the set; other braces around the whole say nothing."""
-    while text.startswith("{") and text.endswith("}") and closed(text[1:-1]):
-        if len(split(text[1:-1], ",")) > 1:
+    while text.startswith("{") and text.endswith("}") and is_closed(text[1:-1]):
+        if len(split_parts(text[1:-1], ",")) > 1:
             return f"\\{text[:-1]}\\}}"
         text = text[1:-1]
     return text

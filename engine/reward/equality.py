@@ -1,11 +1,11 @@
 """Decides whether two answers in LaTeX are equal: structure is compared here, formulas by their values.
 
 Numbers, words, numerals with a base, tuples, intervals, lists, sets, unions, sequences, relations and matrices are
-split and compared exactly, in order if order matters. `number` reads decimals, fractions and mixed numbers, with units,
-per cent signs and words such as million. Only single formulas go to SymPy, because SymPy would read tuples as
+split and compared exactly, in order if order matters. `read_number` reads decimals, fractions and mixed numbers, with
+units, per cent signs and words such as million. Only single formulas go to SymPy, because SymPy would read tuples as
 intervals, read words as products of letters (so anagrams would be equal), and drop the base of a numeral.
 
-Each comparison takes the parts of both answers in the same way, so that `same(a, b)` is `same(b, a)`.
+Each comparison takes the parts of both answers in the same way, so that `same_answer(a, b)` is `same_answer(b, a)`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
-from engine.reward.answers import tidy
-from engine.reward.canonical import canonical
-from engine.reward.formulas import LONGEST, equal, near, within
+from engine.reward.answers import tidy_answer
+from engine.reward.canonical import canonical_latex
+from engine.reward.formulas import LONGEST, formulas_equal, lies_within, values_near
 from engine.reward.structure import (
     AND,
     HEDGE,
     NAME,
     RELATION,
     TURNED,
-    bracketed,
-    interval,
+    bracketed_entries,
     is_list,
-    listed,
-    option,
-    split,
+    read_interval,
+    read_list,
+    split_choice,
+    split_parts,
 )
 
 _TEXT = r"\\text\{[^{}]*\}(?:\^(?:\{-?\d\}|\d))?"
@@ -86,19 +86,19 @@ class Quantity(NamedTuple):
     """Powers of the units by name, "" for unknown ones (ways, apples); None without a unit."""
 
 
-def number(text: str) -> Number | None:
+def read_number(text: str) -> Number | None:
     r"""The value of a text that is one decimal, fraction or mixed number; None for any other text.
 
     A unit is ignored, but a number word in its place counts: 5\text{ million dollars} is 5000000.
     """
     if len(text) > LONGEST:
         return None
-    bare, scale, _ = quantity(text)
+    bare, scale, _ = read_quantity(text)
     found = _plain(bare.replace("\\$", "$"))
     return found and found._replace(value=found.value * scale)
 
 
-def quantity(text: str) -> Quantity:
+def read_quantity(text: str) -> Quantity:
     r"""The text without its number words and its unit, and these:
     5\text{ million euros} → 5, 1000000, {"euro": 1}."""
     bare, scale = _scaled(text)
@@ -114,7 +114,7 @@ def quantity(text: str) -> Quantity:
     return Quantity(bare, scale, unit)
 
 
-def differ(one: dict[str, int] | None, other: dict[str, int] | None) -> bool:
+def units_differ(one: dict[str, int] | None, other: dict[str, int] | None) -> bool:
     """Whether both are units and different ones. A unit may be left out, and an unknown one may stand for any of the
     same powers."""
     if one is None or other is None:
@@ -175,7 +175,7 @@ def _powers(words: list[str]) -> dict[str, int]:
 
 
 def _plain(bare: str) -> Number | None:
-    """Like `number`, for a text without a unit."""
+    """Like `read_number`, for a text without a unit."""
     if mixed := _MIXED.fullmatch(bare):
         sign, whole, above, below = mixed.groups()
         return _signed(sign, int(whole) + Fraction(int(above), int(below))) if int(below) else None
@@ -218,12 +218,12 @@ _TIME = re.compile(r"\d{1,2}(?::\d\d)+")
 _DOTS = "\\dots"
 
 
-def same(one: str, other: str) -> bool:
+def same_answer(one: str, other: str) -> bool:
     """Whether two answers are equal. Names, units, bases and the brackets of a tuple or set may be left out in either
     of them."""
     if max(len(one), len(other)) > 2 * LONGEST:  # no answer is so long, and patterns take quadratic time
         return one == other
-    first, second = (canonical(tidy(text)) for text in (one, other))
+    first, second = (canonical_latex(tidy_answer(text)) for text in (one, other))
     return bool(first and second) and _same(first, second, 5)
 
 
@@ -237,17 +237,17 @@ def _same(one: str, other: str, depth: int) -> bool:
         verdict = compare(one, other, depth)
         if verdict is not None:
             return verdict
-    return equal(one, other)
+    return formulas_equal(one, other)
 
 
 def _sequences(one: str, other: str, depth: int) -> bool | None:
     """Compare what goes on (1, 2, …, n; 1 : 2 : …; 1 + 2 + … + n) entry by entry."""
     if _DOTS not in one + other:
         return None
-    parts = [split(text, ",", ":", "+") for text in (one, other)]
+    parts = [split_parts(text, ",", ":", "+") for text in (one, other)]
     entries = [[part for part in each if part.strip() != _DOTS] for each in parts]
     dots = [[place for place, part in enumerate(each) if part.strip() == _DOTS] for each in parts]
-    separators = [{sign for sign in ",:+" if len(split(text, sign)) > 1} for text in (one, other)]
+    separators = [{sign for sign in ",:+" if len(split_parts(text, sign)) > 1} for text in (one, other)]
     if dots[0] != dots[1] or not dots[0] or separators[0] != separators[1]:
         return False
     return _in_order(entries[0], entries[1], depth)
@@ -256,8 +256,8 @@ def _sequences(one: str, other: str, depth: int) -> bool | None:
 def _options(one: str, other: str, depth: int) -> bool | None:
     r"""Compare letters of a choice and what they stand for: \textbf{(A)}\ 12 equals A and 12, but not (A) 13. What
     names another letter, too, or takes the first one back, is no choice."""
-    (letter, rest) = option(one)
-    (other_letter, other_rest) = option(other)
+    (letter, rest) = split_choice(one)
+    (other_letter, other_rest) = split_choice(other)
     if not (letter and other_letter):
         left, text = (rest, other) if letter else (other_rest, one)
         return True if left and _same(left, text, depth - 1) else None
@@ -268,11 +268,11 @@ def _options(one: str, other: str, depth: int) -> bool | None:
 
 def _quantities(one: str, other: str, depth: int) -> bool | None:
     """Compare without units and number words, if there are any; two different units, or powers of one, differ."""
-    ours = quantity(one)
-    theirs = quantity(other)
-    if differ(ours.unit, theirs.unit):
+    ours = read_quantity(one)
+    theirs = read_quantity(other)
+    if units_differ(ours.unit, theirs.unit):
         return False
-    if None not in (number(one), number(other)):
+    if None not in (read_number(one), read_number(other)):
         return _numbers(one, other, depth)
     if ours.bare == one and theirs.bare == other:
         return None
@@ -281,17 +281,17 @@ def _quantities(one: str, other: str, depth: int) -> bool | None:
 
 def _numbers(one: str, other: str, depth: int) -> bool | None:
     """Compare numbers. If only one has a per cent sign, 50% equals both 50 and 0.5."""
-    ours = number(one)
-    theirs = number(other)
+    ours = read_number(one)
+    theirs = read_number(other)
     if ours is None or theirs is None:
         return None
     rounded = ours.rounded or theirs.rounded
-    if near(ours.value, theirs.value, rounded):
+    if values_near(ours.value, theirs.value, rounded):
         return True
     if ours.percent == theirs.percent:
         return False
     part, whole = (ours, theirs) if ours.percent else (theirs, ours)
-    return near(part.value / 100, whole.value, rounded)
+    return values_near(part.value / 100, whole.value, rounded)
 
 
 def _numerals(one: str, other: str, depth: int) -> bool | None:
@@ -339,7 +339,7 @@ def _members(one: str, other: str, depth: int) -> bool | None:
     names = [_MEMBER.match(text) for text in (one, other)]
     if not any(names):
         return None
-    stated = {name[1] for name in names if name} | {name for text in (one, other) if (name := interval(text).name)}
+    stated = {name[1] for name in names if name} | {name for text in (one, other) if (name := read_interval(text).name)}
     ours, theirs = (text[name.end() if name else 0 :] for name, text in zip(names, (one, other), strict=True))
     return len(stated) == 1 and _same(ours, theirs, depth - 1)
 
@@ -348,15 +348,17 @@ def _relations(one: str, other: str, depth: int) -> bool | None:
     """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1 and (1, 3]. Two single relations that are written
     differently are left to SymPy."""
     ours, theirs = ([part.strip() for part in RELATION.split(text)] for text in (one, other))
-    if len(ours) == len(theirs) == 1 or any(AND.search(text) or len(split(text, ",")) > 1 for text in ours + theirs):
+    if len(ours) == len(theirs) == 1 or any(
+        AND.search(text) or len(split_parts(text, ",")) > 1 for text in ours + theirs
+    ):
         return None
     if len(ours) > 1 and len(theirs) > 1:
         turned = [TURNED.get(part, part) for part in reversed(theirs)]
         if any(ours[1::2] == parts[1::2] and _in_order(ours[::2], parts[::2], depth) for parts in (theirs, turned)):
             return True
         return None if len(ours) == len(theirs) == 3 else False
-    first = interval(one)
-    second = interval(other)
+    first = read_interval(one)
+    second = read_interval(other)
     if not (first.ends and second.ends):
         return None
     return first.brackets == second.brackets and _in_order(first.ends, second.ends, depth)
@@ -371,7 +373,7 @@ def _equations(one: str, other: str, depth: int) -> bool | None:
     r"""Compare equations. x = 5, f(2) = 5 and 2 + 3 = 5 equal 5, and 14/3 \approx 4.67 equals both its sides. Two
     names must be the same. Where an equation states no value (x + y = 2), it equals equations only. 3 = 5 is wrong."""
     texts = (one, other)
-    sides = [split(text, "=", "\\approx") if not is_list(text) else [text] for text in texts]
+    sides = [split_parts(text, "=", "\\approx") if not is_list(text) else [text] for text in texts]
     if len(sides[0]) == len(sides[1]) == 1:
         return None
     if max(map(len, sides)) > _SIDES or any(len(text) > LONGEST for text in texts):
@@ -380,7 +382,7 @@ def _equations(one: str, other: str, depth: int) -> bool | None:
     named = ours.names and theirs.names and not ours.names & theirs.names
     if not named and any(_same(a, b, depth - 1) for a in ours.values for b in theirs.values):
         return True
-    return all(len(each) == 2 for each in sides) and "\\approx" not in one + other and equal(one, other)
+    return all(len(each) == 2 for each in sides) and "\\approx" not in one + other and formulas_equal(one, other)
 
 
 def _equation(text: str, sides: list[str], depth: int) -> _Equation:
@@ -400,7 +402,7 @@ def _agree(one: str, other: str, nearly: bool, depth: int) -> bool:
     given = [
         (text, found)
         for text in (one, other)
-        if (found := number(text)) and (found.rounded or (nearly and found.value.denominator == 1))
+        if (found := read_number(text)) and (found.rounded or (nearly and found.value.denominator == 1))
     ]
     if not given:
         return False
@@ -408,19 +410,19 @@ def _agree(one: str, other: str, nearly: bool, depth: int) -> bool:
     unit = Fraction(1, 10 ** _places(text)) / 2
     low, high = (found.value + sign * unit for sign in (-1, 1))
     rest = other if text == one else one
-    if (exact := number(rest)) is not None:
+    if (exact := read_number(rest)) is not None:
         return low <= exact.value <= high
-    return within(rest, low, high)
+    return lies_within(rest, low, high)
 
 
 def _places(text: str) -> int:
     """The number of digits after the point."""
-    return sum(map(str.isdigit, quantity(text).bare.partition(".")[2]))
+    return sum(map(str.isdigit, read_quantity(text).bare.partition(".")[2]))
 
 
 def _unions(one: str, other: str, depth: int) -> bool | None:
     """Compare unions in any order; x < 1 or x > 3 is one, too."""
-    parts = [split(text, "\\cup") for text in (one, other)]
+    parts = [split_parts(text, "\\cup") for text in (one, other)]
     if len(parts[0]) == len(parts[1]) == 1:
         return None
     parts = [each if len(each) > 1 else _alternatives(each[0]) for each in parts]
@@ -428,14 +430,14 @@ def _unions(one: str, other: str, depth: int) -> bool | None:
 
 
 def _alternatives(text: str) -> list[str]:
-    found = listed(text)
+    found = read_list(text)
     return found.entries if found.joined == {"or"} else [text]
 
 
 def _brackets(one: str, other: str, depth: int) -> bool | None:
     """Compare (a, b), [a, b) by their brackets and entries in order. The brackets of a tuple may be left out."""
-    ours = bracketed(one)
-    theirs = bracketed(other)
+    ours = bracketed_entries(one)
+    theirs = bracketed_entries(other)
     if ours is None and theirs is None:
         return None
     if ours and theirs:
@@ -445,14 +447,14 @@ def _brackets(one: str, other: str, depth: int) -> bool | None:
     (kind, entries), loose = (ours, other) if ours else (theirs or ("", []), one)
     if kind == "\\{\\}":
         return None
-    return kind == "()" and is_list(loose) and _in_order(entries, split(loose, ","), depth)
+    return kind == "()" and is_list(loose) and _in_order(entries, split_parts(loose, ","), depth)
 
 
 def _lists(one: str, other: str, depth: int) -> bool | None:
     r"""Compare lists such as 1, 2 and 3 in any order; braces around are optional, "or" is not "and", and a comma is
     either."""
-    ours = listed(one)
-    theirs = listed(other)
+    ours = read_list(one)
+    theirs = read_list(other)
     if ours.entries == [one] and theirs.entries == [other]:
         return None
     if ours.name != theirs.name and ours.name and theirs.name:
@@ -465,14 +467,14 @@ def _lists(one: str, other: str, depth: int) -> bool | None:
 def _ratios(one: str, other: str, depth: int) -> bool | None:
     """Compare a : b : c entry by entry; ratios of numbers also reduced, unless both may be times of day. A ratio of two
     numbers equals their quotient."""
-    ours, theirs = (split(text, ":") for text in (one, other))
+    ours, theirs = (split_parts(text, ":") for text in (one, other))
     if len(ours) == len(theirs) == 1:
         return None
     if len(ours) == len(theirs) and _in_order(ours, theirs, depth):
         return True
     if _TIME.fullmatch(one) and _TIME.fullmatch(other):
         return False
-    numbers = [[number(part) for part in parts] for parts in (ours, theirs)]
+    numbers = [[read_number(part) for part in parts] for parts in (ours, theirs)]
     first, second = ([each.value for each in found if each] for found in numbers)
     if (len(first), len(second)) != (len(ours), len(theirs)):
         return None if min(len(ours), len(theirs)) == 1 else False

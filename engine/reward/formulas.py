@@ -49,10 +49,10 @@ _EULER = re.compile(r"(?<=\d)E(?=[+-]\d)")
 _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
 
-def equal(one: str, other: str) -> bool:
+def formulas_equal(one: str, other: str) -> bool:
     """Whether two formulas are equal. If one of them would take minutes or gigabytes to evaluate, the result is False
     without evaluation; but sums, integrals and limits are evaluated (`is_heavy`)."""
-    if any(len(text) > LONGEST or nesting(text) > _DEEPEST or _TOWER.search(text) for text in (one, other)):
+    if any(len(text) > LONGEST or nesting_depth(text) > _DEEPEST or _TOWER.search(text) for text in (one, other)):
         return False
     if one.count("'") != other.count("'"):
         return False
@@ -68,15 +68,17 @@ def is_heavy(latex: str) -> bool:
     return _HEAVY.search(latex) is not None
 
 
-def verified(answer: str, response: str) -> bool:
+def verify_response(answer: str, response: str) -> bool:
     r"""math-verify's verdict on a whole response: what it extracts from it against what it extracts from
-    `\boxed{answer}`. Without the limits of `equal`; the worker's limit of time and memory ends a call."""
+    `\boxed{answer}`. Without the limits of `formulas_equal`; the worker's limit of time and memory ends a call."""
     from math_verify import verify
 
-    return bool(verify(extract(f"\\boxed{{{answer}}}"), extract(response), timeout_seconds=None))
+    return bool(
+        verify(extract_expressions(f"\\boxed{{{answer}}}"), extract_expressions(response), timeout_seconds=None)
+    )
 
 
-def nesting(text: str) -> int:
+def nesting_depth(text: str) -> int:
     """The depth of nested brackets."""
     depth = deepest = 0
     for character in text:
@@ -85,14 +87,14 @@ def nesting(text: str) -> int:
     return deepest
 
 
-def near(one: Fraction, other: Fraction, rounded: bool) -> bool:
+def values_near(one: Fraction, other: Fraction, rounded: bool) -> bool:
     """Whether two values are equal: exactly, or within the tolerance of a decimal if one is `rounded`."""
     return abs(one - other) <= (min(TOLERANCE, max(abs(one), abs(other)) * RELATIVE) if rounded else 0)
 
 
-def within(formula: str, low: Fraction, high: Fraction) -> bool:
+def lies_within(formula: str, low: Fraction, high: Fraction) -> bool:
     """Whether a formula is a number between two bounds."""
-    if len(formula) > LONGEST or nesting(formula) > _DEEPEST or _TOWER.search(formula) or _HEAVY.search(formula):
+    if len(formula) > LONGEST or nesting_depth(formula) > _DEEPEST or _TOWER.search(formula) or _HEAVY.search(formula):
         return False
     from sympy import Expr
 
@@ -110,17 +112,17 @@ def _parsed(latex: str) -> tuple[Any, ...]:
         return (*_parsed(power), *(_parsed(_EULER.sub("e", latex)) if _EULER.search(latex) else ()))
     # A remaining "$" separates text from formulas: then the whole is a sentence, not a formula.
     if "$" in latex:
-        return tuple(extract(latex))
+        return tuple(extract_expressions(latex))
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig
 
     whole = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
     )
-    return tuple(extract(f"${latex}$", [LatexExtractionConfig(normalization_config=whole)]))
+    return tuple(extract_expressions(f"${latex}$", [LatexExtractionConfig(normalization_config=whole)]))
 
 
-def extract(text: str, configuration: list[Any] | None = None) -> list[Any]:
+def extract_expressions(text: str, configuration: list[Any] | None = None) -> list[Any]:
     """math-verify's candidates for the expression in a text: SymPy objects and the text itself; empty if there is none.
 
     math-verify's own time limit is switched off, because it uses SIGALRM, which works in the main thread only. The
@@ -204,7 +206,7 @@ def _same_constant(one: Candidate, other: Candidate, rounded: bool) -> bool | No
     a, b = values
     if a is None or b is None:
         return None
-    if rounded and all(near(x, y, rounded=True) for x, y in zip(a, b, strict=True)):
+    if rounded and all(values_near(x, y, rounded=True) for x, y in zip(a, b, strict=True)):
         return True
     return _close(a, b, Fraction(0) if None not in exact else _EQUAL**4)
 

@@ -25,7 +25,7 @@ TURNED = {"\\le": "\\ge", "\\ge": "\\le", "<": ">", ">": "<"}
 AND = re.compile(r",?\s*\\text\{,? ?(and|or)\}\s*|;")
 
 
-def split(text: str, *separators: str) -> list[str]:
+def split_parts(text: str, *separators: str) -> list[str]:
     """The parts between separators that are outside brackets; the text itself if there are none."""
     parts = []
     depth = 0
@@ -38,19 +38,19 @@ def split(text: str, *separators: str) -> list[str]:
     return [part for part in [*parts, text[start:]] if part] or [text]
 
 
-def bracketed(text: str) -> tuple[str, list[str]] | None:
+def bracketed_entries(text: str) -> tuple[str, list[str]] | None:
     """Kind and entries of a text in brackets with a comma, or of a set; None for anything else, such as (a + 1)(b,
     c)."""
     for left, right in (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             inner = text[len(left) : -len(right)]
-            parts = split(inner, ",")
-            if closed(inner) and (len(parts) > 1 or left == "\\{"):
+            parts = split_parts(inner, ",")
+            if is_closed(inner) and (len(parts) > 1 or left == "\\{"):
                 return left + right, parts
     return None
 
 
-def closed(inner: str) -> bool:
+def is_closed(inner: str) -> bool:
     """Whether no bracket inside closes one that was opened outside."""
     depth = 0
     for token in re.finditer(r"\\[{}]|[()\[\]{}]", inner):
@@ -60,7 +60,7 @@ def closed(inner: str) -> bool:
     return depth == 0
 
 
-def option(text: str) -> tuple[str, str]:
+def split_choice(text: str) -> tuple[str, str]:
     """The letter of a choice and what follows it; two empty texts if there is no letter."""
     match = _OPTION.fullmatch(text)
     if match is None:
@@ -81,12 +81,12 @@ class Range(NamedTuple):
     ends: list[str]
 
 
-def interval(text: str) -> Range:
+def read_interval(text: str) -> Range:
     """The span that a relation or an interval states; without ends if the text is neither."""
     nothing = Range("", "", [])
     parts = [part.strip() for part in RELATION.split(text)]
     if len(parts) == 1:
-        found = bracketed(text)
+        found = bracketed_entries(text)
         return Range("", *found) if found and len(found[1]) == 2 and found[0] != "\\{\\}" else nothing
     if "\\le" not in parts and "<" not in parts:
         parts = [TURNED.get(part, part) for part in reversed(parts)]
@@ -107,12 +107,12 @@ class Listed(NamedTuple):
     entries: list[str]
 
 
-def listed(text: str) -> Listed:
+def read_list(text: str) -> Listed:
     r"""What is listed: with the name if x = stands before the first entry only. 1 \pm 2 is two entries."""
-    sets = bracketed(text)
+    sets = bracketed_entries(text)
     is_set = sets is not None and sets[0] == "\\{\\}"
     joined = set() if is_set else set(filter(None, AND.findall(text)))
-    parts = sets[1] if sets and is_set else split(AND.sub(",", text), ",")
+    parts = sets[1] if sets and is_set else split_parts(AND.sub(",", text), ",")
     name = ""
     if len(parts) > 1 and (match := _ASSIGNED.match(parts[0])) and not any("=" in part for part in parts[1:]):
         name, parts = match[1], [parts[0][match.end() :], *parts[1:]]
@@ -127,4 +127,4 @@ def _spread(parts: Sequence[str]) -> list[str]:
 
 def is_list(text: str) -> bool:
     """Whether a text is a list: in `x = 1, y = 2` each entry is an equation."""
-    return len(split(AND.sub(",", text), ",")) > 1
+    return len(split_parts(AND.sub(",", text), ",")) > 1

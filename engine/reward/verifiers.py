@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from engine.reward.answers import tidy
-from engine.reward.canonical import canonical
-from engine.reward.equality import MOST, same
-from engine.reward.formulas import LONGEST, extract, is_heavy, verified
-from engine.reward.structure import is_list, split
+from engine.reward.answers import tidy_answer
+from engine.reward.canonical import canonical_latex
+from engine.reward.equality import MOST, same_answer
+from engine.reward.formulas import LONGEST, extract_expressions, is_heavy, verify_response
+from engine.reward.structure import is_list, split_parts
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000
@@ -55,10 +55,10 @@ def exact(prompt: Prompt, response: Response) -> Score:
 @per_response
 def math(prompt: Prompt, response: Response) -> Score:
     r"""1 if the last `\boxed{…}` of the response is the answer (`final_answer`); without one, if its final expression
-    is (`equality.same`)."""
+    is (`equality.same_answer`)."""
     boxes = _last_boxes(response.text)
     found = _joined_boxes(boxes)
-    shown = found if found is not None else stated(response.text[-_TAIL:])
+    shown = found if found is not None else stated_answer(response.text[-_TAIL:])
     try:
         right = _right(prompt.answer, shown, plain=found is None) or (
             len(boxes) > 1 and all(_right(prompt.answer, box.content, plain=False) for box in boxes)
@@ -73,7 +73,7 @@ def math_verify(prompt: Prompt, response: Response) -> Score:
     """1 if math-verify alone, with its own extraction, finds the answer in the response: a figure to compare with
     others who use it so (verl, TRL)."""
     try:
-        right = verified(prompt.answer, response.text)
+        right = verify_response(prompt.answer, response.text)
     except (RecursionError, MemoryError) as error:
         return Score(0.0, detail=type(error).__name__)
     return Score(float(right))
@@ -140,7 +140,7 @@ def _boxes(text: str) -> list[_Box]:
     return found
 
 
-def stated(text: str) -> str:
+def stated_answer(text: str) -> str:
     """The formulas after the last "answer", else the last formula, else the text after the last "answer", else the
     whole text."""
     text = _EMPHASIS.sub(r"\2", text)
@@ -171,27 +171,29 @@ def _right(answer: str, shown: str, plain: bool) -> bool:
         return True
     if not plain or _FORMULA.search(shown):
         return False
-    return any(isinstance(found, str) and _states(found, gold) for found in extract(shown))
+    return any(isinstance(found, str) and _states(found, gold) for found in extract_expressions(shown))
 
 
 def _states(found: str, gold: str) -> bool:
     """Whether a response's answer is the gold one. A response must not choose what takes long to evaluate."""
     if is_heavy(found) and not is_heavy(gold):
         return False
-    return same(gold, found) or ("=" not in gold and (value := _value(found)) is not None and same(gold, value))
+    return same_answer(gold, found) or (
+        "=" not in gold and (value := _value(found)) is not None and same_answer(gold, value)
+    )
 
 
 def _value(found: str) -> str | None:
     """The value that an equation gives to what was asked for: 116 in m + n = 100 + 16 = 116. None if what stands before
     has fewer than two variables and no f(2): then it may be an equation to be solved."""
-    first, *sides = split(canonical(tidy(found)), "=") if len(found) <= LONGEST else [""]
+    first, *sides = split_parts(canonical_latex(tidy_answer(found)), "=") if len(found) <= LONGEST else [""]
     if (
         not sides
         or is_list(found)
         or not (len(set(filter(str.isalpha, _WORDS.sub("", first)))) > 1 or _APPLIED.search(first))
     ):
         return None
-    agree = all(same(one, other) for one, other in zip(sides, sides[1:], strict=False))
+    agree = all(same_answer(one, other) for one, other in zip(sides, sides[1:], strict=False))
     return sides[-1] if agree else None
 
 

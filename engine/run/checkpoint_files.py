@@ -88,7 +88,7 @@ def set_aside(folder: Path) -> Path:
     return target
 
 
-def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
+def find_fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
     """Why files of these sizes (bytes, by name) are not a complete checkpoint; None if they are."""
     if marker is None:
         return f"no {MARKER}"
@@ -100,7 +100,7 @@ def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
-def parse(text: bytes) -> Marker | None:
+def parse_marker(text: bytes) -> Marker | None:
     """A marker from the text of its file; None if the file is cut off."""
     try:
         marker: Marker = json.loads(text)
@@ -111,26 +111,26 @@ def parse(text: bytes) -> Marker | None:
 
 def read_marker(folder: Path) -> Marker | None:
     """The folder's marker, or None if there is none."""
-    return parse((folder / MARKER).read_bytes()) if (folder / MARKER).is_file() else None
+    return parse_marker((folder / MARKER).read_bytes()) if (folder / MARKER).is_file() else None
 
 
 def fault_of(folder: Path) -> str | None:
     """Why the folder is not a complete checkpoint; None if it is."""
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    return fault(read_marker(folder), sizes)
+    return find_fault(read_marker(folder), sizes)
 
 
-def complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether the checkpoint is complete: it has its marker, and every file has the size in the marker."""
     return fault_of(folder) is None
 
 
 def all_complete(root: Path) -> list[Path]:
     """The complete checkpoints in a root folder, oldest first."""
-    return sorted(folder for folder in root.glob("step-*") if complete(folder))
+    return sorted(folder for folder in root.glob("step-*") if is_complete(folder))
 
 
-def latest(root: Path) -> Path | None:
+def latest_checkpoint(root: Path) -> Path | None:
     """The newest complete checkpoint in a root folder; None if there is none."""
     found = all_complete(root)
     return found[-1] if found else None
@@ -141,7 +141,7 @@ def step_of(folder: Path) -> int:
     return int(json.loads((folder / MARKER).read_text())["step"])
 
 
-def incomplete(root: Path) -> dict[Path, str]:
+def incomplete_checkpoints(root: Path) -> dict[Path, str]:
     """Incomplete checkpoints in a root folder, oldest first, each with a sentence that names it and says what is
     wrong."""
     broken = {folder: fault_of(folder) for folder in (*root.glob("step-*"), *root.glob(".step-*.partial"))}
@@ -153,7 +153,7 @@ def incomplete(root: Path) -> dict[Path, str]:
     }
 
 
-def publish(
+def publish_checkpoint(
     partial: Path,
     target: Path,
     step: int,
@@ -186,7 +186,7 @@ def publish(
     write_json(target / MARKER, marker)
 
 
-def kept(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
+def checkpoints_to_keep(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
     """Names of the checkpoints to keep: the `last` newest, and the `best` with the highest BEST_BY among all."""
     newest = sorted(markers, key=lambda name: markers[name]["step"], reverse=True)
     ranked = sorted(
@@ -197,23 +197,23 @@ def kept(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
     return set(newest[:last]) | set(ranked[:best])
 
 
-def prune(root: Path, last: int, best: int) -> None:
+def prune_checkpoints(root: Path, last: int, best: int) -> None:
     """Delete complete checkpoints that are not kept, and incomplete ones from before the newest complete one."""
     markers = {folder.name: json.loads((folder / MARKER).read_text()) for folder in all_complete(root)}
-    keep = kept(markers, last, best)
-    half = [folder for folder in incomplete(root) if markers and folder.name.strip(".") < max(markers)]
+    keep = checkpoints_to_keep(markers, last, best)
+    half = [folder for folder in incomplete_checkpoints(root) if markers and folder.name.strip(".") < max(markers)]
     for folder in [*half, *(root / name for name in markers if name not in keep)]:
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 
-def check(folder: Path) -> None:
+def check_checkpoint(folder: Path) -> None:
     """Refuse a checkpoint whose files differ from its marker, or whose index refers to anything but `PLAIN`.
 
     Raises DamagedCheckpointError naming the file. Call it before Megatron reads the folder, because Megatron unpickles
     the index. Reads every file once.
     """
-    if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
+    if wrong := find_damage(folder, json.loads((folder / MARKER).read_text())):
         raise DamagedCheckpointError(f"checkpoint {folder}: {wrong}")
     with (folder / INDEX).open("rb") as file:
         entries = _Plain(file, folder).load().state_dict_metadata
@@ -224,7 +224,7 @@ def check(folder: Path) -> None:
             )
 
 
-def damage(folder: Path, marker: Marker) -> str | None:
+def find_damage(folder: Path, marker: Marker) -> str | None:
     """A sentence that names a file whose checksum differs from the marker; None if there is none. Reads every file."""
     small = {INDEX: None, **marker["sha256"]}
     kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker["xxh3_128"]))

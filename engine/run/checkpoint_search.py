@@ -7,7 +7,15 @@ from pathlib import Path
 
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.run import checkpoint_store as store
-from engine.run.checkpoint_files import DAMAGED, MARKER, all_complete, check, incomplete, set_aside, step_of
+from engine.run.checkpoint_files import (
+    DAMAGED,
+    MARKER,
+    all_complete,
+    check_checkpoint,
+    incomplete_checkpoints,
+    set_aside,
+    step_of,
+)
 
 
 def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -> Path | None:
@@ -17,7 +25,7 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
     checkpoint, or a damaged one. `say` gets a sentence about each checkpoint that is skipped. Damaged ones are renamed.
     Raises CheckpointError if all are damaged, because a run that began again would lose its steps.
     """
-    interrupted = incomplete(root)
+    interrupted = incomplete_checkpoints(root)
     for folder, message in interrupted.items():
         say(message)
         if (folder / MARKER).exists():  # it was complete once
@@ -26,7 +34,7 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
     told: list[str] = []
     for folder in reversed(all_complete(root)):
         try:
-            check(folder)
+            check_checkpoint(folder)
         except DamagedCheckpointError as error:
             told.append(str(error))
             say(f"{error}; skipped, and kept as {set_aside(folder).name}")
@@ -37,7 +45,7 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
     if place and (found is None or aside):
         here = -1 if found is None else step_of(found)
         found = _fetched(place=place, run=run, root=root, after=here, say=say) or found
-        aside += [f"{place}/{name}" for name in store.damaged(place)]
+        aside += [f"{place}/{name}" for name in store.damaged_checkpoints(place)]
     if found is None and aside:
         raise CheckpointError(
             "; ".join([*told, "no checkpoint of this run is whole"])
@@ -48,7 +56,7 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
 
 def _fetched(place: str, run: str, root: Path, after: int, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint of a place, downloaded, if it is of a later step than `after`."""
-    there, damaged, interrupted = store.survey(place, run)
+    there, damaged, interrupted = store.survey_place(place, run)
     for name, wrong in interrupted.items():
         say(f"checkpoint {place}/{name} is incomplete ({wrong}), ignored")
     for name, wrong in damaged.items():
@@ -57,8 +65,8 @@ def _fetched(place: str, run: str, root: Path, after: int, say: Callable[[str], 
         if there[name]["step"] <= after:
             break
         try:
-            folder = store.download(place, name, there[name], root)
-            check(folder)
+            folder = store.download_checkpoint(place, name, there[name], root)
+            check_checkpoint(folder)
         except DamagedCheckpointError as error:
             say(f"{error}; skipped, and kept as {place}/{store.set_aside(place, name)}")
         else:

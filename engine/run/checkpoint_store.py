@@ -22,10 +22,10 @@ from engine.run.checkpoint_files import (
     DAMAGED,
     MARKER,
     Marker,
-    damage,
-    fault,
-    kept,
-    parse,
+    checkpoints_to_keep,
+    find_damage,
+    find_fault,
+    parse_marker,
     partial_of,
     read_marker,
 )
@@ -38,7 +38,7 @@ def place_of(config: Config) -> str:
     return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
 
 
-def upload(
+def upload_checkpoint(
     checkpoint: Path,
     place: str,
     beside: Mapping[str, Path] | None = None,
@@ -78,7 +78,7 @@ def upload(
             part.complete(file.stat().st_size)
         whole: Marker = {**marker, "files": {name: file.stat().st_size for name, file in files.items()}}
         store.invalidate_cache()
-        if wrong := fault(whole, _sizes(store, root)):
+        if wrong := find_fault(whole, _sizes(store, root)):
             raise CheckpointError(f"publishing the checkpoint to {place} (checkpoint.path) failed: {wrong}")
         fence()
         _write_marker(store, root, whole)
@@ -112,7 +112,7 @@ class Survey(NamedTuple):
     """Those that an upload or a deletion has left half done: why they are not complete."""
 
 
-def survey(place: str, run: str | None = None) -> Survey:
+def survey_place(place: str, run: str | None = None) -> Survey:
     """What a place has. `run`: with a marker, only the checkpoints of the run with this number; None: all."""
     found = Survey({}, {}, {})
     with _named(f"looking for checkpoints in {place}"):
@@ -124,7 +124,7 @@ def survey(place: str, run: str | None = None) -> Survey:
             sizes = {
                 name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")
             }
-            wrong = fault(marker, sizes)
+            wrong = find_fault(marker, sizes)
             if marker is None:
                 found.interrupted[folder] = str(wrong)
             elif run is None or marker["run"] == run:
@@ -135,7 +135,7 @@ def survey(place: str, run: str | None = None) -> Survey:
     return found
 
 
-def download(place: str, name: str, marker: Marker, root: Path) -> Path:
+def download_checkpoint(place: str, name: str, marker: Marker, root: Path) -> Path:
     """Copy a published checkpoint into a root folder, marker last, without files in its subfolders.
 
     Raises CheckpointError if the place can't be read, DamagedCheckpointError if the size or the checksum of a file
@@ -151,9 +151,9 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
         store, where = _open(place)
         for file in got["files"]:
             store.get_file(f"{where}/{name}/{file}", str(partial / file))
-    if wrong := fault(got, {file: (partial / file).stat().st_size for file in got["files"]}):
+    if wrong := find_fault(got, {file: (partial / file).stat().st_size for file in got["files"]}):
         raise DamagedCheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
-    if wrong := damage(partial, marker):
+    if wrong := find_damage(partial, marker):
         raise DamagedCheckpointError(f"checkpoint {place}/{name}: {wrong}")
     sync_all(partial)
     partial.rename(target)
@@ -162,7 +162,7 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
     return target
 
 
-def read(place: str, name: str, file: str) -> bytes:
+def read_published(place: str, name: str, file: str) -> bytes:
     """The content of a file of a published checkpoint. Raises CheckpointError."""
     with _named(f"reading the checkpoint {place}/{name}"):
         store, root = _open(place)
@@ -183,7 +183,7 @@ def set_aside(place: str, name: str) -> str:
     return aside
 
 
-def damaged(place: str) -> list[str]:
+def damaged_checkpoints(place: str) -> list[str]:
     """Names of the checkpoints in a place that were set aside."""
     with _named(f"looking for checkpoints in {place}"):
         store, root = _open(place)
@@ -192,7 +192,7 @@ def damaged(place: str) -> list[str]:
     return sorted(name for name in tops if name.startswith(DAMAGED))
 
 
-def prune(place: str, last: int, best: int, run: str = "") -> None:
+def prune_published(place: str, last: int, best: int, run: str = "") -> None:
     """Delete a run's complete checkpoints in a place that are not kept, each marker first, and incomplete ones from
     before the newest.
 
@@ -200,12 +200,12 @@ def prune(place: str, last: int, best: int, run: str = "") -> None:
     call also aborts interrupted uploads to S3. Checkpoints of other runs are neither deleted nor counted. Raises
     CheckpointError.
     """
-    markers, _, interrupted = survey(place, run)
+    markers, _, interrupted = survey_place(place, run)
     newest = max(markers, key=lambda name: markers[name]["step"], default="")
     half = {name for name in interrupted if name < newest}
     with _named(f"deleting old checkpoints in {place}"):
         store, root = _open(place)
-        for name in sorted(set(markers) - kept(markers, last, best) | half):
+        for name in sorted(set(markers) - checkpoints_to_keep(markers, last, best) | half):
             if store.exists(f"{root}/{name}/{MARKER}"):
                 store.rm_file(f"{root}/{name}/{MARKER}")
             store.rm(f"{root}/{name}", recursive=True)
@@ -236,7 +236,7 @@ def _open(place: str) -> tuple[Any, str]:
 
 
 def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
-    return parse(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
+    return parse_marker(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
 
 
 def _write_marker(store: Any, folder: str, marker: Marker) -> None:  # noqa: ANN401

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.config import Config, Queue
 from engine.errors import BadInput
-from engine.run.process import python
+from engine.run.process import python_command
 
 TRAINER_RANK = "engine.trainer.rank"
 """The module of a trainer rank."""
@@ -24,12 +24,14 @@ LOOPBACKS = ("lo", "lo0")
 def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
     """Command line of the launcher. `config`: a resolved config file."""
     arguments = ["--config", str(config), *(["--resume"] if resume else [])]
-    return python("engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else []))
+    return python_command(
+        "engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else [])
+    )
 
 
 def service_command(config: Path) -> list[str]:
     """Command line of the service. `config`: a resolved config file."""
-    return python("engine.launcher.serve", "--config", str(config))
+    return python_command("engine.launcher.serve", "--config", str(config))
 
 
 def rank_arguments(
@@ -48,7 +50,7 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
     if there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
-    return python("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
+    return python_command("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
@@ -87,7 +89,7 @@ def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list
     ranks = config.stages[stage].ranks
     arguments = ["--folder", str(folder.resolve()), "--plane", plane, "--stage", stage]
     arguments += ["--threads", str(config.scorer_threads)]
-    return python("engine.ranks.agent", "--ranks", str(ranks), "--module", SCORER_RANK, "--", *arguments)
+    return python_command("engine.ranks.agent", "--ranks", str(ranks), "--module", SCORER_RANK, "--", *arguments)
 
 
 def scorer_environment(config: Config, stage: str) -> dict[str, str]:
@@ -113,13 +115,13 @@ def _loopback() -> str:
 
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
     """Command line that runs trainer ranks on another node, which shares the run folder."""
-    return python("engine.ranks.nodes", str(folder), "--wait", str(wait_s))
+    return python_command("engine.ranks.nodes", str(folder), "--wait", str(wait_s))
 
 
 def verifier_command(connection: int, lifeline: int, memory: int, processes: int, spec: str) -> list[str]:
     """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its limit
     of memory in bytes and that of processes that it starts (0: none), and `reward.function`."""
-    return python("engine.verifier.worker", *map(str, (connection, lifeline, memory, processes)), spec)
+    return python_command("engine.verifier.worker", *map(str, (connection, lifeline, memory, processes)), spec)
 
 
 def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
@@ -127,12 +129,12 @@ def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
     folder, in which a Ray of its own keeps its files, too. `name`: its namespace in Ray."""
     arguments = ["--units", str(queue.units), "--name", name, "--addresses", str(folder / "addresses")]
     arguments += ["--address", queue.address] if queue.address else ["--folder", str(folder / "ray")]
-    return python("engine.store.transferqueue", *arguments)
+    return python_command("engine.store.transferqueue", *arguments)
 
 
 def conversion_command(model: str) -> list[str]:
     """Command line that checks the conversion of a model folder."""
-    return python("engine.tools.conversion", model)
+    return python_command("engine.tools.conversion", model)
 
 
 def instance_command(
@@ -151,9 +153,9 @@ def instance_command(
 
 
 def _vllm(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
-    from engine.run.vllm_command import command
+    from engine.run.vllm_command import instance_command_line
 
-    return command(config=config, model=model, name=name, number=number, port_file=port_file)
+    return instance_command_line(config=config, model=model, name=name, number=number, port_file=port_file)
 
 
 def _embedded(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
@@ -169,4 +171,4 @@ def _embedded(config: Config, model: Path, name: str, number: int, port_file: Pa
     }
     if cores:
         arguments["--cores"] = ",".join(map(str, cores))
-    return python("engine.instance.embedded", *(part for pair in arguments.items() for part in pair)), {}
+    return python_command("engine.instance.embedded", *(part for pair in arguments.items() for part in pair)), {}

@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
@@ -93,7 +93,7 @@ class RunFolder:
         self.failure.unlink(missing_ok=True)
         write_atomically(self._reserve, "." * RESERVE)
         self.heartbeat.touch()
-        dump(config, self.config)
+        dump_config(config, self.config)
 
     def read_config(self) -> Config:
         """The resolved config of the run. Raises BadInput if it can't be read, also where only its end is missing."""
@@ -103,7 +103,7 @@ class RunFolder:
                 f"{self.config}: the file is damaged, its end is missing; put the run's config there (MLflow has it as "
                 "an artifact), or delete the file and resume with the recipe and the settings of the run's start"
             )
-        return load(self.config)
+        return load_config(self.config)
 
     def cut(self, step: int) -> None:
         """Remove everything about steps from `step` on, because these steps are done again."""
@@ -204,6 +204,6 @@ def _from_here(config: Config) -> str:
     return f", from this run's policy if you like: --set model.path={policy}" if policy.exists() else ""
 
 
-def dump(config: Config, path: Path) -> None:
-    """Write the resolved config as TOML, atomically. `load(path)` gives an equal config."""
+def dump_config(config: Config, path: Path) -> None:
+    """Write the resolved config as TOML, atomically. `load_config(path)` gives an equal config."""
     write_atomically(path, tomli_w.dumps(config.model_dump(mode="json")))

@@ -13,12 +13,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from engine.run.process import python, watch_lifeline
+from engine.run.process import python_command, watch_lifeline
 
 
-def guarded(arguments: Sequence[str]) -> list[str]:
+def guarded_command(arguments: Sequence[str]) -> list[str]:
     """Command line that runs `arguments` under a guard."""
-    return python("engine.run.guard", *arguments)
+    return python_command("engine.run.guard", *arguments)
 
 
 def main() -> int:

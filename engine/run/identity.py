@@ -16,8 +16,8 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.checkpoint_files import Marker, latest, read_marker
-from engine.run.checkpoint_store import place_of, survey
+from engine.run.checkpoint_files import Marker, latest_checkpoint, read_marker
+from engine.run.checkpoint_store import place_of, survey_place
 from engine.run.files import write_atomically
 
 FILE = "run_id"
@@ -25,8 +25,8 @@ NUMBER = re.compile("0[0-9a-f]{11}7[0-9a-f]{19}")
 """The form of a number; the first twelve digits are the time, until the year 2527."""
 
 
-def identity(folder: Path) -> str:
-    """The number of the run in a folder, written by `claim`; "" if no run has begun there.
+def read_run_id(folder: Path) -> str:
+    """The number of the run in a folder, written by `claim_run_id`; "" if no run has begun there.
 
     Raises BadInput for a file with anything else: without its number the run can't know its own checkpoints.
     """
@@ -42,7 +42,7 @@ def identity(folder: Path) -> str:
     return number
 
 
-def claim(folder: Path, config: Config, resume: bool) -> None:
+def claim_run_id(folder: Path, config: Config, resume: bool) -> None:
     """Give the run in a folder its number, if it has none yet. Call it before the run trains, with the folder's lock
     held.
 
@@ -61,13 +61,14 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
 
 
 def known_number(config: Config) -> str:
-    """The number of a run that is resumed, before `claim` writes it into a folder that was lost; "" if it has none."""
-    number = identity(config.folder)
+    """The number of a run that is resumed, before `claim_run_id` writes it into a folder that was lost; "" if it has
+    none."""
+    number = read_run_id(config.folder)
     newest = None if number else _newest_marker(config.folder, config)
     return number if newest is None else newest["run"]
 
 
-def began(number: str) -> datetime | None:
+def run_began(number: str) -> datetime | None:
     """When the run with this number began, in UTC; None without a number."""
     return datetime.fromtimestamp(int(number[:12], 16) / 1000, UTC) if number else None
 
@@ -75,7 +76,7 @@ def began(number: str) -> datetime | None:
 def check_unclaimed(config: Config) -> None:
     """Raise BadInput if another run has checkpoints where this new run would publish, and CheckpointError if the place
     cannot be read."""
-    if there := published(config):
+    if there := published_checkpoints(config):
         raise BadInput(
             f"{place_of(config)} (checkpoint.path and run.name) has checkpoints of another run: "
             f"{', '.join(sorted(there))}; give another --set run.name=NAME or checkpoint.path, delete them there, "
@@ -83,9 +84,9 @@ def check_unclaimed(config: Config) -> None:
         )
 
 
-def published(config: Config) -> dict[str, Marker]:
+def published_checkpoints(config: Config) -> dict[str, Marker]:
     """The complete checkpoints, of any run, at the place where this run publishes; none without `checkpoint.path`."""
-    return survey(place_of(config)).complete if config.checkpoint.path else {}
+    return survey_place(place_of(config)).complete if config.checkpoint.path else {}
 
 
 def _new_number() -> str:
@@ -95,10 +96,10 @@ def _new_number() -> str:
 
 def _newest_marker(folder: Path, config: Config) -> Marker | None:
     """That of the newest complete checkpoint in the folder, or else in `checkpoint.path`; None if there is none."""
-    there = published(config) if (own := _own_marker(folder)) is None else {}
+    there = published_checkpoints(config) if (own := _own_marker(folder)) is None else {}
     return max(there.values(), key=lambda marker: int(marker["step"])) if there else own
 
 
 def _own_marker(folder: Path) -> Marker | None:
-    newest = latest(folder / "checkpoints")
+    newest = latest_checkpoint(folder / "checkpoints")
     return read_marker(newest) if newest is not None else None

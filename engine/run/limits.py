@@ -63,12 +63,12 @@ class Limit:
         return _readable(amount) if self.unit == "bytes" else f"{amount:,.0f}"
 
 
-def limits(config: Config, parameters: int) -> Iterator[Limit]:
+def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
     """The limits of this machine. `parameters`: of the policy; 0 where they are not known."""
     yield _open_files_limit(config)
     yield Limit(
         what="processes and threads",
-        need=threads(config),
+        need=count_threads(config),
         has=_process_limit(),
         unit="threads",
         formula="those of ranks, instances and verifiers on this node",
@@ -84,7 +84,7 @@ def limits(config: Config, parameters: int) -> Iterator[Limit]:
             remedy="give the container more (--shm-size)",
         )
     if parameters:
-        count, each = checkpoints(config, parameters)
+        count, each = checkpoints_to_come(config, parameters)
         place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
         yield Limit(
             what=f"disk space at {config.run.output} (run.output)",
@@ -98,7 +98,7 @@ def limits(config: Config, parameters: int) -> Iterator[Limit]:
 
 def check_limits(config: Config, parameters: int) -> None:
     """Raise BadInput for the first limit that is too low."""
-    for limit in limits(config, parameters):
+    for limit in machine_limits(config, parameters):
         _check(limit)
 
 
@@ -132,7 +132,7 @@ def open_files(config: Config, instances: int = 0) -> int:
     return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
 
 
-def threads(config: Config) -> int:
+def count_threads(config: Config) -> int:
     """Processes and threads of the run on the launcher's node."""
     ranks = config.parallel.ranks_per_node * (config.trainer_threads + OWN_THREADS)
     scorers = config.scorer_ranks * (config.scorer_threads + OWN_THREADS)
@@ -150,7 +150,7 @@ def shared_memory(config: Config) -> int:
     return RANK_SHARED * (ranks + split)
 
 
-def checkpoints(config: Config, parameters: int) -> tuple[int, float]:
+def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
     """How many checkpoints still have to find room in the run folder, and the bytes of one.
 
     One has the weights and Adam's two moments in fp32, and the old policy in the training's dtype.

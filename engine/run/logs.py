@@ -15,7 +15,7 @@ EVERY_S = 30.0
 """Seconds between two looks at the sizes of the logs."""
 
 
-def rotate(folder: Path) -> None:
+def rotate_logs(folder: Path) -> None:
     """Put aside the logs in a folder that have grown too large.
 
     Their processes hold them open and append to them. So a log is copied and cut, not renamed; lines that are written
@@ -29,11 +29,11 @@ def rotate(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def kept_small(folder: Path) -> AsyncIterator[None]:
-    """`rotate` the logs in a folder now and then within the block."""
+    """`rotate_logs` the logs in a folder now and then within the block."""
 
     async def keep() -> None:
         while True:
-            await asyncio.to_thread(rotate, folder)
+            await asyncio.to_thread(rotate_logs, folder)
             await asyncio.sleep(EVERY_S)
 
     keeping = asyncio.create_task(keep())

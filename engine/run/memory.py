@@ -45,7 +45,7 @@ STATES = ("weights", "gradients", "optimizer", "frozen", "last gradient")
 """Names of the terms that are held between two steps."""
 
 
-def readable(amount: float) -> str:
+def readable_bytes(amount: float) -> str:
     """An amount of bytes as text, in GiB, or in MiB if it is small."""
     return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / 2**20:.1f} MiB"
 
@@ -84,8 +84,8 @@ class Need:
 
     def summed(self) -> str:
         """The sum, written out in GiB."""
-        parts = " + ".join(f"{term.name} {readable(term.bytes)}" for term in self.terms)
-        return f"{parts} = {readable(self.total)}, and it has {readable(self.available)}"
+        parts = " + ".join(f"{term.name} {readable_bytes(term.bytes)}" for term in self.terms)
+        return f"{parts} = {readable_bytes(self.total)}, and it has {readable_bytes(self.available)}"
 
 
 def trainer_need(shape: ModelShape, config: Config) -> Need:
@@ -153,13 +153,13 @@ def row_tokens(config: Config) -> int:
 def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     """The terms of a working step: activations of the micro-batches in flight, the peak in addition to them, and the
     buckets of the weight sync."""
-    yield activations(shape, config, stage)
+    yield activation_term(shape, config, stage)
     yield from _peak(shape, config, stage)
     if config.weights.transport in ("nccl", "hccl"):
         yield Term("sync buckets", BUCKETS * config.weights.bucket_mb * 2**20, f"{BUCKETS} × weights.bucket_mb")
 
 
-def activations(shape: ModelShape, config: Config, stage: int) -> Term:
+def activation_term(shape: ModelShape, config: Config, stage: int) -> Term:
     """Activations kept from forward to backward. With 1F1B, stage s of p keeps p − s micro-batches (Narayanan et al.,
     arXiv:2104.04473)."""
     parallel = config.parallel

@@ -48,7 +48,7 @@ def hold_lifeline() -> str:
     global _held
     with _lock:
         if _held is None:
-            sweep(Path(SHARED_MEMORY or tempfile.gettempdir()))
+            sweep_folders(Path(SHARED_MEMORY or tempfile.gettempdir()))
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
             path = os.path.join(folder, "lifeline")
             os.mkfifo(path, 0o600)
@@ -57,7 +57,7 @@ def hold_lifeline() -> str:
         return _held[1]
 
 
-def sweep(place: Path) -> None:
+def sweep_folders(place: Path) -> None:
     """Remove folders that killed processes have left there. Each launcher's may have the size of a model in memory."""
     for pipe in place.glob(f"{PREFIX}*/lifeline"):
         try:
@@ -240,12 +240,12 @@ def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
         raise DeadlineError("; ".join(errors))
 
 
-def python(module: str, *arguments: str) -> list[str]:
+def python_command(module: str, *arguments: str) -> list[str]:
     """Command line that runs a module with this interpreter."""
     return [sys.executable, "-m", module, *arguments]
 
 
-def bind(cores: Sequence[int]) -> None:
+def bind_cores(cores: Sequence[int]) -> None:
     """Bind this process and its later threads to CPU cores. Does nothing for an empty list, or if the system has no
     such call."""
     if cores and hasattr(os, "sched_setaffinity"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import Config
-from engine.config.recipe import find, load
+from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
 from engine.model.shape import from_hub, read_shape
 from engine.run.folder import RunFolder
@@ -15,7 +15,7 @@ CONTEXT = 4096
 """Most tokens of prompt and response together, where no recipe says it: more would take memory that few need."""
 
 
-def served(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, str]:
+def served_config(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the config of the instance, and the model's name for its clients.
 
     `model`: a run folder, whose recipe counts too, or a Hugging Face folder. `recipe` ("": none) and `overrides` count
@@ -23,9 +23,9 @@ def served(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, s
     """
     folder, run = model_folder(model)
     if run is not None:
-        config = load(recipe or run.config, _with_room(overrides))
+        config = load_config(recipe or run.config, _with_room(overrides))
     else:
-        config = load(recipe, _with_room(overrides)) if recipe else _of_model(folder, overrides)
+        config = load_config(recipe, _with_room(overrides)) if recipe else _of_model(folder, overrides)
     read_shape(folder)
     path = config.model.model_copy(update={"path": str(folder.resolve())})
     return config.model_copy(update={"model": path}), (folder if run is None else run.path).resolve().name
@@ -36,7 +36,7 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
 
     `model`: a run folder, or a Hugging Face folder. Raises BadInput for another one.
     """
-    place = find(model)
+    place = find_file(model)
     run = RunFolder(place.parent if place.name == "policy" and (place.parent / "config.toml").is_file() else place)
     if run.config.is_file():
         if not run.policy.is_dir():
@@ -64,4 +64,4 @@ def _with_room(overrides: Sequence[str]) -> list[str]:
 def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
     """The defaults, with as much context as the model was made for, up to CONTEXT."""
     context = min(CONTEXT, read_shape(folder).context)
-    return load(None, _with_room([f"rollout.max_context={context}", *overrides]))
+    return load_config(None, _with_room([f"rollout.max_context={context}", *overrides]))

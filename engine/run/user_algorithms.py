@@ -14,7 +14,7 @@ from engine.algorithm.alignment import CONTROLS, Control, Step
 from engine.algorithm.batch_statistics import BatchTokens
 from engine.algorithm.losses import LOSSES, Coefficients, Loss, PolicyLoss, Terms
 from engine.errors import BadInput
-from engine.run.user_code import UserCode, describe, load_function
+from engine.run.user_code import UserCode, describe_error, load_function
 
 
 @cache
@@ -68,7 +68,7 @@ def control_of(spec: str) -> Control:
     function, file = load_function("algorithm.gradient_control", spec, _names(CONTROLS), "(step)")
     with UserCode() as attempt:
         for count, cosine in enumerate((0.0, 0.02, -0.2, 0.9, -1.0)):
-            decided(function, Step(cosine, [0.1] * count, 0.05, 0.3))
+            call_control(function, Step(cosine, [0.1] * count, 0.05, 0.3))
     _check("algorithm.gradient_control", spec, file, attempt)
     return function
 
@@ -81,7 +81,7 @@ def try_algorithms(advantage: str, loss: str, control: str) -> None:
         control_of(control)
 
 
-def decided(decide: Control, step: Step) -> float | None:
+def call_control(decide: Control, step: Step) -> float | None:
     """The decision of a gradient control. Raises ValueError unless it is None or a finite number."""
     found = decide(step)
     if found is None:
@@ -133,4 +133,4 @@ def _names(known: Iterable[str]) -> str:
 
 def _check(key: str, spec: str, file: str, attempt: UserCode) -> None:
     if attempt.error is not None:
-        raise BadInput(f'{key} = "{spec}": it failed when it was tried: {describe(attempt.error, file)}')
+        raise BadInput(f'{key} = "{spec}": it failed when it was tried: {describe_error(attempt.error, file)}')

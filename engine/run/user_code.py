@@ -34,7 +34,7 @@ class UserCode:
 
 
 def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[Callable[..., Any], str]:
-    """The function that `key = "spec"` names, and its file. The path of a file is looked up as in `recipe.find`.
+    """The function that `key = "spec"` names, and its file. The path of a file is looked up as in `recipe.find_file`.
 
     Raises BadInput naming key, spec, file and the original error. For messages, `expected` has the other values of the
     key, and `signature` the arguments of the function.
@@ -54,7 +54,7 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
     return function, str(module.__file__)
 
 
-def describe(error: BaseException, file: str = "") -> str:
+def describe_error(error: BaseException, file: str = "") -> str:
     """One line with the error's type and message, and the innermost line of `file` in its traceback (else of any file
     that is not Metronome's)."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -67,9 +67,9 @@ def describe(error: BaseException, file: str = "") -> str:
 
 def _load_file(where: str, place: str) -> ModuleType:
     # imported here: Pydantic takes a third of a second, at every start of a worker
-    from engine.config.recipe import find
+    from engine.config.recipe import find_file
 
-    path = find(place)
+    path = find_file(place)
     if not path.is_file():
         raise BadInput(f"{where}: no such file: {path}")
     file = path.resolve()
@@ -82,7 +82,7 @@ def _load_file(where: str, place: str) -> ModuleType:
     with UserCode() as attempt:
         found.loader.exec_module(module)
     if attempt.error is not None:
-        raise BadInput(f"{where}: {file} can't be loaded: {describe(attempt.error, str(file))}")
+        raise BadInput(f"{where}: {file} can't be loaded: {describe_error(attempt.error, str(file))}")
     return module
 
 
@@ -91,6 +91,6 @@ def _load_module(where: str, name: str) -> ModuleType:
     with UserCode() as attempt:
         module = importlib.import_module(name)
     if module is None:
-        reason = describe(attempt.error) if attempt.error is not None else "it imported nothing"
+        reason = describe_error(attempt.error) if attempt.error is not None else "it imported nothing"
         raise BadInput(f"{where}: module {name} can't be imported: {reason}")
     return module

@@ -30,14 +30,16 @@ CPU_CACHE_GIB = 16
 """Largest size of the key-value cache on a CPU. If the responses need more, they take turns."""
 
 
-def command(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
+def instance_command_line(
+    config: Config, model: Path, name: str, number: int, port_file: Path
+) -> tuple[list[str], dict[str, str]]:
     """Command line and extra environment of instance `number` (0 …). It writes {"host", "port", "pid"} to `port_file`.
 
     Raises BadInput if there is no environment with vLLM (the message says how to get one), or if there are too few
     devices.
     """
     rollout = config.rollout
-    python = interpreter()
+    python = vllm_interpreter()
     device = device_of(python, config.platform.device)
     mine = config.instance_cores(number)
     if device != "cpu" and mine and len(mine) != rollout.tensor:
@@ -76,7 +78,7 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
     return [python, "-m", "engine.instance.vllm", *arguments], environment
 
 
-def interpreter() -> str:
+def vllm_interpreter() -> str:
     """The interpreter of the environment with vLLM. Raises BadInput if there is none, or if `make vllm` built it from a
     list of packages that has changed since."""
     if given := os.environ.get(PYTHON):

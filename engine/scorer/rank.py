@@ -17,9 +17,9 @@ from engine import platform
 from engine.client.connection import Connection
 from engine.config import Config
 from engine.config.placing import scorer_devices
-from engine.config.recipe import load
-from engine.ranks.rank_process import connect, open_session, own_share, run_rank, run_recorded
-from engine.run.process import bind, watch_lifeline
+from engine.config.recipe import load_config
+from engine.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
+from engine.run.process import bind_cores, watch_lifeline
 from engine.run.trace import Trace
 from engine.wire.columns import REFERENCE
 
@@ -33,14 +33,14 @@ def main() -> int:
 def _main() -> int:
     watch_lifeline()
     arguments = _arguments()
-    config = load(arguments.folder / "config.toml")
+    config = load_config(arguments.folder / "config.toml")
     stage = config.stages[arguments.stage]
-    if platform.get(config.platform.device).name == "cpu":
-        bind(own_share(stage.devices, stage.ranks))
+    if platform.get_platform(config.platform.device).name == "cpu":
+        bind_cores(own_share(stage.devices, stage.ranks))
     else:  # by LOCAL_RANK a rank finds its accelerator
         os.environ["LOCAL_RANK"] = str(scorer_devices(config)[int(os.environ["LOCAL_RANK"])])
     torch.set_num_threads(arguments.threads)
-    plane = connect(config, arguments.plane, _name(arguments.stage))
+    plane = connect_rank(config, arguments.plane, _name(arguments.stage))
     return run_rank(
         folder=arguments.folder,
         plane=plane,
@@ -70,7 +70,7 @@ def _score(config: Config, arguments: argparse.Namespace, plane: Connection) -> 
 
     scorer = Scorer(
         config=config,
-        platform=platform.get(config.platform.device),
+        platform=platform.get_platform(config.platform.device),
         ranks=RankGroup(timeout_s=config.transfer_timeout_s),
         model=Path(config.model.path),
         stage=arguments.stage,

@@ -17,9 +17,9 @@ from torch import Tensor
 from engine.client.connection import Connection
 from engine.config import Config
 from engine.errors import ServiceConflict
-from engine.model.tri_model import score, whole_row
+from engine.model.tri_model import score_layouts, whole_row
 from engine.platform import Platform
-from engine.ranks.models import computation, open_frozen, packing_of
+from engine.ranks.models import make_computation, open_frozen, packing_of
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.types import Group
@@ -40,7 +40,7 @@ class Scorer:
     ) -> None:
         """Built by every rank at once, inside a session of the stage's layout. `model`: a Hugging Face folder with the
         trainer's vocabulary."""
-        how = computation(config, platform, config.stage_layout(stage))
+        how = make_computation(config, platform, config.stage_layout(stage))
         self.stage = stage
         self.column = column
         self._columns = (PROMPT, RESPONSES, *([ROUTES] if config.algorithm.routing_replay else []))
@@ -99,7 +99,7 @@ class Scorer:
         {} on all but the last pipeline stage. A collective of the unit.
         """
         rows = self._packing.rows(groups)
-        found = score(self._model, [row.layout for row in rows], self._temperature, self._shape.vocabulary)
+        found = score_layouts(self._model, [row.layout for row in rows], self._temperature, self._shape.vocabulary)
         pieces: dict[tuple[int, int], Tensor] = {}
         for row, scores in zip(rows, found, strict=True):
             if scores is not None:

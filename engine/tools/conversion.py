@@ -17,9 +17,9 @@ from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import ModelShape, content_hash, read_shape
-from engine.platform import get, single
+from engine.platform import get_platform, single_session
 from engine.run.process import watch_lifeline
-from engine.tools.conversion_progress import counted, say_part
+from engine.tools.conversion_progress import count_reads, say_part
 from engine.wire.weights.hf_folder import Reader, open_folder
 
 TOLERANCE = 1e-4
@@ -30,7 +30,7 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a check. (If a tolerance is exceeded, `check` raises instead.)"""
+    """The result of a check. (If a tolerance is exceeded, `check_conversion` raises instead.)"""
 
     architecture: str
     parameters: int
@@ -43,12 +43,12 @@ class ConversionReport:
     """Peak memory of the process during both conversions, including libraries and weights."""
 
 
-def check(folder: Path) -> ConversionReport:
+def check_conversion(folder: Path) -> ConversionReport:
     """Build the Megatron model of the folder and compare. Raises BadInput (folder) or MetronomeError (conversion)."""
     shape = read_shape(folder)
     model = _convert(folder, shape)
     _check_round_trip(model, folder, shape)
-    peak = get("cpu").peak_bytes()
+    peak = get_platform("cpu").peak_bytes()
     sizes = [parameter.numel() for parameter in model.parameters()]
     ids = torch.randint(shape.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     say_part(3, "logits of Megatron")
@@ -71,22 +71,22 @@ def check(folder: Path) -> ConversionReport:
 
 def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
     from engine.model.build import build_model
-    from engine.model.hf_weights import load
+    from engine.model.hf_weights import load_weights
 
     model = build_model(shape)
     with open_folder(folder) as files:
-        load(model, counted(files.read, 1, "into Megatron's layout", len(files.names)), shape)
+        load_weights(model, count_reads(files.read, 1, "into Megatron's layout", len(files.names)), shape)
     return model
 
 
 def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
     """Check that the model converts back to the tensors of the folder, bit for bit, and to no others."""
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     with open_folder(folder) as files:
         left = set(files.names)
-        read = counted(files.read, 2, "and back, bit for bit", len(left))
-        for name, tensor in export(dict(model.named_parameters()), model, shape):
+        read = count_reads(files.read, 2, "and back, bit for bit", len(left))
+        for name, tensor in export_weights(dict(model.named_parameters()), model, shape):
             if not torch.equal(tensor, read(name).float()):
                 raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back unchanged")
             left.remove(name)
@@ -106,11 +106,11 @@ def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:
 
 
 def _ours(model: torch.nn.Module, ids: list[int]) -> Tensor:
-    from engine.model.build import logits
-    from engine.model.layout import layout
+    from engine.model.build import compute_logits
+    from engine.model.layout import make_layout
 
     with torch.no_grad():
-        return logits(model, layout([(ids[:1], [ids[1:]])]))
+        return compute_logits(model, make_layout([(ids[:1], [ids[1:]])]))
 
 
 def _theirs(folder: Path, ids: list[int]) -> Tensor:
@@ -126,8 +126,8 @@ def main() -> int:
     stderr."""
     watch_lifeline()
     try:
-        with single(get("cpu")):
-            print(json.dumps(asdict(check(Path(sys.argv[1])))))
+        with single_session(get_platform("cpu")):
+            print(json.dumps(asdict(check_conversion(Path(sys.argv[1])))))
     except MetronomeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1

@@ -19,7 +19,7 @@ def say_part(number: int, what: str) -> None:
     print(f"{PROGRESS}part {number} of 4: {what}", flush=True)
 
 
-def counted(read: Callable[[str], T], number: int, what: str, total: int) -> Callable[[str], T]:
+def count_reads(read: Callable[[str], T], number: int, what: str, total: int) -> Callable[[str], T]:
     """The function that reads a tensor by its name, which then also prints how many were read."""
     say_part(number, what)
     done = 0

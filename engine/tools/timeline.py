@@ -48,18 +48,18 @@ KINDS = {
 """What a bar shows, by its name."""
 
 
-def lane(name: str) -> str:
+def lane_text(name: str) -> str:
     """What the lane shows."""
     if name.startswith("trainer-") and name.endswith(" bubble"):
         return LANES["trainer-*bubble"]
     return next((text for start, text in LANES.items() if name.startswith(start)), LANES["instance-"])
 
 
-def legend(lanes: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
+def legend_entries(lanes: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
     """(name, meaning) of the lanes and then of the bars of a page. Lanes that show the same share one entry."""
     shared: dict[str, list[str]] = {}
     for name in lanes:
-        shared.setdefault(lane(name), []).append(name)
+        shared.setdefault(lane_text(name), []).append(name)
     named = [(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}", text) for text, names in shared.items()]
     return [*named, *((kind, KINDS[kind]) for kind in kinds if kind in KINDS)]
 
@@ -93,7 +93,7 @@ MOST_STEPS = 2**20
 """Steps of the longest run for which bars are merged further; then only lanes and names are left."""
 
 
-def draw(run_folder: Path) -> Path:
+def draw_timeline(run_folder: Path) -> Path:
     """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page.
 
     The trace is read as a stream: a long run has gigabytes of it. With more than `MOST_SPANS` spans, steps outside the
@@ -181,7 +181,7 @@ class _Merged:
                 self.add(each)
 
 
-def overlapped(spans: Sequence[Span]) -> dict[int, bool]:
+def overlapped_steps(spans: Sequence[Span]) -> dict[int, bool]:
     """For each step, whether its first train span starts before its last rollout ends.
 
     Rollouts outside the time of the step (first sync … update) belong to an evaluation and do not count.
@@ -240,7 +240,7 @@ def rows_of(spans: Sequence[Span]) -> list[int]:
 def _content(
     name: str, spans: Sequence[Span], overlaps: Mapping[int, bool], sizes: Mapping[int, int]
 ) -> dict[str, Any]:
-    """The data for the page's script, with times in seconds from the first span. `overlaps`: as of `overlapped`;
+    """The data for the page's script, with times in seconds from the first span. `overlaps`: as of `overlapped_steps`;
     `sizes`: pool_size of finished steps."""
     zero = min((span["start"] for span in spans), default=0.0)
     end = max((span["end"] for span in spans), default=1.0) - zero
@@ -251,7 +251,7 @@ def _content(
         "title": f"{name}: timeline",
         "summary": _summary(overlaps),
         "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in kinds],
-        "legend": legend((lane for lane, _ in lanes), kinds),
+        "legend": legend_entries((lane for lane, _ in lanes), kinds),
         "lanes": lanes,
         "spans": bars,
         "steps": [(step, start, sizes.get(step)) for step, start in starts],

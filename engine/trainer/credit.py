@@ -11,12 +11,12 @@ from torch import Tensor
 from engine.algorithm.advantages import ADVANTAGES, Advantage
 from engine.algorithm.batch_statistics import BatchLossSettings
 from engine.algorithm.losses import Coefficients
-from engine.algorithm.shaping import are_equal, overlong
+from engine.algorithm.shaping import are_equal, soft_overlong_penalty
 from engine.config import Config
 from engine.errors import BadInput
 from engine.ranks.packing import tensor_of
 from engine.run.user_algorithms import advantage_of, loss_of
-from engine.run.user_code import UserCode, describe
+from engine.run.user_code import UserCode, describe_error
 from engine.types import BatchScores, Group
 
 
@@ -52,7 +52,7 @@ class Credit:
     def _shaped(self, values: Tensor, lengths: Tensor) -> Tensor:
         if not self.overlong_buffer:
             return values
-        return values + self.overlong_penalty * overlong(lengths, self.longest, self.overlong_buffer)
+        return values + self.overlong_penalty * soft_overlong_penalty(lengths, self.longest, self.overlong_buffer)
 
     def advantages(self, group: Group) -> Tensor:
         """Return [G] fp32 advantages, from the group's scores, or from the whole batch's where the group carries these.
@@ -88,7 +88,7 @@ class Credit:
         assert attempt.error is not None
         raise BadInput(
             f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
-            f"rewards {rewards.tolist()}: {describe(attempt.error)}"
+            f"rewards {rewards.tolist()}: {describe_error(attempt.error)}"
         )
 
     def unequal(self, group: Group) -> bool:

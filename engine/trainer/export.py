@@ -12,14 +12,14 @@ import torch
 from engine.model.tri_model import TriModel
 from engine.ranks.rank_group import RankGroup
 from engine.run.files import sync_all, sync_folder
-from engine.wire.weights.hf_folder import join, write_sharded
+from engine.wire.weights.hf_folder import join_folders, write_sharded
 
 KEPT = frozenset({"", ".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".bpe", ".spm", ".vocab"})
 """Suffixes of a model's configuration, tokenizer and texts. What else lies in a folder may be its weights in some
 format, which a loader could prefer to the policy's."""
 
 
-def export(
+def export_policy(
     models: TriModel, ranks: RankGroup, base: Path, target: Path, fence: Callable[[], None] = lambda: None
 ) -> None:
     """Write the policy's weights to `target`, with the base model's configuration and tokenizer. config.json says the
@@ -43,7 +43,7 @@ def export(
                 pass  # gives its shards to the rank that writes
     ranks.barrier()
     if ranks.rank == 0:
-        join(partial, sorted(partial.glob("stage-*")))
+        join_folders(partial, sorted(partial.glob("stage-*")))
         sync_all(partial)
         fence()
         shutil.rmtree(target, ignore_errors=True)

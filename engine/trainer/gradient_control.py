@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.algorithm.alignment import Step
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
-from engine.run.user_algorithms import control_of, decided
-from engine.run.user_code import UserCode, describe
+from engine.run.user_algorithms import call_control, control_of
+from engine.run.user_code import UserCode, describe_error
 from engine.types import OptionalFigures
 
 
@@ -103,9 +103,9 @@ class GradientControl:
         """
         found: float | None = None
         with UserCode() as attempt:
-            found = decided(self._decide, step)
+            found = call_control(self._decide, step)
         if attempt.error is not None:
-            raise BadInput(f'algorithm.gradient_control = "{self._spec}": it failed: {describe(attempt.error)}')
+            raise BadInput(f'algorithm.gradient_control = "{self._spec}": it failed: {describe_error(attempt.error)}')
         return found
 
     def figures(self) -> OptionalFigures:

@@ -22,13 +22,13 @@ from torch.profiler import record_function
 from engine.algorithm.losses import Terms
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.model.build import logits
-from engine.model.flops import peak_of, training
+from engine.model.build import compute_logits
+from engine.model.flops import peak_of, training_flops
 from engine.model.logprobs import token_logprobs
 from engine.model.routing import take_counts
-from engine.model.tri_model import TriModel, score, whole_row
+from engine.model.tri_model import TriModel, score_layouts, whole_row
 from engine.platform import Platform
-from engine.ranks.models import computation, open_models, packing_of
+from engine.ranks.models import make_computation, open_models, packing_of
 from engine.ranks.packing import Packing
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
@@ -183,7 +183,7 @@ class Policy(Trainer):
         self.platform = platform
         self.ranks = ranks or RankGroup(config.parallel.lockstep)
         self.models: TriModel = open_models(config, platform)
-        self.packing = packing_of(config, computation(config, platform), self.ranks)
+        self.packing = packing_of(config, make_computation(config, platform), self.ranks)
         self.credit = Credit.of(config)
         self._packed = PackedWindows(self.packing)
         self.sums = StepSums(self.ranks, self.credit, config.train.updates)
@@ -328,7 +328,7 @@ class Policy(Trainer):
         """[T] log-probabilities of each micro-batch under the policy as it is now. A collective of the unit."""
         models = self.models
         layouts = [scored.batch.layout for scored in window]
-        return score(models.policy, layouts, models.temperature, models.shape.vocabulary)
+        return score_layouts(models.policy, layouts, models.temperature, models.shape.vocabulary)
 
     def _add_log_ratios(self, window: Sequence[Scored], found: Sequence[Tensor | None]) -> None:
         log_ratios = [
@@ -383,9 +383,9 @@ class Policy(Trainer):
         if self.ranks.feeds:
             layout = scored.batch.layout
             self.metrics.computed_tokens += layout.size
-            self.metrics.operations += training(self.models.shape, layout.segments) / layout.shards
+            self.metrics.operations += training_flops(self.models.shape, layout.segments) / layout.shards
             self.metrics.micro_batches += 1
-        return logits(model, scored.batch.layout), partial(self._loss_of, scored)
+        return compute_logits(model, scored.batch.layout), partial(self._loss_of, scored)
 
     def _loss_of(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the sum of the responses' losses, and 0 as Megatron's token count: `reduce` divides instead."""

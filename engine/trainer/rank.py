@@ -1,5 +1,5 @@
-"""One trainer rank, started by torch elastic: `python -m engine.trainer.rank --folder RUN --plane URL`. When it runs out
-of device memory, `MemoryWatch` says which term of the dry run was exceeded.
+"""One trainer rank, started by torch elastic: `python -m engine.trainer.rank --folder RUN --plane URL`. When it runs
+out of device memory, `MemoryWatch` says which term of the dry run was exceeded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from engine import platform
 from engine.client.connection import Connection
 from engine.client.ranks import HostRanks
 from engine.config import Config
-from engine.config.keys import flatten
-from engine.config.recipe import load
+from engine.config.keys import flatten_keys
+from engine.config.recipe import load_config
 from engine.errors import BadInput, DeviceMemoryError
 from engine.model.shape import content_hash, read_shape
 from engine.platform import Platform
-from engine.ranks.rank_process import connect, open_session, own_share, run_rank, run_recorded
+from engine.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.run.fence import Fence
-from engine.run.memory import LOWERED_BY, Term, readable, trainer_need
-from engine.run.process import bind, watch_lifeline
+from engine.run.memory import LOWERED_BY, Term, readable_bytes, trainer_need
+from engine.run.process import bind_cores, watch_lifeline
 from engine.run.trace import Trace
 from engine.types import StepFigures
 from engine.wire import messages
@@ -84,22 +84,22 @@ class MemoryWatch:
         expected = sum(term.bytes for term in states)
         if held > TOLERANCE * expected or self._held is None:
             when = "at the step's begin" if self._held is not None else "then"
-            return f"{readable(held)} were held {when}, where the dry run counts {self._listed(states)}"
+            return f"{readable_bytes(held)} were held {when}, where the dry run counts {self._listed(states)}"
         if most > expected + sum(term.bytes for term in working):
             return (
-                f"{readable(most)} were needed, {readable(held)} of them at the step's begin, as the dry run counts; "
-                f"for the work of a step it counts {self._listed(working)}"
+                f"{readable_bytes(most)} were needed, {readable_bytes(held)} of them at the step's begin, as the dry run "
+                f"counts; for the work of a step it counts {self._listed(working)}"
             )
         return (
-            f"{readable(most)} were needed, no more than the dry run counts: the device has less, another process uses "
-            f"it, or its memory is fragmented. It counts {self._listed((*states, *working))}"
+            f"{readable_bytes(most)} were needed, no more than the dry run counts: the device has less, another process "
+            f"uses it, or its memory is fragmented. It counts {self._listed((*states, *working))}"
         )
 
     def _listed(self, terms: Sequence[Term]) -> str:
-        values = flatten(self._config.model_dump())
+        values = flatten_keys(self._config.model_dump())
         keys = dict.fromkeys(key for term in terms for key in LOWERED_BY[term.name])
-        parts = " + ".join(f"{term.name} {readable(term.bytes)}" for term in terms)
-        total = readable(sum(term.bytes for term in terms))
+        parts = " + ".join(f"{term.name} {readable_bytes(term.bytes)}" for term in terms)
+        total = readable_bytes(sum(term.bytes for term in terms))
         settings = ", ".join(f"{key} (now {json.dumps(values[key])})" for key in keys)
         return f"{parts} = {total}. Keys that lower it: {settings}{self._softer() if RECOMPUTE in keys else ''}"
 
@@ -131,10 +131,10 @@ def main() -> int:
 def _main() -> int:
     watch_lifeline()
     arguments = _arguments()
-    config = load(arguments.folder / "config.toml")
-    bind(own_share(config.train.devices, config.parallel.ranks_per_node))
+    config = load_config(arguments.folder / "config.toml")
+    bind_cores(own_share(config.train.devices, config.parallel.ranks_per_node))
     torch.set_num_threads(arguments.threads)
-    plane = connect(config, arguments.plane, f"trainer-{os.environ['RANK']}")
+    plane = connect_rank(config, arguments.plane, f"trainer-{os.environ['RANK']}")
     return run_rank(
         folder=arguments.folder,
         plane=plane,
@@ -165,7 +165,7 @@ def _arguments() -> argparse.Namespace:
 def _train(config: Config, arguments: argparse.Namespace, plane: Connection) -> None:
     """Train, and name the reason if the device's memory does not suffice."""
     rank = f"trainer-{os.environ['RANK']}"
-    watch = MemoryWatch(config, platform.get(config.platform.device), rank, arguments.folder / "logs")
+    watch = MemoryWatch(config, platform.get_platform(config.platform.device), rank, arguments.folder / "logs")
     with watch.named_errors():
         _train_watched(config, arguments, plane, watch)
 
@@ -174,7 +174,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy."""
     from engine.ranks.rank_group import RankGroup
     from engine.trainer.checkpoint.checkpoints import Checkpoints
-    from engine.trainer.export import export
+    from engine.trainer.export import export_policy
     from engine.trainer.loop import Figures, Loop
     from engine.trainer.policy import Policy
     from engine.trainer.step_profiler import StepProfiler
@@ -183,7 +183,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     fence = Fence(arguments.folder, arguments.attempt)
     ranks = RankGroup(config.parallel.lockstep, config.transfer_timeout_s)
     trace = Trace(arguments.folder / "trace", ranks.name)
-    machine = platform.get(config.platform.device)
+    machine = platform.get_platform(config.platform.device)
     policy = Policy(config, machine, ranks, trace)
     profiler = StepProfiler(
         config.train.profile, partial(machine.profiler, arguments.folder / "profile", f"rank-{os.environ['RANK']}")
@@ -227,7 +227,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     finally:
         trace.flush()
         checkpoints.finish(config.train.timeout_s)
-    export(policy.models, ranks, base, target=arguments.folder / "policy", fence=fence.check)
+    export_policy(policy.models, ranks, base, target=arguments.folder / "policy", fence=fence.check)
 
 
 def reference_hash(config: Config, ranks: HostRanks) -> str | None:

@@ -26,7 +26,7 @@ from engine.types import Group, Landed
 from engine.wire import messages
 from engine.wire.columns import open_group, open_landed
 from engine.wire.messages import EarlyWork, EndOfStep, StillWaiting, Window
-from engine.wire.record import RecordEntry, read
+from engine.wire.record import RecordEntry, read_record
 from engine.wire.store_client import StoreFault
 
 
@@ -39,7 +39,7 @@ class Replay:
         self._weights = reward_weights
         self._mine: dict[int, list[RecordEntry]] = {}
         self._groups: dict[int, int] = {}
-        for entry in read(path):
+        for entry in read_record(path):
             self._groups[entry.step] = self._groups.get(entry.step, 0) + entry.size
             if entry.unit == unit:
                 self._mine.setdefault(entry.step, []).append(entry)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.schedule import staleness
+from engine.schedule import response_staleness
 from engine.trainer.micro_batches import trained_tokens
 from engine.types import Group, OptionalFigures, TrainingFigures
 
@@ -74,7 +74,7 @@ class StepMetrics:
         self.lengths += [len(response.token_ids) for response in group.responses]
         self.truncated += sum(response.truncated for response in group.responses)
         self.versions |= {version for response in group.responses for _, version in response.versions}
-        self.staleness += sum(staleness(group.step, response) for response in group.responses)
+        self.staleness += sum(response_staleness(group.step, response) for response in group.responses)
         self.continued += sum(len(response.versions) > 1 for response in group.responses)
         self.trained_tokens += trained_tokens(group)
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from engine.algorithm.losses import Loss
-from engine.algorithm.mismatch import mismatch
+from engine.algorithm.mismatch import mismatch_figures
 from engine.errors import MetronomeError
 from engine.ranks.rank_group import RankGroup
 from engine.trainer.credit import Credit
@@ -81,7 +81,7 @@ class StepSums:
 
     def _add_comparison(self, batch: MicroBatch, both: Tensor) -> None:
         """`both`: [2·T] log-probabilities of the trainer, then of the instances."""
-        gap, divergence = mismatch(*both.chunk(2))
+        gap, divergence = mismatch_figures(*both.chunk(2))
         self.metrics.worst_gap(gap)
         if not self._ranks.judges:
             return

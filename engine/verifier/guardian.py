@@ -32,7 +32,7 @@ LOOK_S = 0.1
 """Seconds between two looks at their number. One takes 0.1 ms, and 0.02 ms more for each thread."""
 
 
-def guard(connection: int, limit: int = 0) -> None:
+def start_guardian(connection: int, limit: int = 0) -> None:
     """Fork, and return in the worker; the guardian does not return. Elsewhere than on Linux return at once.
 
     `connection`: descriptor of the worker's alone; `limit`: most processes that the worker may have started at once, 0
@@ -90,7 +90,7 @@ def _stop() -> None:
     """Stop all descendants, so that none starts another."""
     deadline = time.monotonic() + END_S
     stopped: set[int] = set()
-    while (fresh := set(descendants(os.getpid())) - stopped) and time.monotonic() < deadline:
+    while (fresh := set(list_descendants(os.getpid())) - stopped) and time.monotonic() < deadline:
         for process in fresh:
             _send(process, signal.SIGSTOP)
         stopped |= fresh
@@ -99,7 +99,7 @@ def _stop() -> None:
 def _end() -> None:
     """End all descendants."""
     deadline = time.monotonic() + END_S
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+    while (left := list_descendants(os.getpid())) and time.monotonic() < deadline:
         for process in left:
             _send(process, signal.SIGKILL)
         _reap(0)
@@ -114,8 +114,8 @@ def _send(process: int, number: signal.Signals) -> None:
 def _count(worker: int) -> int:
     """How many processes the worker has started, roughly: one that ends meanwhile may hide others from this look.
 
-    It reads the worker's own tree and the orphans only. All of /proc, which `descendants` reads, takes long on a large
-    machine.
+    It reads the worker's own tree and the orphans only. All of /proc, which `list_descendants` reads, takes long on a
+    large machine.
     """
     found = [worker, *(child for child in _children(os.getpid()) if child != worker)]
     for process in found:
@@ -132,7 +132,7 @@ def _children(process: int) -> list[int]:
     return found
 
 
-def descendants(root: int) -> list[int]:
+def list_descendants(root: int) -> list[int]:
     """Ids of a process's children, of theirs and so on, also of those that have ended and were not waited for."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):

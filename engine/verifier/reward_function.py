@@ -26,7 +26,7 @@ class RewardFunction:
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Load "math", "exact", "file.py:function" (path as `recipe.find`) or "package.module:function".
+    """Load "math", "exact", "file.py:function" (path as `recipe.find_file`) or "package.module:function".
 
     Raises BadInput, which names spec, file and the original error.
     """

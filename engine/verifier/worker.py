@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.data.tokenizer import decoder
+from engine.data.tokenizer import make_decoder
 from engine.errors import BadInput, RewardError
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
-from engine.run.user_code import UserCode, describe
+from engine.run.user_code import UserCode, describe_error
 from engine.types import Prompt, Response, Score
-from engine.verifier.guardian import guard
+from engine.verifier.guardian import start_guardian
 from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
 from engine.wire.columns import Decode
@@ -50,7 +50,7 @@ NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: str) -> None:
     """Answer the launcher at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for a
     user's reward, `processes`: of what a reward starts; 0 for none."""
-    guard(socket_fd, processes)
+    start_guardian(socket_fd, processes)
     die_on_close(lifeline_fd)
     watch_lifeline()
     _print_to_stderr()
@@ -61,7 +61,7 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: st
             return  # the launcher has ended the run
         try:
             before = MemoryUse.now()
-            decode = decoder(message)
+            decode = make_decoder(message)
             took = MemoryUse.now().since(before) if message.json or message.model else MemoryUse(0, 0)
             limit_memory(spec, memory, took)
             reward = load_reward(spec)
@@ -122,7 +122,9 @@ def die_on_close(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def score(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> list[Score]:
+def score_group(
+    reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]
+) -> list[Score]:
     """Call the reward once and return one score for each response; `runner` runs an async reward.
 
     Raises RewardError if the reward raises, or does not return one finite number or Score for each response.
@@ -133,7 +135,7 @@ def score(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, respon
         if isinstance(result, Iterable) and not isinstance(result, NO_LISTS):
             result = list(result)
     if attempt.error is not None:
-        raise RewardError(f"raised {describe(attempt.error, reward.file)}")
+        raise RewardError(f"raised {describe_error(attempt.error, reward.file)}")
     if not isinstance(result, list):
         raise RewardError(f"returned {type(result).__name__}, expected a list of {len(responses)} scores")
     values: list[object] = result
@@ -190,7 +192,7 @@ def _shown(value: object) -> str:
 def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner, decode: Decode) -> None:
     while isinstance(message := _receive(launcher), ScoreCall):
         try:
-            scores = score(reward, runner, *verifier_messages.arguments(message, decode))
+            scores = score_group(reward, runner, *verifier_messages.score_arguments(message, decode))
         except RewardError as error:
             _send(launcher, RewardFailed(str(error)))
         else:
@@ -198,7 +200,7 @@ def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asynci
 
 
 def _send(launcher: socket.socket, message: VerifierMessage) -> None:
-    launcher.sendall(verifier_messages.frame(message))
+    launcher.sendall(verifier_messages.frame_message(message))
 
 
 def _receive(launcher: socket.socket) -> VerifierMessage | None:
@@ -207,7 +209,11 @@ def _receive(launcher: socket.socket) -> VerifierMessage | None:
     The wait has no limit, because the lifeline ends this process if the launcher dies.
     """
     head = _read_exactly(launcher, verifier_messages.LENGTH.size)
-    return verifier_messages.read(_read_exactly(launcher, *verifier_messages.LENGTH.unpack(head))) if head else None
+    return (
+        verifier_messages.read_message(_read_exactly(launcher, *verifier_messages.LENGTH.unpack(head)))
+        if head
+        else None
+    )
 
 
 def _read_exactly(launcher: socket.socket, count: int) -> bytes:

@@ -40,12 +40,12 @@ def access_token() -> str | None:
     return token or None
 
 
-def authorization(token: str | None) -> dict[str, str]:
+def authorization_headers(token: str | None) -> dict[str, str]:
     """Return the HTTP headers with which a client sends the token; empty without a token."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def authorized(header: str | bytes | None, token: str | None) -> bool:
+def is_authorized(header: str | bytes | None, token: str | None) -> bool:
     """Whether an Authorization header (None: the request has none) carries the token, compared in constant time.
 
     Without a token every request is authorized, because the server then listens on loopback only (check_address).

@@ -14,14 +14,14 @@ ADDRESS_FILE = "rollout.address"
 """File in the run folder with the host:port at which instances join (engine.launcher.server)."""
 
 
-def bracketed(host: str) -> str:
+def bracket_host(host: str) -> str:
     """Return the host as a URL writes it: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def http_url(host: str, port: int) -> str:
     """Return http://host:port."""
-    return f"http://{bracketed(host)}:{port}"
+    return f"http://{bracket_host(host)}:{port}"
 
 
 def split_address(text: str, key: str) -> tuple[str, int]:
@@ -32,7 +32,7 @@ def split_address(text: str, key: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def reachable(host: str) -> str:
+def reachable_host(host: str) -> str:
     """Return the address at which other machines reach a server that listens on `host`.
 
     For 0.0.0.0 and :: that is this machine's IPv4 address on the default route, or 127.0.0.1 without a network.
@@ -62,4 +62,4 @@ def launcher_address(text: str) -> str:
     if path.is_dir() or path.name == ADDRESS_FILE:
         text = file.read_text()
     host, port = split_address(text, "--join")
-    return f"{bracketed(host)}:{port}"
+    return f"{bracket_host(host)}:{port}"

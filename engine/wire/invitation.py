@@ -53,7 +53,9 @@ class Invitation(msgspec.Struct):
     """Tensor ranks of the layout."""
 
 
-def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], token: str, certificate: str) -> None:
+def write_invitation(
+    config: Config, folder: Path, run_id: str, arguments: Sequence[str], token: str, certificate: str
+) -> None:
     """Write the invitation. `arguments`: command-line arguments of a rank; `token` and `certificate`: those of the
     launcher's server."""
     invitation = Invitation(

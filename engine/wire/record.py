@@ -12,7 +12,7 @@ import msgpack
 import msgspec
 
 from engine.config import Config
-from engine.config.keys import flatten
+from engine.config.keys import flatten_keys
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import put_in_place
@@ -71,7 +71,7 @@ class RecordWriter:
         kept = check_continued(path, config, start)
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
-            file.write(msgspec.msgpack.encode({"plan": plan(config)}))
+            file.write(msgspec.msgpack.encode({"plan": record_settings(config)}))
             file.writelines(map(msgspec.msgpack.encode, kept))
         put_in_place(partial, path)
         self._file = path.open("ab")
@@ -105,7 +105,7 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
     """The entries of the steps before `start`. What is damaged behind them, as by a power cut, is done again."""
     kept: list[RecordEntry] = []
     try:
-        kept.extend(entry for entry in read(path) if entry.step < start)
+        kept.extend(entry for entry in read_record(path) if entry.step < start)
     except BadInput as damage:
         newest = sum(entry.size for entry in kept if entry.step == start - 1)
         if start and newest != config.train.prompts_per_step:
@@ -116,12 +116,12 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
     return kept
 
 
-def plan(config: Config) -> JsonObject:
+def record_settings(config: Config) -> JsonObject:
     """Return the settings of `PLAN` by key, as JSON values, and the hash of the base model, whose files are read.
 
     They include train.steps if the learning rate falls towards the last step.
     """
-    flat = flatten(config.model_dump(mode="json"))
+    flat = flatten_keys(config.model_dump(mode="json"))
     found: JsonObject = {"content of model.path": content_hash(Path(config.model.path))}
     falls = config.train.schedule != "constant"
     for key in (*PLAN, "train.steps") if falls else PLAN:
@@ -139,7 +139,7 @@ def _unpack_items(path: Path) -> Iterator[Any]:
         raise BadInput(f"--replay {path}: not a record of train.record ({error})") from None
 
 
-def read(path: Path) -> Iterator[RecordEntry]:
+def read_record(path: Path) -> Iterator[RecordEntry]:
     """Iterate over the entries of a record. Raises BadInput for a file that is no record, or is damaged."""
     items = _unpack_items(path)
     header = next(items, None)
@@ -160,15 +160,15 @@ def read(path: Path) -> Iterator[RecordEntry]:
             ) from None
 
 
-def check(path: Path, config: Config) -> None:
+def check_record(path: Path, config: Config) -> None:
     """Raise BadInput unless the file is a record of a run with the settings that a replay needs."""
-    for _ in read(path):
+    for _ in read_record(path):
         pass  # read it to the end, so that a damaged entry is refused now
     _check_same_plan(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
 
 
 def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
     recorded = next(_unpack_items(path))["plan"]
-    for key, value in plan(config).items():
+    for key, value in record_settings(config).items():
         if json.dumps(recorded.get(key)) != json.dumps(value):  # true is not 1, as of train.recompute
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

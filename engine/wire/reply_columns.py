@@ -16,15 +16,15 @@ CONTENT_TYPE = "application/vnd.metronome.columns"
 NUMBER_BYTES = 8
 
 
-def write(head: JsonObject, token_ids: array[int], logprobs: array[float]) -> bytes:
+def write_reply(head: JsonObject, token_ids: array[int], logprobs: array[float]) -> bytes:
     """Return the reply: `head` as JSON and a line feed, then the token ids ("q") and the log-probabilities ("d"), 8
     bytes for each number, little-endian."""
     return b"".join((json.dumps(head).encode(), b"\n", _little_endian(token_ids), _little_endian(logprobs)))
 
 
-def read(body: bytes) -> tuple[bytes, array[int], array[float]]:
-    """The inverse of `write`; the head is returned as it is. Raises ValueError unless there are as many token ids as
-    log-probabilities."""
+def read_reply(body: bytes) -> tuple[bytes, array[int], array[float]]:
+    """The inverse of `write_reply`; the head is returned as it is. Raises ValueError unless there are as many token ids
+    as log-probabilities."""
     head, _, numbers = body.partition(b"\n")
     count, rest = divmod(len(numbers), 2 * NUMBER_BYTES)
     if rest:

@@ -15,7 +15,7 @@ Versions = Sequence[Sequence[int]]
 """[index of its first token, weight version] of each stretch of tokens."""
 
 
-def digest(
+def compute_digest(
     token_ids: Sequence[int], logprobs: Sequence[float], versions: Versions, finish_reason: str, routes: bytes = b""
 ) -> str:
     """XXH3 (128 bits, 32 hexadecimal digits) of all that is trained of a response.
@@ -30,7 +30,7 @@ def digest(
 def packed_digest(
     token_ids: array[int], logprobs: array[float], versions: Versions, finish_reason: str, routes: bytes = b""
 ) -> str:
-    """`digest` of numbers that are packed already."""
+    """`compute_digest` of numbers that are packed already."""
     found = xxhash.xxh3_128()
     for packed in (token_ids, logprobs, array("q", [number for pair in versions for number in pair])):
         found.update(packed if sys.byteorder == "little" else _swapped(packed))

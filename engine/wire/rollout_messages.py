@@ -100,7 +100,7 @@ class CompletionReply(msgspec.Struct):
     def of_columns(body: bytes) -> CompletionReply:
         """Read a reply that has its numbers as bytes (engine.wire.reply_columns). Raises msgspec.DecodeError or
         ValueError for anything else."""
-        head, token_ids, logprobs = reply_columns.read(body)
+        head, token_ids, logprobs = reply_columns.read_reply(body)
         reply = msgspec.json.decode(head, type=CompletionReply)
         reply.choices[0].token_ids = token_ids
         reply.choices[0].logprobs.token_logprobs = logprobs

@@ -96,18 +96,18 @@ AnyVerifierMessage = LoadTokenizer | RewardLoaded | RewardRefused | ScoreCall | 
 _DECODER: msgspec.msgpack.Decoder[AnyVerifierMessage] = msgspec.msgpack.Decoder(AnyVerifierMessage)
 
 
-def frame(message: VerifierMessage) -> bytes:
+def frame_message(message: VerifierMessage) -> bytes:
     """Return a message as one frame."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
-def read(body: bytes) -> AnyVerifierMessage:
+def read_message(body: bytes) -> AnyVerifierMessage:
     """Return the message in `body`, a frame without its head."""
     return _DECODER.decode(body)
 
 
-def call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_only: bool) -> ScoreCall:
+def make_score_call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_only: bool) -> ScoreCall:
     """Return a call as a message. `text_only`: with only what built-in rewards read: id, answer, responses' texts."""
     packed = tuple(pack_response(one) if isinstance(one, Response) else one for one in responses)
     texts = tuple(_encode_text(one.text) if isinstance(one, Response) else None for one in responses)
@@ -126,7 +126,7 @@ def call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_on
     )
 
 
-def arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Response]]:
+def score_arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Response]]:
     """Return the arguments of the reward: prompt and responses. Fields that were not sent are empty."""
     prompt = Prompt(
         id=message.id,

@@ -25,7 +25,7 @@ from prefect.settings import get_current_settings
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError
 from engine.types import JsonObject
@@ -169,7 +169,7 @@ def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str,
         with get_client(sync_client=True) as client:
             client.upsert_global_concurrency_limit_by_name(LIMIT, choices.npus)
     _deploy(tree)
-    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load(recipe, list(overrides)))
+    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load_config(recipe, list(overrides)))
     watched = watchdog.install()
     return {
         "Prefect server": server,

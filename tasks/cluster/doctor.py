@@ -29,11 +29,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run import vllm_command
 from engine.run.files import write_atomically
-from engine.run.vllm_command import MARKER, PYTHON, interpreter
+from engine.run.vllm_command import MARKER, PYTHON, vllm_interpreter
 from engine.tools.acceptance.report import as_json, healthy
 from engine.tools.acceptance.supervisor import check
 from tasks.code_version import code_version
@@ -197,7 +197,7 @@ def check_devices(settings: Sequence[str], only: Sequence[str], out: Path | None
     `settings`: overrides of a recipe, for every part; `only`: names of parts, empty for all; `out`: the JSON file,
     beside the logs by default. Raises BadInput for settings and parts that are none.
     """
-    config = load(None, settings)
+    config = load_config(None, settings)
     if out is not None and not out.parent.is_dir():
         raise BadInput(f"--out {out}: there is no folder {out.parent}")
     folder = Path(config.run.output) / f"doctor-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -272,7 +272,7 @@ def _vllm(engine: str) -> list[str]:
     """Lines on vLLM's environment: whether it exists, its versions, and what does not fit."""
     where = "vLLM's environment"
     try:
-        python = interpreter()
+        python = vllm_interpreter()
     except BadInput as error:
         if engine == "vllm" or PYTHON in os.environ:
             return [f"missing   {error}"]

@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterNam
 from prefect.runtime import deployment
 
 from engine.config import Config
-from engine.config.keys import flatten
+from engine.config.keys import flatten_keys
 from engine.types import JsonObject
 
 FIELDS = "settings"
@@ -22,7 +22,7 @@ OWN = ("run.name",)
 
 def show_recipe(entrypoints: Mapping[str, str], config: Config) -> None:
     """Give the fields of some deployments, by name with the entrypoint of each, the values of a recipe as defaults."""
-    values = flatten(config.model_dump(mode="json"))
+    values = flatten_keys(config.model_dump(mode="json"))
     wanted = DeploymentFilter(name=DeploymentFilterName(any_=list(entrypoints)))
     with get_client(sync_client=True) as client:
         for found in client.read_deployments(deployment_filter=wanted):

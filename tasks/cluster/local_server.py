@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import MetronomeError
-from engine.run.process import Child, python, watch_lifeline
+from engine.run.process import Child, python_command, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 
 STARTUP_S = 180.0
@@ -59,7 +59,7 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
         port = listener.getsockname()[1]
         url = f"http://127.0.0.1:{port}/api"
         environment = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"} | server_environment(auth, port)
-        arguments = python("tasks.cluster.local_server", str(listener.fileno()))
+        arguments = python_command("tasks.cluster.local_server", str(listener.fileno()))
         child = Child(
             name="Prefect server",
             arguments=arguments,

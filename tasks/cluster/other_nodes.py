@@ -20,7 +20,7 @@ from engine.errors import ProcessDied
 from engine.evaluation.benchmarks import with_evaluation_context
 from engine.run.commands import training_node_command
 from engine.run.files import append_line, read_lines
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
 from tasks.console import complain
@@ -76,7 +76,7 @@ def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: 
     meeting.mkdir(parents=True, exist_ok=True)
     notes = _no_others(meeting)
     given = config.model.model_copy(update={"path": str(model.resolve())})
-    dump(with_evaluation_context(config).model_copy(update={"model": given}), meeting / "config.toml")
+    dump_config(with_evaluation_context(config).model_copy(update={"model": given}), meeting / "config.toml")
     with ExitStack() as stack:
         _instances(
             stack=stack, config=config, count=pool_instances, place=meeting, join=meeting / ADDRESS_FILE, notes=notes

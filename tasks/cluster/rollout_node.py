@@ -13,9 +13,9 @@ from pathlib import Path
 from engine.config import Config, Rollout
 from engine.errors import BadInput, DeadlineError
 from engine.instance.join import default_name
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.run.process import Child, stop_all
-from engine.run.vllm_command import VISIBLE, device_of, interpreter, visible_devices
+from engine.run.vllm_command import VISIBLE, device_of, visible_devices, vllm_interpreter
 from engine.wire.address import launcher_address, split_address
 from tasks.console import say
 
@@ -35,7 +35,7 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
     devices = own_devices(config, count)
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
         recipe = Path(scratch) / "config.toml"
-        dump(_elsewhere(config), recipe)
+        dump_config(_elsewhere(config), recipe)
         children = []
         try:
             for number, mine in enumerate(devices):
@@ -53,7 +53,7 @@ def own_devices(config: Config, count: int) -> list[dict[str, str]]:
     Each gets the next rollout.tensor devices, of the visible devices that this process's environment names, else from 0
     on. Empty on a CPU. Raises BadInput if there are too few devices.
     """
-    kind = device_of(interpreter(), config.platform.device) if config.rollout.engine == "vllm" else "cpu"
+    kind = device_of(vllm_interpreter(), config.platform.device) if config.rollout.engine == "vllm" else "cpu"
     if kind not in VISIBLE:
         return [{} for _ in range(count)]
     variable = VISIBLE[kind]

@@ -27,9 +27,9 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
-from engine.run.guard import guarded
-from engine.run.logs import rotate
-from engine.run.process import Child, drop_lifeline, python, stop_all, watch_lifeline
+from engine.run.guard import guarded_command
+from engine.run.logs import rotate_logs
+from engine.run.process import Child, drop_lifeline, python_command, stop_all, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, post, server_environment
 
 HOST = "127.0.0.1"
@@ -76,7 +76,7 @@ class Service:
         """Start it (again); returns at once. Raises BadInput if another process listens on its port."""
         if self.port:
             check_port(self.port, self.name, PORT_S if self.child is not None else 0.0)
-        self.child = Child(self.name, guarded(self._command), self._log, self._env)
+        self.child = Child(self.name, guarded_command(self._command), self._log, self._env)
 
     def check(self) -> None:
         """Raises ProcessDied, with the end of its log, if the process has ended."""
@@ -115,7 +115,7 @@ class Watchdog(Service):
 
     def __init__(self, log: Path, env: Mapping[str, str]) -> None:
         """`env` must name the server (PREFECT_API_URL)."""
-        super().__init__(name="watchdog", port=0, command=python("tasks.cluster.watchdog"), log=log, env=env)
+        super().__init__(name="watchdog", port=0, command=python_command("tasks.cluster.watchdog"), log=log, env=env)
 
     def ready(self) -> bool:
         """True. Raises ProcessDied if the process has ended."""
@@ -375,7 +375,7 @@ def _serve(services: Services, asked: threading.Event) -> None:
         )
         print(f"\nPrefect's page asks for what {CLIENT_AUTH} has.", flush=True)
         while not asked.wait(1.0):
-            rotate(services.folder)
+            rotate_logs(services.folder)
             for service in services.services.values():
                 service.check()
 

@@ -13,7 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from engine.config import Config
 from engine.errors import BadInput
 from engine.evaluation import tables
-from engine.evaluation.champion import ChampionVerdict, Results, challenge, first
+from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
 from engine.model.shape import content_hash
 from engine.run.files import read_json
 from engine.run.folder import RunFolder
@@ -105,7 +105,7 @@ def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow 
 def results(folder: RunFolder, config: Config) -> Results | None:
     """The final policy's per-problem results; None if it was not evaluated."""
     row = final_evaluation(folder, config)
-    return None if row is None else Results(row["protocol"], tables.means(folder.path / row["table"]))
+    return None if row is None else Results(row["protocol"], tables.table_means(folder.path / row["table"]))
 
 
 def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
@@ -117,8 +117,8 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
         trained = row.get("in_run") and row["weight_version"] > 0  # such rows also name the base model
         if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
             continue
-        if not tables.differing(own.protocol, row["protocol"]) and (folder.path / row["table"]).is_file():
-            return Results(row["protocol"], tables.means(folder.path / row["table"]))
+        if not tables.protocol_differences(own.protocol, row["protocol"]) and (folder.path / row["table"]).is_file():
+            return Results(row["protocol"], tables.table_means(folder.path / row["table"]))
     return None
 
 
@@ -126,7 +126,7 @@ def _verdict(
     champion: ModelVersion | None, own: Results | None, base: Results | None, confidence: float
 ) -> ChampionVerdict:
     if champion is None:
-        return first(own, base, confidence)
+        return judge_first(own, base, confidence)
     try:
         stored = mlflow.artifacts.load_dict(f"runs:/{champion.run_id}/{RESULTS.format(champion.version)}")
         theirs = Results.of(stored)
@@ -136,7 +136,7 @@ def _verdict(
             f"the results of the champion (version {champion.version}) can't be read: {first_line(error)}; if its "
             f"files are gone, give the alias {CHAMPION} to another version in MLflow",
         )
-    return challenge(own, theirs, confidence)
+    return judge_challenge(own, theirs, confidence)
 
 
 def _champion(client: mlflow.MlflowClient, name: str) -> ModelVersion | None:

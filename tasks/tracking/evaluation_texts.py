@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.evaluation.tables import rows_of
-from engine.launcher.in_run_evaluation import dropped
+from engine.launcher.in_run_evaluation import dropped_file
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 
@@ -65,7 +65,7 @@ def difference(found: Mapping[str, Any]) -> str:
 
 def closing(folder: RunFolder) -> dict[str, str]:
     """Rows of the table at the end of a run: those of `gain`, and the cost of evaluations inside the run."""
-    return gain(folder) | _cost(rows_of(folder), list(read_lines(dropped(folder))))
+    return gain(folder) | _cost(rows_of(folder), list(read_lines(dropped_file(folder))))
 
 
 def gain(folder: RunFolder) -> dict[str, str]:

@@ -8,7 +8,7 @@ import mlflow
 
 from engine.config import Config
 from engine.evaluation.tables import rows_of
-from engine.launcher.in_run_evaluation import dropped
+from engine.launcher.in_run_evaluation import dropped_file
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from tasks.console import complain, say
@@ -51,7 +51,7 @@ class InRun:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._told = len(rows_of(folder))
-        self._told_dropped = len(list(read_lines(dropped(folder))))
+        self._told_dropped = len(list(read_lines(dropped_file(folder))))
 
     def __call__(self) -> None:
         """Read the run folder and print what is new."""
@@ -63,7 +63,7 @@ class InRun:
                     f"version {row['weight_version']}: {evaluation_texts.describe(row)}; took {row['seconds']:.1f} s, "
                     f"of which training waited {row['exposed_s']:.1f} s",
                 )
-        lost = list(read_lines(dropped(self._folder)))
+        lost = list(read_lines(dropped_file(self._folder)))
         for row in lost[self._told_dropped :]:
             say(
                 "evaluate",

@@ -24,11 +24,11 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, M
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from engine.config import Config
-from engine.config.keys import flatten
+from engine.config.keys import flatten_keys
 from engine.config.secrets import without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_json, read_lines
 from tasks.console import complain
 from tasks.fenced import run_folder
@@ -188,7 +188,7 @@ class Mirror:
 
     def _covered(self) -> dict[int, dict[str, Any]]:
         """The lines of steps.jsonl that a resume keeps. Later steps are done again: their figures come then."""
-        checkpoint = latest(self._folder.checkpoints)
+        checkpoint = latest_checkpoint(self._folder.checkpoints)
         end = 0 if checkpoint is None else step_of(checkpoint)
         return {row["step"]: row for row in read_lines(self._folder.steps) if row["step"] < end}
 
@@ -228,7 +228,7 @@ class Mirror:
             self._once.add("texts")
 
     def _settings(self) -> dict[str, str]:
-        return {name: cut(str(value)) for name, value in flatten(self._config.model_dump(mode="json")).items()}
+        return {name: cut(str(value)) for name, value in flatten_keys(self._config.model_dump(mode="json")).items()}
 
     def _lacking_tags(self) -> dict[str, str]:
         """MLflow cannot change parameters, so a value that differs in a resumed run is a tag `changed.KEY`."""

@@ -10,7 +10,7 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
-from engine.config.recipe import find, load
+from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
@@ -40,7 +40,7 @@ def registered_name(recipe: str, config: Config) -> str:
     begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
     name = begun.registered or f"metronome-{Path(recipe).stem}"
     data = config.data.train
-    if find(data).resolve() == find(load(recipe).data.train).resolve():
+    if find_file(data).resolve() == find_file(load_config(recipe).data.train).resolve():
         return name
     stem = Path(data.partition(":")[0] if "://" not in data else data).stem
     return f"{name}-{cleaned(stem, '[^A-Za-z0-9_.-]+', '-')}"

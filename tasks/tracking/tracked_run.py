@@ -23,7 +23,7 @@ from engine.config.secrets import without_password
 from engine.errors import BadInput, TakenOver
 from engine.model.shape import content_hash
 from engine.run.files import write_atomically
-from engine.run.identity import identity
+from engine.run.identity import read_run_id
 from tasks import how_far
 from tasks.console import complain
 from tasks.live import showing
@@ -162,7 +162,7 @@ def _started(config: Config, known: str | None) -> tuple[str | None, Run]:
 
 def _tags(config: Config) -> dict[str, str]:
     tags = {"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode}
-    number = identity(config.folder)
+    number = read_run_id(config.folder)
     return {**tags, NUMBER: number} if number else tags
 
 
@@ -287,7 +287,7 @@ def _connect(config: Config) -> str:
 def _with_number(config: Config, experiment: str) -> str | None:
     """Id of the newest MLflow run in the experiment with this name and the run folder's number; None if there is
     none."""
-    number = identity(config.folder)
+    number = read_run_id(config.folder)
     if not number.isalnum():  # no number, or not a valid one: it comes from a checkpoint
         return None
     runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")

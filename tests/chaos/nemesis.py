@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from chaos.world import FILLING
-from engine.run.checkpoint_files import latest
+from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.process import LIFELINE
 
 TARGET_S = 20.0
@@ -171,7 +171,7 @@ class Nemesis:
             return "the guest's next replies", None
         if fault.target == "bucket":
             return self._flip_buckets(fault.choice), None
-        newest = latest(self._run.folder / "checkpoints")
+        newest = latest_checkpoint(self._run.folder / "checkpoints")
         if newest is None:
             raise NoTarget("there is no checkpoint")
         files = sorted(file for file in newest.iterdir() if file.name != "_SUCCESS.json")

@@ -71,7 +71,7 @@ def fields():
             found |= {keyword.arg for keyword in call.keywords if keyword.arg}
     families = ast.parse((ROOT / "engine/model/families.py").read_text())
     for function in (node for node in ast.walk(families) if isinstance(node, ast.FunctionDef)):
-        if function.name in ("transformer_settings", "settings", "_mixture"):
+        if function.name in ("transformer_settings", "_mixture"):
             dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
             found |= {key.value for each in dicts for key in each.keys if key}
     found |= {

@@ -10,10 +10,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from engine import platform
 from engine.model import build, experts, npu_operators
-from engine.model.attention import SegmentAttention, params
+from engine.model.attention import SegmentAttention, attention_params
 from engine.model.kernels import npu
 from engine.model.norm import RMSNorm, add_in_norm, add_to_made
-from engine.model.rotary import RotaryAtPositions, frequencies, rotate
+from engine.model.rotary import RotaryAtPositions, rotary_frequencies, rotate_positions
 from engine.model.swiglu import SwiGLU
 from engine.tools.acceptance import comparisons
 from support.attention_cases import CASES, HEADS, assert_near_in_bfloat16, assert_same, results, row_of, shards_of
@@ -121,8 +121,8 @@ def test_the_module_runs_on_it():
     row = row_of(CASES["several groups"])
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(row.size, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
-    found = SegmentAttention.backend("npu")(None)(q, k, v, None, packed_seq_params=params(row))
-    expected = SegmentAttention.backend("reference")(None)(q, k, v, None, packed_seq_params=params(row))
+    found = SegmentAttention.backend("npu")(None)(q, k, v, None, packed_seq_params=attention_params(row))
+    expected = SegmentAttention.backend("reference")(None)(q, k, v, None, packed_seq_params=attention_params(row))
     assert found.shape == (row.size, 1, 32)
     torch.testing.assert_close(found, expected)
 
@@ -203,14 +203,14 @@ def test_swiglu_is_the_plain_one(dtype, bound, on_npu):
 def test_the_rotation_is_the_plain_one(dtype, bound, on_npu):
     shape = SimpleNamespace(rope_theta=10000.0, head_dim=16, rope_scaling=None)
     positions = torch.tensor([0, 1, 2, 2, 90])
-    angles = torch.outer(positions.float(), frequencies(shape)).repeat(1, 2)[:, None, None, :]
+    angles = torch.outer(positions.float(), rotary_frequencies(shape)).repeat(1, 2)[:, None, None, :]
     tables = RotaryAtPositions(shape)(positions)
 
     def plain(t):
         first, second = t.chunk(2, -1)
         return t * angles.cos().to(dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(dtype)
 
-    assert max(differences(lambda t: rotate(t, tables), plain, drawn(5, 1, 4, 16, dtype=dtype))) < bound
+    assert max(differences(lambda t: rotate_positions(t, tables), plain, drawn(5, 1, 4, 16, dtype=dtype))) < bound
 
 
 def plain_product(sizes):
@@ -227,7 +227,7 @@ def test_the_product_of_all_experts_is_that_of_each(dtype, bound, sizes, on_npu)
     weights = [torch.randn(10, 6, dtype=dtype).requires_grad_() for _ in sizes]
 
     def ours(x, *weights):
-        return experts.grouped(experts.product_for(x, 10, 6), sizes, x, torch.stack(weights))
+        return experts.grouped_product(experts.product_for(x, 10, 6), sizes, x, torch.stack(weights))
 
     assert max(differences(ours, plain_product(sizes), x, *weights)) < bound
 
@@ -248,7 +248,7 @@ def test_the_comparisons_of_the_doctor_pass_on_these_operators(dtype, on_npu, mo
     as_on_npu = SimpleNamespace(type="npu")
     monkeypatch.setattr(build, "build_model", lambda shape, how: plain(shape, replace(how, device=as_on_npu)))
     monkeypatch.setattr(GPTModel, "to", lambda self, device: self)
-    with platform.single(platform.get("cpu"), seed=0):
+    with platform.single_session(platform.get_platform("cpu"), seed=0):
         found += comparisons.compare_model("npu", HOST, dtype)
     assert [one for one in found if not one.right] == []
     assert set(called) == {"add_rms_norm", "rms_norm", "rms_norm_gradient", "swiglu", "turned"}

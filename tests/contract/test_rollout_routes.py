@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.launcher.pool.reply_check import Asked, checked
+from engine.launcher.pool.reply_check import Asked, check_reply
 from engine.wire.columns import open_ids
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.reply_columns import CONTENT_TYPE
@@ -70,7 +70,7 @@ async def complete(http, **body):
     assert status == 200, reply
     every = frozenset(range(VOCABULARY))
     asked = Asked(body["max_tokens"], VOCABULARY, frozenset(body.get("stop_token_ids", ())), every)
-    checked(msgspec.convert(reply, CompletionReply), asked, 0, "instance")
+    check_reply(msgspec.convert(reply, CompletionReply), asked, 0, "instance")
     return reply
 
 
@@ -150,7 +150,7 @@ async def test_a_completion_has_its_numbers_as_bytes_for_a_client_that_accepts_t
         assert (reply.status, reply.content_type) == (200, CONTENT_TYPE)
         found = CompletionReply.of_columns(await reply.read())
     asked = Asked(8, VOCABULARY, frozenset(), frozenset(range(VOCABULARY)))
-    assert open_ids(checked(found, asked, 0, "instance").token_ids) == plain["choices"][0]["token_ids"]
+    assert open_ids(check_reply(found, asked, 0, "instance").token_ids) == plain["choices"][0]["token_ids"]
     async with http.post("/v1/completions", json=body | {"prompt": []}, headers={"Accept": CONTENT_TYPE}) as reply:
         assert (reply.status, (await reply.json())["error"]["type"]) == (400, "BadRequestError")
 

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from support.runs import ROOT, byte_tokenizer, wait_for
 from support.served import CONTEXT, DEADLINE_S, ENGINES, serving
 from support.tiny_models import save
@@ -343,7 +343,7 @@ def test_the_command_serves_the_policy_of_a_run(folder, tmp_path):
     run = tmp_path / "mine"
     run.mkdir()
     small = {"max_context": CONTEXT, "max_new_tokens": 8, "concurrency": 1, "group_size": 2}
-    dump(Config.model_validate({"run": {"name": "mine"}, "rollout": small}), run / "config.toml")
+    dump_config(Config.model_validate({"run": {"name": "mine"}, "rollout": small}), run / "config.toml")
     shutil.copytree(folder, run / "policy")
     command = [sys.executable, "-m", "flows.cli", "serve", "--model", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)

@@ -5,7 +5,7 @@ from safetensors.numpy import load_file
 
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.errors import MetronomeError
 from engine.run.files import read_lines
 from engine.wire import record
@@ -44,7 +44,7 @@ def weights(folder, name):
 def trained(folder, name):
     """By step: ids of the prompts that were trained, by their index."""
     found = {}
-    for entry in record.read(folder / name / "record.msgpack"):
+    for entry in record.read_record(folder / name / "record.msgpack"):
         for group in entry.window():
             assert found.setdefault(entry.step, {}).setdefault(group.index, group.prompt.id) == group.prompt.id
     return {step: [ids[index] for index in range(WANTED)] for step, ids in found.items()}
@@ -55,7 +55,7 @@ def expected(settings):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model.path"])
-    prompts = encode(
+    prompts = encode_problems(
         read_problems(settings["data.train"]), tokenizer, "{problem}", settings["rollout.max_context"]
     ).prompts
     loader = PromptLoader(prompts, 0, WANTED)

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from engine.config.recipe import load
-from engine.launcher.standalone_evaluation import evaluate
+from engine.config.recipe import load_config
+from engine.launcher.standalone_evaluation import evaluate_model
 from engine.run.folder import RunFolder
 from engine.wire.address import ADDRESS_FILE
 from support.runs import config_of, wait_for
@@ -44,7 +44,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
             """What the deployment's flow does with these parameters."""
             try:
                 wait_for((meeting / ADDRESS_FILE).exists, "the evaluation")
-                recipe = load(given["recipe"], [*given["overrides"], "rollout.wait_s=15"])
+                recipe = load_config(given["recipe"], [*given["overrides"], "rollout.wait_s=15"])
                 rollout_node.serve_until_the_run_ends(recipe, given["join"], given["instances"], "127.0.0.1")
             except BaseException as error:
                 failed.append(error)
@@ -52,7 +52,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
 
         pool = threading.Thread(target=node, daemon=True)
         pool.start()
-        [row] = evaluate(config=config, model=tiny_model, weight_version=5, folder=folder, meeting=place)
+        [row] = evaluate_model(config=config, model=tiny_model, weight_version=5, folder=folder, meeting=place)
     pool.join(60)
     assert not pool.is_alive()
     assert not failed

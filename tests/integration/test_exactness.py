@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from engine.tools.timeline import overlapped
+from engine.tools.timeline import overlapped_steps
 from support.runs import ROOT, launch, wait_for, write_config
 
 
@@ -61,8 +61,8 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     spans = read_spans(tmp_path / "periodic/trace")
     windows = Counter(span["step"] for span in spans if span["name"] == "train")
     assert min(windows.values()) >= 2
-    assert any(overlapped(spans).values())
-    assert not any(overlapped(read_spans(tmp_path / "sync/trace")).values())
+    assert any(overlapped_steps(spans).values())
+    assert not any(overlapped_steps(read_spans(tmp_path / "sync/trace")).values())
     report = steps(tmp_path, "periodic")
     assert_traced(spans, report, responses=4)
     assert [line["versions_seen"] for line in report] == [[0], [1], [2], [3]]

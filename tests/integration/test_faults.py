@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from engine.errors import RatioGapError, StaleRolloutError, TransferError, WeightSyncError
-from engine.launcher.launch import launch as launch_here
+from engine.launcher.launch import launch_run as launch_here
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.table import RowTable
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
-from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
+from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
 from engine.wire.columns import RESPONSES, open_group
 from support.faulty_weights import TENSOR, corrupt, skip
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
@@ -28,7 +28,7 @@ def test_a_skipped_publish_is_caught(settings, monkeypatch):
         launch_here(config_of(settings))
     folder = config_of(settings).folder
     assert [line["step"] for line in read_lines(folder / "steps.jsonl")] == [0]
-    assert step_of(latest(folder / "checkpoints")) == 1  # the weights before the failed step are kept
+    assert step_of(latest_checkpoint(folder / "checkpoints")) == 1  # the weights before the failed step are kept
 
 
 def test_a_tensor_corrupted_in_transit_is_caught_by_its_checksum(settings, monkeypatch):
@@ -65,7 +65,7 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
     with pytest.raises(TransferError, match=r"step 1, group 3: the \d+ bytes of its column 'responses' are not those"):
         launch_here(config)
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
-    assert step_of(latest(config.folder / "checkpoints")) == 1  # the weights before the failed step are kept
+    assert step_of(latest_checkpoint(config.folder / "checkpoints")) == 1  # the weights before the failed step are kept
     monkeypatch.undo()
     launch_here(config, resume=True)
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0, 1, 2]
@@ -129,7 +129,7 @@ def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, rew
     assert code == 1
     assert "RewardError" in output
     assert f"rewards.py:{reward}" in output
-    assert complete(latest(tmp_path / "run/checkpoints"))
+    assert is_complete(latest_checkpoint(tmp_path / "run/checkpoints"))
     assert not (tmp_path / "run/policy").exists()
     assert json.loads((tmp_path / "run/failure.json").read_text())["error"] == "RewardError"
 
@@ -195,8 +195,8 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
 def goes_on_from_its_checkpoint(settings, folder):
     """The run that stopped left one of its last finished step."""
     done = len(list(read_lines(folder / "run/steps.jsonl")))
-    checkpoint = latest(folder / "run/checkpoints")
-    assert complete(checkpoint)
+    checkpoint = latest_checkpoint(folder / "run/checkpoints")
+    assert is_complete(checkpoint)
     assert step_of(checkpoint) == done
     assert not (folder / "run/policy").exists()
     code, output = launch(settings | {"train.steps": done + 1}, folder, "--resume")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from support.runs import ROOT, Tree, overrides, send, wait_for
 
@@ -81,7 +81,7 @@ def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_
     assert "\nstopping: the trainer saves the weights from before this step" in text
     assert f"\ninterrupted by {number}\n" in text
     assert "Traceback" not in text
-    saved = latest(run / "checkpoints")
+    saved = latest_checkpoint(run / "checkpoints")
     assert section(text, "saved") == f"{saved}, after {step_of(saved)} of 100000 steps"
     assert section(text, "log") == str(run / "logs/launcher.log")
     assert json.loads((run / "failure.json").read_text())["message"] == f"ended by {number}"

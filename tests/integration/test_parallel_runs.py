@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import RatioGapError
-from engine.launcher.launch import launch as launch_here
+from engine.launcher.launch import launch_run as launch_here
 from engine.run.trace import read_spans
-from engine.tools.timeline import overlapped
-from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
+from engine.tools.timeline import overlapped_steps
+from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import Row, open_group, pack_group
 from engine.wire.messages import Window
@@ -75,7 +75,7 @@ def test_tensor_parallel_runs_are_exact_and_resume_as_replicas(exact, deep_model
     assert [span["groups"] for span in spans(tmp_path, "periodic", "train", 0)] == [
         span["groups"] for span in spans(tmp_path, "periodic", "train", 1)
     ]
-    assert any(overlapped(read_spans(tmp_path / "periodic/trace")).values())
+    assert any(overlapped_steps(read_spans(tmp_path / "periodic/trace")).values())
 
     replicas = {"run.name": "periodic", "parallel.tensor": 1, "parallel.data": 2, "train.steps": 4}
     run(exact | replicas, tmp_path, "--resume")
@@ -322,8 +322,8 @@ def test_an_error_of_one_replica_ends_all_after_a_checkpoint(settings, tmp_path,
     config = config_of(settings | {"parallel.data": 2, "weights.check_tokens": 0})
     with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
         launch_here(config)
-    checkpoint = latest(config.folder / "checkpoints")
-    assert complete(checkpoint)
+    checkpoint = latest_checkpoint(config.folder / "checkpoints")
+    assert is_complete(checkpoint)
     assert step_of(checkpoint) == 1
 
 

@@ -45,7 +45,7 @@ def test_a_response_carries_the_versions_of_its_tokens_and_is_trained_once(setti
 
 def check_run(folder, lag):
     lines = list(read_lines(folder / "steps.jsonl"))
-    groups = [group for entry in record.read(folder / "record.msgpack") for group in entry.window()]
+    groups = [group for entry in record.read_record(folder / "record.msgpack") for group in entry.window()]
     assert sorted((group.step, group.index) for group in groups) == [
         (s, p) for s in range(STEPS) for p in range(PROMPTS)
     ]

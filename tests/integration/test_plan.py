@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.tools.planner.probes import measured_step_s
 from support.runs import config_of, launch
 from tasks.plan import make_plan, measure
@@ -26,7 +26,7 @@ def test_a_run_its_plan_and_the_plans_run(settings, tmp_path, capsys):
     assert "instance-0" in (tmp_path / "page/best/timeline.html").read_text()
     spans = [json.loads(line) for line in (tmp_path / "page/best/trace/simulated.jsonl").read_text().splitlines()]
     assert {"rollout", "train", "wait", "sync", "update"} <= {span["name"] for span in spans}
-    best = load(out)
+    best = load_config(out)
     changed = {"train.micro_batch_tokens", "rollout.concurrency", "train.mode"}
     for key in settings:
         if key not in changed:
@@ -55,9 +55,11 @@ def test_a_recipe_is_measured_by_probes_and_its_best_settings_are_tried(settings
     make_plan(config, runs, count=0, kind="", lengths="", out=out, autotune=True)
     printed = capsys.readouterr().out
     tuned = [tmp_path / f"mine-tune-{number}" for number in (1, 2, 3)]
-    seconds = {measured_step_s(load(folder / "config.toml")): load(folder / "config.toml") for folder in tuned}
+    seconds = {
+        measured_step_s(load_config(folder / "config.toml")): load_config(folder / "config.toml") for folder in tuned
+    }
     assert printed.count("s measured") == 3
     fastest = seconds[min(seconds)]
-    best = load(out)
+    best = load_config(out)
     for table, name in (("rollout", "concurrency"), ("train", "micro_batch_tokens"), ("train", "mode")):
         assert getattr(getattr(best, table), name) == getattr(getattr(fastest, table), name)

@@ -10,7 +10,7 @@ import pytest
 
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from engine.tools.timeline import overlapped
+from engine.tools.timeline import overlapped_steps
 from support.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ def test_the_quickstart_learns():
         assert line["max_ratio_gap"] <= 1e-3
         assert line["mismatch_kl"] <= 1e-6
         assert line["trained_tokens"] > 0
-    overlaps = overlapped(read_spans(folder / "trace"))
+    overlaps = overlapped_steps(read_spans(folder / "trace"))
     assert len(overlaps) == len(lines)
     assert sum(overlaps.values()) >= 0.9 * len(lines)
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine.trainer.checkpoint.checkpoints import latest, step_of
+from engine.trainer.checkpoint.checkpoints import latest_checkpoint, step_of
 from support.runs import ROOT, Tree, send, wait_for
 from support.whole_runs import rank, run, start, steps
 
@@ -50,7 +50,7 @@ def test_a_replica_that_hangs_is_named_and_the_run_resumes(settings, tmp_path):
     }
     said = end_of(slow, tmp_path, 1, "SIGSTOP", timeout_s=4 * silent_s)
     assert f"no sign of life of unit 1 of the trainer in {silent_s} s (train.timeout_s)" in said
-    done = step_of(latest(tmp_path / "run/checkpoints"))
+    done = step_of(latest_checkpoint(tmp_path / "run/checkpoints"))
     assert done >= 1
     run(slow | {"train.steps": done + 2}, tmp_path, "--resume")
     assert [line["step"] for line in steps(tmp_path, "run")] == list(range(done + 2))

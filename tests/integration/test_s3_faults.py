@@ -56,13 +56,13 @@ def a_checkpoint(folder, step, fill=b"", names=tuple(CONTENT)):
     files.partial_of(target).mkdir(parents=True)
     for name, content in ((name, CONTENT[name]) for name in names):
         (files.partial_of(target) / name).write_bytes(fill + content[len(fill) :])
-    files.publish(files.partial_of(target), target, step, {"reward_mean": 0.5})
+    files.publish_checkpoint(files.partial_of(target), target, step, {"reward_mean": 0.5})
     return target
 
 
 def read_there(place, name):
     """(marker, content of every file) of a published checkpoint that a reader would take, else None."""
-    complete = store.survey(place).complete
+    complete = store.survey_place(place).complete
     if name not in complete:
         return None
     s3, root = fsspec.core.url_to_fs(place)
@@ -88,10 +88,10 @@ def fail_at_every_request(proxy, fault, place, old, new, only=False):
     seen = []
     while True:
         proxy.heal()
-        store.upload(old, f"{place}/{old.name}")
+        store.upload_checkpoint(old, f"{place}/{old.name}")
         proxy.spoil(fault, number, number if only else 10**9)
         try:
-            store.upload(new, f"{place}/{new.name}")
+            store.upload_checkpoint(new, f"{place}/{new.name}")
             message = ""
         except CheckpointError as error:
             failed = failed + 1
@@ -102,7 +102,7 @@ def fail_at_every_request(proxy, fault, place, old, new, only=False):
         proxy.heal()
         if (found := read_there(place, new.name)) is not None:
             must_be_whole(found, old, new)
-        store.upload(new, f"{place}/{new.name}")  # the next attempt
+        store.upload_checkpoint(new, f"{place}/{new.name}")  # the next attempt
         must_be_whole(read_there(place, new.name), new)
         number += 1
         if requests < number:  # the fault would come after the last request
@@ -152,7 +152,7 @@ def test_nor_does_one_in_an_upload_in_parts(proxy, tmp_path, small_parts, fault,
     kinds = ("POST .*[?]uploads", "PUT .*partNumber=3&uploadId=", "POST .*[?]uploadId=", "DELETE .*[?]uploadId=")
     assert [kind for kind in kinds if not any(re.search(kind, request) for request in seen)] == []
     assert only or unfinished(tmp_path.name)  # where the abort failed, too
-    store.prune(f"s3://bucket/{tmp_path.name}", 1, 0)
+    store.prune_published(f"s3://bucket/{tmp_path.name}", 1, 0)
     assert unfinished(tmp_path.name) == []
 
 
@@ -164,8 +164,8 @@ def test_retention_aborts_what_a_kill_broke_off_up_to_the_newest_checkpoint_and_
     for name in names:
         fsspec.filesystem("s3").call_s3("create_multipart_upload", Bucket="bucket", Key=name)
     checkpoint = a_checkpoint(tmp_path / "run", 4)
-    store.upload(checkpoint, f"s3://bucket/{tmp_path.name}/run/{checkpoint.name}")
-    store.prune(f"s3://bucket/{tmp_path.name}/run", 1, 0)
+    store.upload_checkpoint(checkpoint, f"s3://bucket/{tmp_path.name}/run/{checkpoint.name}")
+    store.prune_published(f"s3://bucket/{tmp_path.name}/run", 1, 0)
     assert sorted(unfinished(tmp_path.name)) == sorted(names[2:])
 
 
@@ -177,20 +177,20 @@ def test_retention_that_fails_half_way_leaves_no_half_checkpoint_and_is_made_up_
         place = f"s3://bucket/{tmp_path.name}/{number}"
         proxy.heal()
         for step in steps:
-            store.upload(step, f"{place}/{step.name}")
+            store.upload_checkpoint(step, f"{place}/{step.name}")
         proxy.spoil(fault, number)
         try:
-            store.prune(place, 1, 0)
+            store.prune_published(place, 1, 0)
             message = ""
         except CheckpointError as error:
             message = str(error)
         assert not message or place in message
         done = len(proxy.requests) <= number
         proxy.heal()
-        for name in store.survey(place)[0]:
+        for name in store.survey_place(place)[0]:
             must_be_whole(read_there(place, name), *steps)
-        assert steps[-1].name in store.survey(place)[0]
-        store.prune(place, 1, 0)
+        assert steps[-1].name in store.survey_place(place)[0]
+        store.prune_published(place, 1, 0)
         s3, root = fsspec.core.url_to_fs(place)
         assert {name.removeprefix(f"{root}/").partition("/")[0] for name in s3.find(root)} == {steps[-1].name}
         number += 1
@@ -205,21 +205,21 @@ def test_a_flipped_byte_is_found_by_file_name(proxy, tmp_path, name):
     proxy.heal()
     checkpoint = a_checkpoint(tmp_path / "run", 2)
     place = f"s3://bucket/{tmp_path.name}"
-    store.upload(checkpoint, f"{place}/{checkpoint.name}")
+    store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     damaged = bytearray(CONTENT[name])
     damaged[len(damaged) // 2] ^= 0x10
     (checkpoint / name).write_bytes(damaged)
-    assert files.complete(checkpoint)  # by names and sizes
+    assert files.is_complete(checkpoint)  # by names and sizes
     with pytest.raises(
         CheckpointError, match=rf"step-000002: {name} is not the file that _SUCCESS\.json was written for"
     ):
-        files.check(checkpoint)
+        files.check_checkpoint(checkpoint)
     s3, root = fsspec.core.url_to_fs(place)
     s3.pipe_file(f"{root}/{checkpoint.name}/{name}", bytes(damaged))
-    marker = store.survey(place)[0][checkpoint.name]
+    marker = store.survey_place(place)[0][checkpoint.name]
     with pytest.raises(CheckpointError, match=rf"{place}/step-000002: {name} is not the file"):
-        store.download(place, checkpoint.name, marker, tmp_path / "fetched")
-    assert not files.complete(tmp_path / "fetched" / checkpoint.name)
+        store.download_checkpoint(place, checkpoint.name, marker, tmp_path / "fetched")
+    assert not files.is_complete(tmp_path / "fetched" / checkpoint.name)
 
 
 def test_the_marker_has_a_checksum_of_every_file(tmp_path):

@@ -63,9 +63,9 @@ def test_megatron_is_trained_through_the_service_as_by_its_own_loop(seeded, tmp_
     from engine.trainer.policy import Policy
 
     own = megatron_rows(seeded, tmp_path)
-    cpu = platform.get("cpu")
+    cpu = platform.get_platform("cpu")
     with ServiceClient.init_engines(config_of(seeded | {"run.name": "through"})) as client:
-        with platform.single(cpu):
+        with platform.single_session(cpu):
             rows = train(client, Policy(client.config, cpu))
     for key in ("reward_mean", "loss", "kl", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in own], rel=1e-6), key

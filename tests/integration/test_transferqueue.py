@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import StoreError
 from engine.launcher.column_store import TransferQueueStore
-from engine.launcher.launch import launch as launch_here
+from engine.launcher.launch import launch_run as launch_here
 from engine.run.files import read_lines
 from engine.wire.columns import LOGPROBS
 from support.runs import ROOT, Tree, config_of, send, wait_for, write_config

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.launcher.launch import launch as launch_here
+from engine.launcher.launch import launch_run as launch_here
 from support.ports import two_neighbours
 from support.runs import ROOT, Tree, config_of, wait_for, write_config
 from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads, starts

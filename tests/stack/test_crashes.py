@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from chaos.checker import each_figure_once
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from support import flow_runs
 from support.brake import braked, slow_down
@@ -181,7 +181,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
     wait_for(lambda: state(api, run)["type"] == "CANCELLED", "the state CANCELLED", PATIENCE_S)
     done = last_step(folder) + 1
     # it is there because of the cancel: checkpoint.every is 0
-    assert step_of(latest(folder / "checkpoints")) == done < STEPS
+    assert step_of(latest_checkpoint(folder / "checkpoints")) == done < STEPS
 
     slow_down(place, 0)
     sets = [part for override in overrides(settings) for part in ("--set", override)]

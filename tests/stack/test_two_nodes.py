@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from support.brake import braked, slow_down
 from support.flow_runs import patiently, processes, start, state
@@ -147,7 +147,7 @@ def test_a_run_on_two_nodes_is_cancelled_and_resumed_and_one_waits(api, settings
     slow_down(tmp_path, 0)
     done = len(list(read_lines(folder / "steps.jsonl")))
     # it is there because of the cancel: checkpoint.every is 0
-    assert step_of(latest(folder / "checkpoints")) == done < STEPS
+    assert step_of(latest_checkpoint(folder / "checkpoints")) == done < STEPS
     assert meanwhile == {"SCHEDULED"}
 
     again = start(api, "counted", two | {"resume": True})  # when the other one is through, as it asked first

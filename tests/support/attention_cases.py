@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.model.kernels.reference import masked
-from engine.model.layout import layout
+from engine.model.kernels.reference import masked_attention
+from engine.model.layout import make_layout
 
 CASES = {
     "ragged": [(5, [3, 7, 1])],
@@ -18,7 +18,7 @@ HEADS = [(4, 4), (4, 2), (3, 1)]
 
 
 def row_of(groups, shared=True):
-    return layout([([0] * prompt, [[0] * n for n in lengths]) for prompt, lengths in groups], shared)
+    return make_layout([([0] * prompt, [[0] * n for n in lengths]) for prompt, lengths in groups], shared)
 
 
 def shards_of(row):
@@ -41,13 +41,15 @@ def results(kernel, row, heads, scale=None, dtype=torch.float64):
 
 
 def assert_same(kernel, row, heads, scale=None):
-    for found, expected in zip(results(kernel, row, heads, scale), results(masked, row, heads, scale), strict=True):
+    for found, expected in zip(
+        results(kernel, row, heads, scale), results(masked_attention, row, heads, scale), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def assert_near_in_bfloat16(kernel, row, heads):
     """Output and gradients in bfloat16 are within 2⁻⁵ of the exact ones of about 1, eight roundings of a bfloat16."""
-    pairs = zip(results(kernel, row, heads, dtype=torch.bfloat16), results(masked, row, heads), strict=True)
+    pairs = zip(results(kernel, row, heads, dtype=torch.bfloat16), results(masked_attention, row, heads), strict=True)
     for found, exact in pairs:
         assert found.dtype is torch.bfloat16
         assert (found - exact).abs().max() <= 2**-5 * max(1, exact.abs().max())

@@ -9,7 +9,7 @@ import threading
 import aiohttp
 from aiohttp import web
 
-from engine.wire.reply_digest import digest
+from engine.wire.reply_digest import compute_digest
 
 COMPLETIONS = "/v1/completions"
 LARGE = 2**17
@@ -90,7 +90,7 @@ def reply_with(change):
         before = reply["digest"]
         change(reply, choice)
         if reply.get("digest") == before:
-            reply["digest"] = digest(
+            reply["digest"] = compute_digest(
                 choice["token_ids"],
                 choice["logprobs"]["token_logprobs"],
                 reply.get("weight_versions", []),

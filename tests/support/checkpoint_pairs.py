@@ -7,7 +7,7 @@ from engine.run import checkpoint_files as files
 from support.policies import a_group
 from support.runs import config_of
 
-CPU = platform.get("cpu")
+CPU = platform.get_platform("cpu")
 
 
 def builder(settings, folder):

@@ -237,7 +237,7 @@ class Job:
     def check_trained_once(self, lines):
         """By what the trainer was given (train.record) and the tokens that it counted."""
         given = {line["step"]: [] for line in lines}
-        for entry in record.read(self.folder / "record.msgpack"):
+        for entry in record.read_record(self.folder / "record.msgpack"):
             given[entry.step] += entry.window()
         problems = len(list(read_lines(Path(self.settings["data.train"]))))
         for line in lines:

@@ -7,12 +7,12 @@ import time
 import aiohttp
 
 from engine.errors import ProcessDied
-from engine.launcher.weight_sync.probe import probe
+from engine.launcher.weight_sync.probe import make_probe
 from engine.run.instance_process import InstanceProcess
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.replies import reply
 
-PROBE = probe(64, 6, 64, "float32")
+PROBE = make_probe(64, 6, 64, "float32")
 BUCKETS = 2
 SPOILED = 1000
 """Added to the number of weights that are not the trainer's."""

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.wire.sync_messages import Proceed, SyncOpened
-from engine.wire.weights.checksum import checksum
+from engine.wire.weights.checksum import tensor_checksum
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 
@@ -48,7 +48,7 @@ def corrupt(monkeypatch, version, in_transit):
         if info.version == version and TENSOR in info.names:
             noisy = _add_noise(Path(info.path))
             if not in_transit:
-                info.checksums[info.names.index(TENSOR)] = checksum(noisy)
+                info.checksums[info.names.index(TENSOR)] = tensor_checksum(noisy)
         return await kept(self, request)
 
     monkeypatch.setattr(WeightSync, "bucket", bucket)

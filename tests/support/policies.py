@@ -35,7 +35,7 @@ def a_policy(settings, **changes):
     from engine.trainer.policy import Policy
 
     config = config_of(settings | {key.replace("__", "."): value for key, value in changes.items()})
-    return Policy(config, platform.get("cpu"))
+    return Policy(config, platform.get_platform("cpu"))
 
 
 def assert_same(ours, theirs, tolerance=1e-5):
@@ -45,8 +45,8 @@ def assert_same(ours, theirs, tolerance=1e-5):
 
 
 def gradients(policy, denominator):
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     policy.ddp.scale_gradients(1 / denominator)
     grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
-    return dict(export(grads, policy.models.policy, policy.models.shape))
+    return dict(export_weights(grads, policy.models.policy, policy.models.shape))

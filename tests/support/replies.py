@@ -2,7 +2,7 @@
 
 import base64
 
-from engine.wire.reply_digest import digest
+from engine.wire.reply_digest import compute_digest
 
 
 def reply(tokens, logprobs, finish, versions, routes=None, **more):
@@ -15,7 +15,7 @@ def reply(tokens, logprobs, finish, versions, routes=None, **more):
     return {
         "choices": [choice | more],
         "weight_versions": [list(pair) for pair in versions],
-        "digest": digest(
+        "digest": compute_digest(
             token_ids=tokens,
             logprobs=logprobs,
             versions=versions,

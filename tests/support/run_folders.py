@@ -10,7 +10,7 @@ from engine.run import checkpoint_files
 from engine.run.fence import Fence
 from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder
-from engine.run.identity import claim, identity
+from engine.run.identity import claim_run_id, read_run_id
 from engine.run.start import RunStart
 from engine.run.trace import Trace
 from tasks.finished_stages import Stages, count_attempt
@@ -29,7 +29,9 @@ def a_checkpoint(root, step, run="", content=b"weights"):
     (partial / "__0_0.distcp").write_bytes(content * 100 + str(step).encode())
     write_json(partial / "state.json", {"step": step})
     target = checkpoint_files.folder_of(root, step)
-    checkpoint_files.publish(partial=partial, target=target, step=step, figures={"reward_mean": 0.5}, run=run)
+    checkpoint_files.publish_checkpoint(
+        partial=partial, target=target, step=step, figures={"reward_mean": 0.5}, run=run
+    )
     return target
 
 
@@ -37,7 +39,7 @@ def finished(output):
     """The folder of a run that ended."""
     config = Config(run=Run(name="finished", output=str(output)), train=Train(steps=STEPS))
     folder = RunFolder(config.folder)
-    claim(folder.path, config, resume=False)
+    claim_run_id(folder.path, config, resume=False)
     folder.fence = Fence.begin(folder.path)
     Fence.begin(folder.path, "flow")
     RunStart().write(folder.path)
@@ -51,10 +53,10 @@ def finished(output):
     trace.flush()
     row = {"step": 3, "weight_version": 3, "benchmark": "heldout", "model": "base", "protocol": {}, "in_run": True}
     append_line(folder.evaluations, row | {"table": "evaluations/heldout-v000003-000000.jsonl"})
-    in_run_evaluation.dropped(folder).parent.mkdir()
-    append_line(in_run_evaluation.dropped(folder), {"weight_version": 2, "reason": "late"})
+    in_run_evaluation.dropped_file(folder).parent.mkdir()
+    append_line(in_run_evaluation.dropped_file(folder), {"weight_version": 2, "reason": "late"})
     for step in (2, 4):
-        a_checkpoint(folder.checkpoints, step, identity(folder.path))
+        a_checkpoint(folder.checkpoints, step, read_run_id(folder.path))
     Stages(folder).once("train", lambda: STEPS)
     return folder
 

@@ -103,16 +103,16 @@ def overrides(settings):
 
 
 def config_of(settings):
-    from engine.config.recipe import load
+    from engine.config.recipe import load_config
 
-    return load(None, overrides(settings))
+    return load_config(None, overrides(settings))
 
 
 def write_config(settings, folder):
-    from engine.run.folder import dump
+    from engine.run.folder import dump_config
 
     path = Path(folder) / f"{settings['run.name']}.toml"
-    dump(config_of(settings), path)
+    dump_config(config_of(settings), path)
     return path
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.run.vllm_command import interpreter
+from engine.run.vllm_command import vllm_interpreter
 from support.runs import ROOT
 
 DEADLINE_S = 60.0
@@ -50,7 +50,7 @@ def save_model(folder, seed):
 
 def command(model, port_file, *extra, engine="embedded"):
     return [
-        interpreter() if engine == "vllm" else sys.executable,
+        vllm_interpreter() if engine == "vllm" else sys.executable,
         "-m",
         f"engine.instance.{engine}",
         "--model",

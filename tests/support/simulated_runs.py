@@ -3,10 +3,10 @@
 import json
 
 from engine.config import Config
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.simulation import simulate_run
 from support.compared_runs import step
 
 COSTS = Costs(
@@ -44,9 +44,9 @@ def config(name, folder, mode="periodic", concurrency=4, budget=4096, updates=1)
 
 def simulated_run(made, costs=COSTS, steps=4, seed=0):
     """The folder of a run that took what the costs say."""
-    found = simulate(made, costs, LENGTHS, seed, steps=steps)
+    found = simulate_run(made, costs, LENGTHS, seed, steps=steps)
     (made.folder / "trace").mkdir(parents=True)
-    dump(made, made.folder / "config.toml")
+    dump_config(made, made.folder / "config.toml")
     (made.folder / "trace/all.jsonl").write_text("".join(json.dumps(span) + "\n" for span in found.spans))
     lines = [step(0) | dict.fromkeys(PARTS, 99.0)]  # warms up
     for number, one in enumerate(found.steps, 1):

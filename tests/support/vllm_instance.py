@@ -13,7 +13,7 @@ import torch
 from engine.config import Config
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceClient
-from engine.launcher.weight_sync.probe import probe
+from engine.launcher.weight_sync.probe import make_probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
 from engine.run.commands import instance_command
 from engine.run.process import Child
@@ -138,7 +138,7 @@ def led(client, act, dtype="float32"):
     async def run():
         async with aiohttp.ClientSession(headers=dict(client.session.headers)) as session:
             instance = Instance(InstanceClient("under-test", client.url, session, 60.0))
-            await act(UpdateCalls(probe(VOCABULARY, 32, CONTEXT, dtype), 60.0), instance)
+            await act(UpdateCalls(make_probe(VOCABULARY, 32, CONTEXT, dtype), 60.0), instance)
 
     asyncio.run(run())
 
@@ -163,7 +163,7 @@ def packed(model):
 
 
 def in_buckets(tensors, dtype=None):
-    return buckets.pack(tensors, dtype, BUCKET, buckets.Buffers(100, 1.0))
+    return buckets.pack_buckets(tensors, dtype, BUCKET, buckets.Buffers(100, 1.0))
 
 
 def file_infos(model, folder, version):
@@ -175,7 +175,7 @@ def written(packed_buckets, folder, version):
     folder.mkdir()
     for bucket in packed_buckets:
         path = folder / f"{bucket.number}.safetensors"
-        bucket_file.write(path, bucket, bucket.wire())
+        bucket_file.write_bucket(path, bucket, bucket.wire())
         yield {
             "transport": "file",
             "version": version,

@@ -15,14 +15,14 @@ from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
-from engine.launcher.weight_sync.sync import WeightSync, probe
+from engine.launcher.weight_sync.sync import WeightSync, make_probe
 from engine.wire import messages
 from engine.wire.message import pack
 from support.replies import reply
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 5.0
-PROBE = probe(64, 6, 64, "float32")
+PROBE = make_probe(64, 6, 64, "float32")
 
 
 def weights(seed):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from engine.trainer.checkpoint.checkpoints import latest, step_of
+from engine.trainer.checkpoint.checkpoints import latest_checkpoint, step_of
 from support.runs import ROOT, Tree, launch, send, wait_for, write_config
 
 
@@ -68,7 +68,7 @@ def kill_a_rank(settings, folder):
     checkpoints = place / "checkpoints"
     try:
         wait_for(
-            lambda: len(steps(folder, settings["run.name"])) >= 3 and latest(checkpoints),
+            lambda: len(steps(folder, settings["run.name"])) >= 3 and latest_checkpoint(checkpoints),
             "the third step and a checkpoint",
         )
         tree = Tree(launcher.pid)
@@ -81,4 +81,4 @@ def kill_a_rank(settings, folder):
     log.seek(0)
     assert "trainer rank 1: Signal 9 (SIGKILL)" in log.read()
     assert not (place / "policy").exists()
-    assert step_of(latest(checkpoints)) in (2, 4)
+    assert step_of(latest_checkpoint(checkpoints)) in (2, 4)

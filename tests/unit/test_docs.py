@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from engine.config import Config
-from engine.config.keys import flatten
-from engine.config.reference import reference
+from engine.config.keys import flatten_keys
+from engine.config.reference import reference_page
 from engine.config.table import NAME, is_value, keys_in, tables_in
 from support.troubleshooting import MESSAGES
 
@@ -85,7 +85,7 @@ def test_commands_are_those_of_the_command_line(page):
 def test_toml_examples_have_known_keys(page):
     for language, text in fences(page):
         if language == "toml":
-            found = set(map(known, flatten(tomllib.loads(text))))
+            found = set(map(known, flatten_keys(tomllib.loads(text))))
             assert found <= KEYS, f"{page.name}: {found - KEYS}"
 
 
@@ -121,7 +121,7 @@ def test_the_checks_above_look_at_something():
 
 
 def test_the_configuration_reference_is_current():
-    assert (ROOT / "docs/configuration.md").read_text() == reference(), (
+    assert (ROOT / "docs/configuration.md").read_text() == reference_page(), (
         "docs/configuration.md is old: python -m engine.config.reference > docs/configuration.md"
     )
 

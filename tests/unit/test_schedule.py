@@ -2,7 +2,7 @@ import pytest
 
 from engine.config import Train
 from engine.errors import StaleRolloutError
-from engine.schedule import Schedule, staleness
+from engine.schedule import Schedule, response_staleness
 from engine.types import Response
 from support.groups import group
 
@@ -47,9 +47,9 @@ def test_what_is_staler_than_the_bound_is_refused():
 
 
 def test_staleness_is_that_of_the_oldest_token():
-    assert [staleness(5, response) for response in group(5, 3, 5).responses] == [2]
+    assert [response_staleness(5, response) for response in group(5, 3, 5).responses] == [2]
     assert (
-        staleness(
+        response_staleness(
             5,
             Response(
                 token_ids=(),

@@ -32,7 +32,7 @@ def test_arguments_of_the_recipe_reach_vllms_command_line_last(monkeypatch, tmp_
         "cudagraph_capture_sizes": [1, 2],
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
     }
-    made = commands.command(
+    made = commands.instance_command_line(
         config=on_a_cpu(given), model=Path(save(tmp_path / "m")), name="i", number=0, port_file=tmp_path
     )[0]
     line = serve._vllm_arguments(serve._parser().parse_args(made[3:]), 8000)

@@ -21,7 +21,7 @@ from engine.config import Config
 from engine.errors import ProcessDied, WeightSyncError
 from engine.instance.vllm.session import KEEP_STALE_HEAD
 from engine.ranks.models import open_models
-from engine.run.vllm_command import command
+from engine.run.vllm_command import instance_command_line
 from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.wire.sync_messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
@@ -162,8 +162,8 @@ def trainer(model, dtype):
             "rollout": {"engine": "vllm"},
         }
     )
-    with platform.single(platform.get("cpu")):
-        yield open_models(given, platform.get("cpu"))
+    with platform.single_session(platform.get_platform("cpu")):
+        yield open_models(given, platform.get_platform("cpu"))
 
 
 def publish(models, folder, version, measured, wrong=()):
@@ -258,7 +258,7 @@ def test_a_server_whose_engine_dies_ends(tied, tmp_path):
 
 def test_processes_end_with_a_server_that_is_killed(tied, tmp_path):
     """Also while it loads: nothing of it is left to load on."""
-    arguments, env = command(
+    arguments, env = instance_command_line(
         config=config(), model=tied[0], name="under-test", number=0, port_file=tmp_path / "port.json"
     )
     with subprocess.Popen(arguments, env=os.environ | env, start_new_session=True) as server:

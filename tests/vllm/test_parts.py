@@ -16,12 +16,12 @@ import torch
 
 from engine.errors import BadInput, TransferError
 from engine.instance.vllm import serve, session
-from engine.instance.vllm.heads import widen
+from engine.instance.vllm.heads import widen_heads
 from engine.instance.vllm.worker_extension import WorkerExtension
 from engine.run import vllm_command as commands
 from engine.run.commands import instance_command
-from engine.wire.weights.buckets import Buffers, pack
-from engine.wire.weights.groups import Rendezvous, join
+from engine.wire.weights.buckets import Buffers, pack_buckets
+from engine.wire.weights.groups import Rendezvous, join_group
 from support.late_communicator import late
 from support.runs import ROOT
 from support.tiny_models import save
@@ -52,7 +52,7 @@ def test_widened_heads_change_no_number(size):
     class Wide(Layer):
         pass
 
-    widen(Wide, [32, 64])
+    widen_heads(Wide, [32, 64])
     torch.manual_seed(0)
     query, key, value = (torch.randn(7, heads * size) for heads in (4, 2, 2))
     found = Wide(4, size, size**-0.5, num_kv_heads=2)(query, key, value)
@@ -85,7 +85,7 @@ def flags(arguments):
 
 def test_the_command_of_an_instance(environment, tmp_path):
     model = Path(save(tmp_path / "model"))
-    arguments, env = commands.command(
+    arguments, env = commands.instance_command_line(
         config=config(instances=2, devices=[0, 1]),
         model=model,
         name="instance-1",
@@ -122,7 +122,7 @@ def test_instances_of_both_engines_are_told_to_be_deterministic(environment, tmp
 
 def test_devices_of_an_npu_instance(environment, tmp_path):
     built_for(environment, "npu")
-    arguments, env = commands.command(
+    arguments, env = commands.instance_command_line(
         config=config(instances=1, tensor=2, devices=[0, 1]),
         model=Path(save(tmp_path / "m")),
         name="i",
@@ -132,13 +132,15 @@ def test_devices_of_an_npu_instance(environment, tmp_path):
     assert (flags(arguments)["--device"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("npu", "0,1")
     assert env["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"  # ours is 0, and children inherit it
     with pytest.raises(BadInput, match="rollout.tensor = 1 needs as many"):
-        commands.command(config=config(devices=[0, 1]), model=tmp_path / "m", name="i", number=0, port_file=tmp_path)
+        commands.instance_command_line(
+            config=config(devices=[0, 1]), model=tmp_path / "m", name="i", number=0, port_file=tmp_path
+        )
 
 
 def test_a_missing_or_unfinished_environment_says_make_vllm(environment, tmp_path):
     (environment / commands.MARKER).unlink()
     with pytest.raises(BadInput, match="make vllm"):
-        commands.command(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
+        commands.instance_command_line(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
 
 
 def test_an_environment_from_before_the_list_changed_says_make_vllm(environment, monkeypatch, tmp_path):
@@ -147,35 +149,35 @@ def test_an_environment_from_before_the_list_changed_says_make_vllm(environment,
     with pytest.raises(
         BadInput, match=r"from another infra/vllm/cpu.txt than there is now: run `make vllm DEVICE=cpu` again"
     ):
-        commands.command(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
+        commands.instance_command_line(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
     built_for(environment, "cpu")
     (tmp_path / "cpu.txt").write_text("# another remark\n\none-more==1.0\nvllm-cpu==0.32.0\n")
-    assert commands.interpreter() == str(environment / "bin/python")
+    assert commands.vllm_interpreter() == str(environment / "bin/python")
 
 
 @pytest.mark.parametrize("left", ["", "rocm\n1 2\n"])
 def test_a_file_of_no_known_device_is_no_environment(environment, left):
     (environment / commands.MARKER).write_text(left)
     with pytest.raises(BadInput, match="needs vLLM in"):
-        commands.interpreter()
+        commands.vllm_interpreter()
 
 
 def test_cores_that_are_not_there_are_bad_input_wherever_an_instance_is_started(environment, tmp_path):
     with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\]"):
-        commands.command(
+        commands.instance_command_line(
             config=config(devices=[10**6]), model=Path(save(tmp_path / "m")), name="i", number=0, port_file=tmp_path
         )
 
 
 def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch):
     monkeypatch.setenv(commands.PYTHON, sys.executable)
-    assert commands.interpreter() == sys.executable
+    assert commands.vllm_interpreter() == sys.executable
     assert commands.device_of(sys.executable, "cuda") == "cuda"
     with pytest.raises(BadInput, match="set platform.device"):
         commands.device_of(sys.executable)
     monkeypatch.setenv(commands.PYTHON, str(environment / "nothing"))
     with pytest.raises(BadInput, match="there is no interpreter"):
-        commands.interpreter()
+        commands.vllm_interpreter()
 
 
 def test_off_loopback_a_server_without_a_token_is_bad_input(tmp_path):
@@ -298,14 +300,14 @@ def test_a_worker_is_connected_over_its_device_before_the_first_bucket(backend, 
         "timeout_s": 20,
     }
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(join, meeting.address, 1, 3, "late", 20.0, threading.Event())
+        other = threads.submit(join_group, meeting.address, 1, 3, "late", 20.0, threading.Event())
         gathering = threads.submit(meeting.gather, 3)
         assert worker.metronome("begin", {"number": 1, "connect": init}) == {"result": None}
         assert until_done(worker, 1) == {"result": True}
         sender = gathering.result(20)
         assert [group.device for group in backend.made] == [worker.device] * 3
         held = {name: torch.randn(shape) for name, shape in worker._metronome_session._expected.items()}
-        (bucket,) = pack(held.items(), None, 10**9, Buffers(1, 1.0))
+        (bucket,) = pack_buckets(held.items(), None, 10**9, Buffers(1, 1.0))
         info = {"transport": "late", "stage": 0, **bucket.wire()}
         assert worker.metronome("begin", {"number": 2, "receive": info})["status"] == 409  # before start
         worker.metronome("start")

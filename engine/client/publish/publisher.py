@@ -38,7 +38,7 @@ from engine.wire.sync_messages import (
     SyncOpened,
     VerifySync,
 )
-from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, pack, small_first, span
+from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, bucket_span, pack_buckets, small_first
 
 Step = Callable[[Bucket, BucketInfo], object]
 
@@ -407,11 +407,11 @@ class Publisher:
                 transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
             )
             self._sending.append(info)
-            self._sent_bytes += span(bucket.specs)
+            self._sent_bytes += bucket_span(bucket.specs)
             self._pipeline.put(bucket, info)
 
     def _packed_buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        return pack(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
+        return pack_buckets(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
 
     def _wait_until_sent(self, stage: int) -> Outcome:
         """Wait until this rank has sent the stage, and return the result."""

@@ -108,7 +108,7 @@ class Snapshots:
         tensors = {"names": info.names, "dtypes": info.dtypes, "shapes": info.shapes, "checksums": info.checksums}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            bucket_file.write(path, bucket, tensors)
+            bucket_file.write_bucket(path, bucket, tensors)
             self._written[info.version].add(path.name)
         except OSError as error:
             raise MetronomeError(f"{path}: weights could not be written: {error.strerror}") from None

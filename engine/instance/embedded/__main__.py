@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ProcessDied
 from engine.instance import command_line
-from engine.run.process import bind, watch_lifeline
+from engine.run.process import bind_cores, watch_lifeline
 from engine.wire.connections import RareMessages
 
 if TYPE_CHECKING:  # torch reads its environment variables when it is imported: they are set before
@@ -22,15 +22,15 @@ if TYPE_CHECKING:  # torch reads its environment variables when it is imported: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
-    options = command_line.parser("engine.instance.embedded", __doc__).parse_args(arguments)
+    options = command_line.make_parser("engine.instance.embedded", __doc__).parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop takes over, while the model loads
     watch_lifeline()
-    return command_line.run(options, _run)
+    return command_line.run_command(options, _run)
 
 
 def _run(options: argparse.Namespace) -> None:
-    command_line.check(options)
-    bind(options.cores)
+    command_line.check_options(options)
+    bind_cores(options.cores)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     asyncio.run(_serve(options))
 
@@ -44,7 +44,7 @@ async def _serve(options: argparse.Namespace) -> None:
     from engine.instance.http import InstanceApp
     from engine.instance.protocol import RequestLimits
 
-    sock = command_line.bound(options)
+    sock = command_line.bind_socket(options)
     tokenizer = Tokenizer(Path(options.model)) if options.text else None
     engine = _warm_engine(options)
     loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ async def _serve(options: argparse.Namespace) -> None:
         loop.add_signal_handler(number, server.end)
     worker.start()
     sock.listen()
-    command_line.announce(options, sock.getsockname()[1])
+    command_line.announce_address(options, sock.getsockname()[1])
     serving = asyncio.create_task(server.serve([sock]))
     await asyncio.wait([serving, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
     server.end()

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.errors import BadInput
 from engine.instance.embedded.cache import BLOCK, KeyValueCache, Prefill, PromptCache
 from engine.instance.embedded.rollout_model import RolloutModel
-from engine.instance.embedded.sampling import Sampling, sample
+from engine.instance.embedded.sampling import Sampling, sample_tokens
 from engine.instance.embedded.weight_load import Named, WeightLoad
 from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
@@ -116,7 +116,7 @@ class Engine:
         first = [] if self.paused else self._admit()  # after decoding, which writes to unused slots too
         logits = torch.cat([*decoded, *first]) if first else decoded[0]
         uniforms = [request.uniforms[len(request.token_ids)] for request in self.running]
-        tokens, logprobs = sample(logits, [request.sampling for request in self.running], uniforms)
+        tokens, logprobs = sample_tokens(logits, [request.sampling for request in self.running], uniforms)
         self._record_tokens(tokens, logprobs)
 
     def _admit(self) -> list[Tensor]:

@@ -27,15 +27,15 @@ ROWS = 32
 """Fewest rows for oneDNN. With fewer, its overhead of about 10 µs exceeds what it saves (measured, hidden 128)."""
 
 
-def available() -> bool:
+def onednn_available() -> bool:
     """Whether this torch has oneDNN's operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-ONEDNN = available()
+ONEDNN = onednn_available()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [n, in] · weight [out, in]ᵀ + bias [out] in fp32, without gradients.
 
     A row of the result depends on n and the same row of x only.
@@ -185,7 +185,7 @@ class RolloutModel:
         return self.norm(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, *self.head)
+        return onednn_linear(hidden, *self.head)
 
 
 class Layer:
@@ -218,12 +218,12 @@ class Layer:
     def forward(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Return the block's output [n, hidden]; cos and sin are [n, heads + kv heads, dim]."""
         q, k, v = self._queries_keys_values(self.norm_in(hidden), cos, sin)
-        hidden = hidden + linear(attend(index, q, k, v), *self.out)
-        gate, up = linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
-        return hidden + linear(self.activation(gate) * up, *self.down)
+        hidden = hidden + onednn_linear(attend(index, q, k, v), *self.out)
+        gate, up = onednn_linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
+        return hidden + onednn_linear(self.activation(gate) * up, *self.down)
 
     def _queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        joint = linear(x, *self.qkv).view(len(x), -1, self.head_dim)
+        joint = onednn_linear(x, *self.qkv).view(len(x), -1, self.head_dim)
         qk = joint[:, : -self.kv_heads]
         v = joint[:, -self.kv_heads :]
         if self.norm_qk is not None:

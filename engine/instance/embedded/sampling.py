@@ -32,7 +32,7 @@ class Sampling:
         return torch.rand(count, generator=torch.Generator().manual_seed(self.seed)).tolist()[self.continued :]
 
 
-def sample(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:
+def sample_tokens(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:
     """Draw one token per row of logits [n, vocabulary]: invert its cumulative distribution at the row's uniform.
 
     Return the tokens and their log-probabilities. These are of softmax(logits / temperature), before top-k and top-p,

@@ -1,7 +1,8 @@
 """The embedded engine's routes with text, as OpenAI has them: completions, chat completions, models; also streams.
 
-`parse` reads a request, and refuses by name a key that the engine can't serve as asked. `Detokenizer` makes text of a
-response while it is sampled, up to its first stop string. `ReplyForm` writes the reply, whole or as events of a stream.
+`parse_request` reads a request, and refuses by name a key that the engine can't serve as asked. `Detokenizer` makes
+text of a response while it is sampled, up to its first stop string. `ReplyForm` writes the reply, whole or as events of
+a stream.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from engine.data.tokenizer import Tokenizer, render_chat
 from engine.errors import BadInput, MetronomeError
 from engine.instance import protocol
-from engine.instance.asgi import Message, Receive, Send, error_body, send_json, start, unless_client_leaves
+from engine.instance.asgi import Message, Receive, Send, error_body, send_json, send_start, unless_client_leaves
 from engine.instance.embedded.backend import EmbeddedBackend
 from engine.instance.http import CHAT, MODELS
 from engine.instance.protocol import Completion, RequestLimits
@@ -129,7 +130,7 @@ class TextRequest:
     """Whether the last event of a stream counts the tokens."""
 
 
-def parse(body: JsonObject, chat: bool, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> TextRequest:
+def parse_request(body: JsonObject, chat: bool, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> TextRequest:
     """Return the checked body. Raise Refusal that names the first key that can't be served as asked."""
     _check_keys(body, chat)
     if body.get("model") not in (None, "", model):
@@ -318,7 +319,7 @@ class SampledToken:
         }
 
 
-def models(name: str, max_context: int, since: int) -> JsonObject:
+def list_models(name: str, max_context: int, since: int) -> JsonObject:
     """The reply to /v1/models. `since`: the time of the server's start, in seconds."""
     model = {"id": name, "object": "model", "created": since, "owned_by": "metronome", "max_model_len": max_context}
     return {"object": "list", "data": [model]}
@@ -386,7 +387,7 @@ class ReplyForm:
         }
 
 
-def usage(prompts: int, sampled: int) -> JsonObject:
+def token_usage(prompts: int, sampled: int) -> JsonObject:
     """The numbers of tokens of a request's prompts and responses."""
     return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
@@ -409,9 +410,9 @@ class EmbeddedText:
         """Answer a request for a text, or for the list of models."""
         path = scope["path"]
         if path == MODELS[1]:
-            await send_json(send, models(self.name, self._backend.limits.max_context, self._since))
+            await send_json(send, list_models(self.name, self._backend.limits.max_context, self._since))
             return
-        asked = parse(
+        asked = parse_request(
             body=body, chat=path == CHAT[1], model=self.name, tokenizer=self._tokenizer, limits=self._backend.limits
         )
         form = ReplyForm(asked.chat, next(self._numbers), self.name)
@@ -449,7 +450,7 @@ class EmbeddedText:
             piece = await pieces.get()
             if piece is None:
                 await writing
-            await start(send, 200, EVENTS)
+            await send_start(send, 200, EVENTS)
             while piece is not None:
                 await _send_event(send, form.event([piece]))
                 piece = await pieces.get()
@@ -548,7 +549,7 @@ def _pieces(
 
 
 def _usage(asked: TextRequest, writers: Sequence[_Writer]) -> JsonObject:
-    return usage(asked.prompt_tokens, sum(len(one.tokens) for one in writers))
+    return token_usage(asked.prompt_tokens, sum(len(one.tokens) for one in writers))
 
 
 async def _send_event(send: Send, content: JsonObject) -> None:

@@ -24,7 +24,7 @@ LEAST = -9999.0
 """vLLM's value for a log-probability of minus infinity, which JSON does not have."""
 
 
-def arguments(asked: Completion) -> dict[str, Any]:
+def sampling_arguments(asked: Completion) -> dict[str, Any]:
     """Return the arguments of vLLM's SamplingParams for a completion."""
     found: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
@@ -51,7 +51,7 @@ def _request_seed(seed: int, continued: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {continued}".encode()).digest()[:8], "big") >> 1
 
 
-def result(output: Any, version: int, experts: Experts | None = None) -> Result:  # noqa: ANN401
+def read_output(output: Any, version: int, experts: Experts | None = None) -> Result:  # noqa: ANN401
     """Return the result in vLLM's RequestOutput. It lacks the prompt's log-probabilities if the request was aborted
     before they were computed. `experts`: the model's, if the tokens' are asked for."""
     sampled = output.outputs[0]
@@ -140,7 +140,7 @@ class VllmBackend:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-        found = result(output, self._version, self._experts if asked.routes else None)
+        found = read_output(output, self._version, self._experts if asked.routes else None)
         self._generated += len(found.token_ids)
         self._prefills += bool(found.token_ids) and not output.num_cached_tokens
         return found
@@ -173,7 +173,7 @@ class VllmBackend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wanted = SamplingParams(**arguments(asked), output_kind=RequestOutputKind.FINAL_ONLY)
+        wanted = SamplingParams(**sampling_arguments(asked), output_kind=RequestOutputKind.FINAL_ONLY)
         prompt = {"type": "token", "prompt_token_ids": list(asked.prompt)}
         async for output in self._engine.generate(prompt, wanted, f"metronome-{next(self._numbers)}"):
             if output.finished:

@@ -31,10 +31,10 @@ Ask = Callable[[str, str, JsonObject], JsonObject]
 """Sends method, path and body to the instance and returns its reply. Raises OSError."""
 
 
-def check(ask: Ask, slots: int, max_context: int, platform: str) -> None:
+def check_invariance(ask: Ask, slots: int, max_context: int, platform: str) -> None:
     """Raise BadInput if the request's token ids and log-probabilities are not the same bits each time. `platform`:
     the text for messages."""
-    request, others = requests(slots, max_context)
+    request, others = invariance_requests(slots, max_context)
     alone = ask("POST", COMPLETIONS, request)
     again = ask("POST", COMPLETIONS, request)
     ask("POST", "/reset_prefix_cache", {})
@@ -44,7 +44,7 @@ def check(ask: Ask, slots: int, max_context: int, platform: str) -> None:
         ("in a full batch", together),
         ("in a full batch, with its prompt from the prefix cache", late),
     ):
-        if found := difference(alone, reply):
+        if found := first_difference(alone, reply):
             raise BadInput(
                 f"rollout.deterministic = true, but {platform} gives a request other bits {situation}: {found}. Set "
                 'rollout.deterministic = false, or take rollout.engine = "embedded", or a platform whose vLLM has '
@@ -52,7 +52,7 @@ def check(ask: Ask, slots: int, max_context: int, platform: str) -> None:
             )
 
 
-def requests(slots: int, max_context: int) -> tuple[JsonObject, list[JsonObject]]:
+def invariance_requests(slots: int, max_context: int) -> tuple[JsonObject, list[JsonObject]]:
     """Return the request, and as many others as the instance has slots, of other lengths."""
     tokens = min(TOKENS, max_context // 2)
     longest = min(PROMPT, max_context - tokens)
@@ -91,7 +91,7 @@ def _wait_until_held(ask: Ask, count: int) -> None:
         time.sleep(POLL_S)
 
 
-def difference(alone: JsonObject, other: JsonObject) -> str:
+def first_difference(alone: JsonObject, other: JsonObject) -> str:
     """Return the first difference between two replies to one request; "" if all their bits are equal."""
     ours = _sampled(alone)
     theirs = _sampled(other)

@@ -23,10 +23,10 @@ def pack_at_every_load() -> None:
     if current_platform.is_cpu() and __version__.startswith(PACKS_ONCE):
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-        repack(UnquantizedFusedMoEMethod)
+        repack_experts(UnquantizedFusedMoEMethod)
 
 
-def repack(method: Any) -> None:  # noqa: ANN401
+def repack_experts(method: Any) -> None:  # noqa: ANN401
     """Change the class that prepares a layer's experts (vLLM's, or one with the same interface) to pack in later calls
     too."""
     set_up = method._setup_kernel

@@ -22,10 +22,10 @@ def support_every_size() -> None:
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    widen(Attention, CPUAttentionBackend.get_supported_head_sizes())
+    widen_heads(Attention, CPUAttentionBackend.get_supported_head_sizes())
 
 
-def widen(attention: Any, sizes: list[int]) -> None:  # noqa: ANN401
+def widen_heads(attention: Any, sizes: list[int]) -> None:  # noqa: ANN401
     """Change the class of attention layers (vLLM's, or one with the same interface) to use only these head sizes."""
     build = attention.__init__
     compute = attention.forward

@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 from engine.errors import BadInput, MetronomeError
 from engine.instance import command_line
 from engine.instance.vllm import batch_invariance
-from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, watch_lifeline
+from engine.run.process import LIFELINE, bind_cores, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.types import JsonObject
-from engine.wire.access_token import access_token, authorization
+from engine.wire.access_token import access_token, authorization_headers
 from engine.wire.weights.watchdogs import WATCHDOGS
 
 NAP = "METRONOME_VLLM_NAP_S"
@@ -84,13 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: _exit_now(0))
     # ends this process only, not its group: Python's resource tracker lives on and frees the shared memory
     watch_lifeline(lambda: _exit_now(1))
-    return command_line.run(options, _run)
+    return command_line.run_command(options, _run)
 
 
 def _run(options: argparse.Namespace) -> None:
     _check_options(options)
     os.environ[LIFELINE] = hold_lifeline()
-    bind(options.cores)
+    bind_cores(options.cores)
     _set_environment(options)
     _serve(options)
 
@@ -102,7 +102,7 @@ def _exit_now(code: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_line.parser("engine.instance.vllm", __doc__)
+    parser = command_line.make_parser("engine.instance.vllm", __doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--head-dtype", choices=("model", "float32"), default="model", help="type of the logits")
     parser.add_argument(
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check_options(options: argparse.Namespace) -> None:
     """Raise BadInput for options that cannot work."""
     _check_environment()
-    command_line.check(options)
+    command_line.check_options(options)
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(f"{sys.executable} has no vllm; run this in the environment that `make vllm` builds")
 
@@ -218,7 +218,7 @@ def _as_text(value: Any) -> str:  # noqa: ANN401
 
 def _serve(options: argparse.Namespace) -> None:
     """Run vLLM's server on a socket of ours, so that no other process can take the free port meanwhile."""
-    with command_line.bound(options) as sock:
+    with command_line.bind_socket(options) as sock:
         port = sock.getsockname()[1]
         arguments = _parse_as_vllm(_vllm_arguments(options, port), options.vllm)
         import uvloop
@@ -266,7 +266,7 @@ def _announce(options: argparse.Namespace, url: str, port: int) -> None:
         _ask(url, "POST", "/v1/completions", first)
         if options.deterministic:
             ask = functools.partial(_ask, url)
-            batch_invariance.check(ask, options.slots, options.max_context, _platform(options))
+            batch_invariance.check_invariance(ask, options.slots, options.max_context, _platform(options))
     except OSError as error:  # HTTP errors are OSErrors, too
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
         print(f"{options.name}: the first completion failed: {error} {detail}", file=sys.stderr, flush=True)
@@ -274,7 +274,7 @@ def _announce(options: argparse.Namespace, url: str, port: int) -> None:
     except MetronomeError as error:
         print(f"{options.name}: {error}", file=sys.stderr, flush=True)
         _exit_now(command_line.exit_code(error))
-    command_line.announce(options, port)
+    command_line.announce_address(options, port)
 
 
 def _answers(url: str) -> bool:
@@ -294,7 +294,7 @@ def _platform(options: argparse.Namespace) -> str:
 
 
 def _ask(url: str, method: str, path: str, body: JsonObject) -> JsonObject:
-    headers = {"Content-Type": "application/json", **authorization(access_token())}
+    headers = {"Content-Type": "application/json", **authorization_headers(access_token())}
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url + path, data, headers, method=method)
     with urllib.request.urlopen(request, timeout=WARM_UP_S) as reply:

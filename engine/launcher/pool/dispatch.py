@@ -27,7 +27,7 @@ class Paced(Protocol):
 One = TypeVar("One", bound=Paced)
 
 
-def soonest(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
+def soonest_instance(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
     """Return the instance that will probably finish one more group first, of those with room; None if none has.
 
     Those of `avoid` are taken only if no others serve. An instance without a pace is taken for as fast as the fastest.
@@ -98,7 +98,7 @@ class Dispatcher:
         serving = [instance for instance in self._instances if instance.takes_prompts and instance.breaker.passes]
         if least is not None:
             serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
-        return soonest(serving, self._concurrency, avoid)
+        return soonest_instance(serving, self._concurrency, avoid)
 
     def _wake_later(self) -> None:
         """Look again when the first open breaker lets its trial pass."""

@@ -38,7 +38,7 @@ SMOOTHING = 0.3
 """Weight of the newest figure in an instance's averages."""
 
 
-def smoothed(average: float | None, newest: float) -> float:
+def smooth_average(average: float | None, newest: float) -> float:
     """The average with the newest figure taken in; the newest alone if there is none yet."""
     return newest if average is None else (1 - SMOOTHING) * average + SMOOTHING * newest
 
@@ -255,7 +255,7 @@ class Instance:
 
     def finished(self, seconds: float, beside: int) -> None:
         """A group took so long beside so many (itself included)."""
-        self.group_s = smoothed(self.group_s, seconds / max(1, beside))
+        self.group_s = smooth_average(self.group_s, seconds / max(1, beside))
 
     # its weights ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import msgspec
 
 from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError, TooManyFiles
-from engine.launcher.pool.reply_check import Asked, BrokenRule, checked
+from engine.launcher.pool.reply_check import Asked, BrokenRule, check_reply
 from engine.model.shape import Experts, end_of_sequence_ids, read_shape
 from engine.run.open_files import open_limit
 from engine.types import Prompt
@@ -239,7 +239,7 @@ class InstanceClient:
         await self._until_trusted(cuts)
         if response.finish_reason == "abort" and not (sampling.partial and response.length):
             raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
-        return joined(so_far, response)
+        return join_responses(so_far, response)
 
     def _checked(
         self, reply: CompletionReply, sampling: SamplingSettings, prompt: int, begun: int, seed: int | None
@@ -256,12 +256,12 @@ class InstanceClient:
             prompt=prompt + begun,
         )
         try:
-            return checked(reply, asked, seed, self.name)
+            return check_reply(reply, asked, seed, self.name)
         except BrokenRule as wrong:
             raise BrokenReply(f"{self.name}: its reply to POST /v1/completions breaks the protocol: {wrong}") from None
 
 
-def joined(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:
+def join_responses(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:
     """A response and its continuation as one: tokens, log-probabilities, weight versions and routes are those they were
     sampled with. The continuation's routes begin with the prompt's, as computed again."""
     if so_far is None:

@@ -27,7 +27,7 @@ from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child, stop_all
 from engine.run.trace import Trace
-from engine.wire.access_token import access_token, authorization
+from engine.wire.access_token import access_token, authorization_headers
 from engine.wire.address import http_url
 
 
@@ -173,7 +173,7 @@ class Pool:
         """Take in an instance that answers under `url`; it serves once it holds the current weights."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            token = authorization(access_token())
+            token = authorization_headers(access_token())
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
         client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
         instance = Instance(client, declared, self._trace)

@@ -59,7 +59,7 @@ class _Scrape(Collector):
         return family
 
 
-def exposition(instances: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> bytes:
+def metrics_text(instances: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> bytes:
     """The text for what Instance.status gives and the last step's report (empty before the first)."""
     registry = CollectorRegistry()
     registry.register(_Scrape(instances, step))

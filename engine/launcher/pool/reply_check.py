@@ -44,7 +44,7 @@ class Asked:
     """Tokens of the prompt; only `experts` needs them."""
 
 
-def checked(reply: CompletionReply, asked: Asked, seed: int | None, instance: str) -> PackedResponse:
+def check_reply(reply: CompletionReply, asked: Asked, seed: int | None, instance: str) -> PackedResponse:
     """Return the reply's response. Raises BrokenRule if anything is wrong with it.
 
     An aborted response may have any number of tokens, also none. Any other has at least one.

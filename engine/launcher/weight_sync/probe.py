@@ -93,7 +93,7 @@ class Probe:
         return min(allowed, MOST[self.dtype])
 
 
-def probe(
+def make_probe(
     vocabulary: int, count: int, max_context: int, dtype: str, text: Iterable[int] = (), recorded: float = 0.0
 ) -> Probe | None:
     """Return a probe of `count` tokens, or as many as context and vocabulary allow; None if that is fewer than two.

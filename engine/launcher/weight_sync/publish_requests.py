@@ -14,7 +14,7 @@ from engine.launcher.batches import Batch
 from engine.launcher.batches_in_flight import BatchesInFlight
 from engine.launcher.rollout_service import RolloutService
 from engine.launcher.run_state import RunState
-from engine.launcher.weight_sync.sync import WeightSync, probe
+from engine.launcher.weight_sync.sync import WeightSync, make_probe
 from engine.model.shape import read_shape
 from engine.run.trace import Trace
 from engine.schedule import Schedule
@@ -87,7 +87,7 @@ class PublishRequests:
         vocabulary = read_shape(Path(config.model.path)).vocabulary
         return WeightSync(
             pool=service.pool,
-            probe=probe(
+            probe=make_probe(
                 vocabulary=vocabulary,
                 count=config.weights.check_tokens,
                 max_context=rollout.max_context,

@@ -26,7 +26,7 @@ from engine.errors import BadInput, DeadlineError, MetronomeError, WeightSyncErr
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceFault, Refused
 from engine.launcher.run_state import SIGN_OF_LIFE_S
-from engine.launcher.weight_sync.probe import Probe, probe
+from engine.launcher.weight_sync.probe import Probe, make_probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
 from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.sync_messages import (
@@ -165,7 +165,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-__all__ = ["Probe", "WeightSync", "probe"]
+__all__ = ["Probe", "WeightSync", "make_probe"]
 
 OVERTAKEN = 2
 """A late instance that so many versions have overtaken holds the next one up, until it has caught up."""

@@ -1,4 +1,5 @@
-"""Attention kernels over a `Layout`: one per platform and the reference, with the signature of `reference.masked`."""
+"""Attention kernels over a `Layout`: one per platform and the reference, with the signature of
+`reference.masked_attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from engine.model.layout import Layout
 Kernel = Callable[[Tensor, Tensor, Tensor, Layout, float | None], Tensor]
 
 KERNELS: dict[str, Kernel] = {
-    "reference": reference.masked,
+    "reference": reference.masked_attention,
     "cpu": cpu.attend,
     "cuda": cuda.attend,
     "npu": npu.attend,

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine.model.kernels.reference import sdpa
+from engine.model.kernels.reference import torch_attention
 from engine.model.layout import Layout, Part
 
 CALL_COST = 250_000
@@ -43,7 +43,7 @@ class Plan:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`, by the calls that should take the least time."""
+    """Same result and shapes as `reference.masked_attention`, by the calls that should take the least time."""
     return _run_plan(q=q, k=k, v=v, plan=layout.once(plan, CALL_COST // (q.shape[1] * q.shape[2])), scale=scale)
 
 
@@ -58,7 +58,7 @@ def _run_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) 
     done = []
     for batch, *inputs in zip(plan.batches, queries, keys, values, strict=True):
         query, key, value = (x.unflatten(0, (batch.queries.shape[0], -1)) for x in inputs)
-        done.append(sdpa(q=query, k=key, v=value, mask=batch.mask, scale=scale).flatten(0, 1))
+        done.append(torch_attention(q=query, k=key, v=value, mask=batch.mask, scale=scale).flatten(0, 1))
     return _gather(torch.cat(done) if len(done) > 1 else done[0], plan.order)
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from engine.model.fusion import compiled
+from engine.model.fusion import compile_once
 from engine.model.kernels.merged import Sequences
 from engine.model.kernels.merged import attend as merge
 from engine.model.layout import Layout
@@ -37,10 +37,10 @@ CHUNK = 16
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`, also for shards."""
+    """Same result and shapes as `reference.masked_attention`, also for shards."""
     if flash_takes(q):
         return merge(q, k, v, layout=layout, scale=scale, kernel=Flash)
-    return flex(q, k, v, layout=layout, scale=scale)
+    return attend_flex(q, k, v, layout=layout, scale=scale)
 
 
 def flash_takes(q: Tensor) -> bool:
@@ -103,11 +103,11 @@ def _options(sequences: Sequences) -> dict[str, Any]:
     }
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`. The block mask is made once per layout, the kernel is compiled once
-    per process."""
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
+    """Same result and shapes as `reference.masked_attention`. The block mask is made once per layout, the kernel is
+    compiled once per process."""
     plain: Callable[..., Any] = flex_attention  # type: ignore[assignment]  # of a type that mypy can't name
-    kernel = compiled(plain) if q.is_cuda else plain
+    kernel = compile_once(plain) if q.is_cuda else plain
     out: Tensor = kernel(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.model import npu_operators
-from engine.model.fusion import compiled, fuses
+from engine.model.fusion import can_fuse, compile_once
 from engine.model.layout import Layout
 
 Where = slice | Tensor
@@ -124,7 +124,8 @@ def attend(
     *,
     kernel: Callable[[float], VarlenKernel],
 ) -> Tensor:
-    """Same result and shapes as `reference.masked`, by the calls of the kernel, which is made with the scale."""
+    """Same result and shapes as `reference.masked_attention`, by the calls of the kernel, which is made with the
+    scale."""
     made = kernel(q.shape[-1] ** -0.5 if scale is None else scale)
     out: Tensor = _Merged.apply((layout.once(plan), made), q, k, v)
     return out
@@ -192,7 +193,7 @@ class _Merged(torch.autograd.Function):
             if npu_operators.on_npu(out):
                 out[at], lse[at] = npu_operators.merged((out[at], lse[at]), part)
             else:
-                (compiled(merge) if fuses(out) else merge)(out, lse, at, part)
+                (compile_once(merge) if can_fuse(out) else merge)(out, lse, at, part)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.how = how
         return out

@@ -36,7 +36,7 @@ COPIES = 8
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`, also for shards."""
+    """Same result and shapes as `reference.masked_attention`, also for shards."""
     return merge(q, k, v, layout=layout, scale=scale, kernel=FusionAttention)
 
 

@@ -8,16 +8,16 @@ from torch import Tensor
 from engine.model.layout import Layout
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
     """Attention of the layout's rows to the whole row, in one call with the layout's mask.
 
     q [S, heads, d]; k, v [row_size, key-value heads, d], where consecutive query heads share a key-value head →
     [S, heads, d]. `scale` defaults to 1/√d. All kernels of this folder have these arguments and results.
     """
-    return sdpa(q=q[None], k=k[None], v=v[None], mask=layout.mask, scale=scale)[0]
+    return torch_attention(q=q[None], k=k[None], v=v[None], mask=layout.mask, scale=scale)[0]
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """torch's attention with tensors [n, s, heads, d], under a [queries, keys] mask (True = may see), or causal without
     one → [n, s, heads, d]."""
     out = F.scaled_dot_product_attention(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from engine import platform
 from engine.errors import DeadlineError
-from engine.run.process import Child, python, stop_all, watch_lifeline
+from engine.run.process import Child, python_command, stop_all, watch_lifeline
 from engine.wire.store import serve_store
 
 HOST = "127.0.0.1"
@@ -83,7 +83,7 @@ def broadcasting(
         for rank in range(receivers + 1):
             place = {"port": store.port, "rank": rank, "world": receivers + 1, "timeout_s": timeout_s}
             what = json.dumps({"machine": machine, "sizes": list(sizes), **place})
-            command = python("engine.tools.acceptance.broadcast", what)
+            command = python_command("engine.tools.acceptance.broadcast", what)
             ranks.append(Child(f"broadcast rank {rank}", command, logs / f"broadcast-{rank}.log"))
         running = Broadcast(ranks, store, timeout_s)
         running.ready()

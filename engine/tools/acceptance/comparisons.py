@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.kernels import KERNELS, Kernel
-from engine.model.kernels.reference import masked
-from engine.model.layout import Layout, layout
+from engine.model.kernels.reference import masked_attention
+from engine.model.layout import Layout, make_layout
 from engine.model.shape import ModelShape
 from engine.tools.acceptance import plain_model
 from engine.types import JsonObject
@@ -96,13 +96,13 @@ def compare_attention(name: str, device: torch.device, dtype: torch.dtype) -> It
     """The kernel against the mask of the layout, with the prompt shared and not."""
     groups = random_groups(PROMPT, list(RESPONSES), TINY.vocabulary) + random_groups(130, [140, 3], TINY.vocabulary)
     for shared in (True, False):
-        here = layout(groups, shared)
+        here = make_layout(groups, shared)
         keys = (here.row_size, TINY.kv_heads, TINY.head_dim)
         yield _compared(
             what=f"attention {name}{'' if shared else ', prompt not shared'}",
             names=("q", "k", "v"),
             ours=partial(_attend, KERNELS[name], here.to(device)),
-            reference=partial(_attend, masked, here),
+            reference=partial(_attend, masked_attention, here),
             inputs=_random([(here.size, TINY.heads, TINY.head_dim), keys, keys], dtype),
             device=device,
             limit=FUSED_FP32_LIMITS[name][0] if dtype == torch.float32 and name in FUSED_FP32_LIMITS else None,
@@ -116,7 +116,7 @@ def _attend(kernel: Kernel, row: Layout, q: Tensor, k: Tensor, v: Tensor) -> Ten
 def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
     """RMSNorm, SwiGLU and the rotation, as the model's layers call them."""
     from engine.model.norm import RMSNorm
-    from engine.model.rotary import RotaryAtPositions, rotate
+    from engine.model.rotary import RotaryAtPositions, rotate_positions
     from engine.model.swiglu import SwiGLU
 
     rows = 300
@@ -138,7 +138,7 @@ def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Com
             {"x": (rows, 1, 2 * TINY.intermediate)},
         ),
         (
-            "rotation", lambda t: rotate(t, tables), lambda t: plain_model.turned(t, angle),
+            "rotation", lambda t: rotate_positions(t, tables), lambda t: plain_model.turned(t, angle),
             {"x": (rows, 1, TINY.heads, TINY.head_dim)},
         ),
     ]  # fmt: skip
@@ -155,7 +155,7 @@ def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Com
 
 def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
     """The product of all experts at once, one of them without tokens; nothing where the platform has none."""
-    from engine.model.experts import grouped, product_for
+    from engine.model.experts import grouped_product, product_for
 
     sizes = (100, 0, 199, 1)
     product = product_for(torch.zeros(1, dtype=dtype, device=device), TINY.hidden, TINY.intermediate)
@@ -164,7 +164,7 @@ def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Compar
     yield _compared(
         what="experts",
         names=("x", *(f"weight {number}" for number in range(len(sizes)))),
-        ours=lambda x, *weights: grouped(product, sizes, x, torch.stack(weights)),
+        ours=lambda x, *weights: grouped_product(product, sizes, x, torch.stack(weights)),
         reference=lambda x, *weights: torch.cat(
             [tokens @ weight.T for tokens, weight in zip(x.split(list(sizes)), weights, strict=True)]
         ),
@@ -176,7 +176,7 @@ def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Compar
 def compare_model(attention: str, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
     """The trainer's model with a shared prompt against the plain model: log-probabilities, and each tensor's
     gradient."""
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     model = build(shape=TINY, attention=attention, device=device, dtype=dtype)
     groups = random_groups(PROMPT, list(RESPONSES), TINY.vocabulary)
@@ -185,12 +185,12 @@ def compare_model(attention: str, device: torch.device, dtype: torch.dtype) -> I
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     weights = {
         n: t.detach().float().cpu().clone().requires_grad_()
-        for n, t in export(dict(model.named_parameters()), model, TINY)
+        for n, t in export_weights(dict(model.named_parameters()), model, TINY)
     }
     plain = torch.cat([plain_model.logprobs(weights, p, r, TINY) for p, responses in groups for r in responses if r])
     (-plain.mean()).backward()
     mean = float((ours.float().cpu() - plain).detach().abs().mean())
-    worst = max(_difference(g.float().cpu(), weights[n].grad) for n, g in export(grads, model, TINY))
+    worst = max(_difference(g.float().cpu(), weights[n].grad) for n, g in export_weights(grads, model, TINY))
     name = _name(dtype)
     fused = dtype == torch.float32 and attention in FUSED_FP32_LIMITS
     limit = FUSED_FP32_LIMITS[attention][1] if fused else MODEL_LIMITS[dtype]
@@ -266,8 +266,8 @@ def build(
 
 def chosen(model: torch.nn.Module, groups: Groups, shared: bool) -> Tensor:
     """[T] log-probabilities of all response tokens, with gradients."""
-    from engine.model.build import logits
+    from engine.model.build import compute_logits
     from engine.model.logprobs import token_logprobs
 
-    row = layout(groups, shared).to(next(model.parameters()).device)
-    return token_logprobs(logits(model, row), row.targets, 1.0, entropy=False)[0]
+    row = make_layout(groups, shared).to(next(model.parameters()).device)
+    return token_logprobs(compute_logits(model, row), row.targets, 1.0, entropy=False)[0]

@@ -16,7 +16,7 @@ from engine.run.process import Child
 from engine.tools.acceptance.notes import SLOWER_START_S, PartFailed, PartSkipped, PartTask
 from engine.tools.acceptance.runs import LARGE, MEDIUM, configuration, machine_of, make_model, rollout_choice
 from engine.types import JsonObject
-from engine.wire.access_token import access_token, authorization
+from engine.wire.access_token import access_token, authorization_headers
 from engine.wire.address import http_url
 
 PROMPT = list(b"12+30=")
@@ -72,7 +72,7 @@ def _start(config: Config, model: Path, folder: Path) -> InstanceProcess:
 
 def _ask(url: str, seed: int) -> JsonObject:
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "seed": seed, "ignore_eos": True}
-    headers = {"Content-Type": "application/json", **authorization(access_token())}
+    headers = {"Content-Type": "application/json", **authorization_headers(access_token())}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=REPLY_S) as reply:
         answer: JsonObject = json.loads(reply.read())

@@ -68,7 +68,7 @@ def kernels(task: PartTask) -> None:
     wrong = []
     found = []
     only_fp32 = machine.name != "cpu"
-    with platform.single(machine) as device:
+    with platform.single_session(machine) as device:
         for what, compare in comparisons(machine.attention, device):
             task.notes.doing(f"{what} (a compilation on the first call)")
             try:

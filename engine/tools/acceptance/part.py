@@ -75,12 +75,12 @@ PARTS: dict[str, Callable[[PartTask], None]] = {
 
 def main(name: str, folder: Path, settings: list[str]) -> None:
     """Run a part, and write how it ended. The process exits with 0 unless it crashes."""
-    from engine.config.recipe import load
+    from engine.config.recipe import load_config
 
     notes = NoteWriter(notes_of(folder, name))
     notes.doing("import of torch")
     try:
-        chosen = load(None, settings).platform.device
+        chosen = load_config(None, settings).platform.device
         PARTS[name](PartTask(platform=chosen, settings=tuple(settings), folder=folder, notes=notes))
         notes.end("ok")
     except PartSkipped as skipped:

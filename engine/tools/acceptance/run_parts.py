@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from engine.config import Config
-from engine.model.flops import micro_step, peak_of, utilisation
+from engine.model.flops import flop_utilisation, micro_step, peak_of
 from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.tools.acceptance.broadcast import broadcasting
@@ -123,7 +123,7 @@ def training_step(task: PartTask) -> None:
         seconds=seconds,
         operations=operations,
         memory_peak_gib=memory,
-        mfu=utilisation(operations, seconds, name),
+        mfu=flop_utilisation(operations, seconds, name),
         device=name,
     )
 

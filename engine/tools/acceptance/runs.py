@@ -15,14 +15,14 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config import Config, Model
 from engine.config.cores import usable_cores
-from engine.config.recipe import HOME, find, load
+from engine.config.recipe import HOME, find_file, load_config
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.platform import Platform
 from engine.run.commands import launcher_command
 from engine.run.files import read_lines
-from engine.run.folder import RunFolder, dump
+from engine.run.folder import RunFolder, dump_config
 from engine.run.process import Child
-from engine.run.vllm_command import device_of, interpreter, visible_devices
+from engine.run.vllm_command import device_of, visible_devices, vllm_interpreter
 from engine.tools.acceptance.devices import complete_platform, device_count
 from engine.tools.acceptance.notes import PartTask
 from engine.types import JsonObject
@@ -87,7 +87,7 @@ def _no_second_device(machine: Platform) -> str:
 def _no_vllm(machine: Platform) -> str:
     """Why vLLM can't sample on this platform; "" if it can."""
     try:
-        device = device_of(interpreter(), machine.name)
+        device = device_of(vllm_interpreter(), machine.name)
     except BadInput as error:
         return str(error)
     if device != machine.name:
@@ -99,7 +99,7 @@ def make_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
     """The quickstart's model with random weights and these values of its config.json, as a Hugging Face folder in fp32.
     One that is there already is kept."""
     if not (folder / "complete").exists():
-        shutil.copytree(find(Model().path), folder, dirs_exist_ok=True)
+        shutil.copytree(find_file(Model().path), folder, dirs_exist_ok=True)
         values = json.loads((folder / "config.json").read_text())
         del values["layer_types"]  # one for each layer
         torch.manual_seed(0)
@@ -133,7 +133,7 @@ def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, give
         **given,
     }
     ours = (f"{key}={_toml(value)}" for key, value in settings.items())
-    return load(None, [*ours, *task.settings, f"run.output={task.folder}"])
+    return load_config(None, [*ours, *task.settings, f"run.output={task.folder}"])
 
 
 def _toml(value: object) -> str:
@@ -146,7 +146,7 @@ def train(task: PartTask, config: Config, timeout_s: float, replay: Path | None 
     Raises DeadlineError, and MetronomeError with the run's own reason.
     """
     file = task.folder / f"{config.run.name}.toml"
-    dump(config, file)
+    dump_config(config, file)
     log = task.folder / f"{config.run.name}.log"
     folder = RunFolder(config.folder)
     launcher = Child("launcher", launcher_command(file, False, replay), log)

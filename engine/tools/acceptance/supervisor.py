@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.config.cores import usable_cores
 from engine.errors import BadInput
-from engine.run.process import Child, python, signal_group
+from engine.run.process import Child, python_command, signal_group
 from engine.tools.acceptance import report
 from engine.tools.acceptance.notes import SLOWER_START_S, Notes, notes_of
 from engine.tools.acceptance.report import PartResult
@@ -107,7 +107,7 @@ def expected_platform(settings: Sequence[str]) -> str:
 
 def part_command(name: str, folder: Path, settings: Sequence[str]) -> list[str]:
     """Command line of a part's process."""
-    return python("engine.tools.acceptance.part", name, str(folder), *settings)
+    return python_command("engine.tools.acceptance.part", name, str(folder), *settings)
 
 
 def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s: float = TOTAL_S) -> PartResult:

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 
 from engine.evaluation import paired
-from engine.evaluation.tables import differing
+from engine.evaluation.tables import protocol_differences
 from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 
@@ -40,7 +40,7 @@ class Difference:
         return self.p_value is None or self.p_value <= 1 - self.level
 
 
-def last(run: ComparedRun, benchmark: str) -> Row | None:
+def last_evaluation(run: ComparedRun, benchmark: str) -> Row | None:
     """The run's last evaluation on a benchmark with trained weights (version above 0); None if there is none."""
     rows = [
         row for row in run.evaluations if row["benchmark"] == benchmark and row.get("weight_version", row["step"]) > 0
@@ -48,21 +48,21 @@ def last(run: ComparedRun, benchmark: str) -> Row | None:
     return max(reversed(rows), key=lambda row: row["step"]) if rows else None  # the newest of several at one step
 
 
-def names(runs: list[ComparedRun]) -> list[str]:
+def benchmark_names(runs: list[ComparedRun]) -> list[str]:
     """The benchmarks of all runs, in order of appearance."""
     return list(dict.fromkeys(row["benchmark"] for run in runs for row in run.evaluations))
 
 
-def difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
+def accuracy_difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
     """The difference on a benchmark; None unless both runs have evaluated trained weights on it."""
-    mine = last(one, benchmark)
-    theirs = last(other, benchmark)
+    mine = last_evaluation(one, benchmark)
+    theirs = last_evaluation(other, benchmark)
     if mine is None or theirs is None:
         return None
     notes = _notes(mine, theirs)
     ours, their = (run.tables.get(row.get("table", "")) for run, row in ((one, mine), (other, theirs)))
     if ours and their and ours.keys() == their.keys() and mine.get("samples") == theirs.get("samples"):
-        found = paired.compare(ours, their, int(mine.get("samples", 1)), confidence)
+        found = paired.compare_paired(ours, their, int(mine.get("samples", 1)), confidence)
         interval = Interval(found.difference, found.ci_low, found.ci_high)
         return Difference(
             benchmark=benchmark,
@@ -76,10 +76,12 @@ def difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence:
             level=confidence,
         )
     problems = int(min(mine.get("problems", 0), theirs.get("problems", 0)))
-    return Difference(benchmark, unpaired(mine, theirs, confidence), False, problems, notes=notes, level=confidence)
+    return Difference(
+        benchmark, unpaired_interval(mine, theirs, confidence), False, problems, notes=notes, level=confidence
+    )
 
 
-def unpaired(mine: Row, theirs: Row, confidence: float) -> Interval:
+def unpaired_interval(mine: Row, theirs: Row, confidence: float) -> Interval:
     """Difference of two avg@k from their own 95 % intervals (Newcombe 1998, method 10, scaled to the confidence)."""
     gap = mine["avg_at_k"] - theirs["avg_at_k"]
     if any(key not in row for row in (mine, theirs) for key in ("ci_low", "ci_high")):
@@ -95,7 +97,7 @@ def _notes(mine: Row, theirs: Row) -> tuple[str, ...]:
     if mine["step"] != theirs["step"]:
         found.append(f"after {mine['step']} and {theirs['step']} updates")
     if "protocol" in mine and "protocol" in theirs:
-        if unlike := differing(mine["protocol"], theirs["protocol"]):
+        if unlike := protocol_differences(mine["protocol"], theirs["protocol"]):
             found.append("evaluated differently: " + ", ".join(unlike))
     elif mine.get("problems") != theirs.get("problems") or mine.get("samples") != theirs.get("samples"):
         found.append("evaluated on different numbers of problems or samples")

@@ -12,7 +12,7 @@ from engine.run.files import write_atomically
 from engine.tools.comparison import accuracy, run_figures
 from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Row
-from engine.tools.comparison.verdict import Verdict, differences, percent, verdicts
+from engine.tools.comparison.verdict import Verdict, config_differences, format_percent, judge_runs
 from engine.tools.timeline import COLORS
 
 PALETTE = ("#2f6fb0", "#e07b1a", "#3a8f4d", "#a8498f", "#c93c3c", "#5c5c5c", "#8a6d1f", "#1f8f8f")
@@ -54,9 +54,9 @@ NOTES = (
 )
 
 
-def write(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
+def write_page(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
     """Write the page. Returns the verdict on each run but the first."""
-    found = verdicts(runs)
+    found = judge_runs(runs)
     content = json.dumps(_finite(_content(runs, found)), separators=(",", ":")).replace("</", "<\\/")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,24 +64,24 @@ def write(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
     return found
 
 
-def summary(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
+def summary_table(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
     """Columns and a row per run, for the page and the console."""
-    names = accuracy.names(list(runs))
+    names = accuracy.benchmark_names(list(runs))
     columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *names]
     return columns, [_row(run, names) for run in runs]
 
 
 def _row(run: ComparedRun, names: Sequence[str]) -> list[str]:
-    seconds = sum(run_figures.elapsed(run).values(), 0.0) and max(run_figures.elapsed(run).values())
-    rewards = [value for _, value in run_figures.series(run, "reward_mean")]
+    seconds = sum(run_figures.elapsed_seconds(run).values(), 0.0) and max(run_figures.elapsed_seconds(run).values())
+    rewards = [value for _, value in run_figures.figure_series(run, "reward_mean")]
     end = rewards[-max(1, math.ceil(len(rewards) / 5)) :]
     return [
         run.name,
         run.mode,
         _steps(run),
         f"{seconds:,.0f} s",
-        _text(run_figures.breakdown(run)["step_s"], ".2f"),
-        _text(run_figures.speed(run_figures.counted(run)), ",.0f"),
+        _text(run_figures.step_breakdown(run)["step_s"], ".2f"),
+        _text(run_figures.mean_speed(run_figures.counted_steps(run)), ",.0f"),
         _text(sum(end) / len(end) if end else math.nan, ".3f"),
         *(_accuracy(run, name) for name in names),
     ]
@@ -94,7 +94,7 @@ def _steps(run: ComparedRun) -> str:
 
 
 def _accuracy(run: ComparedRun, name: str) -> str:
-    row = accuracy.last(run, name)
+    row = accuracy.last_evaluation(run, name)
     if row is None:
         return "not evaluated"
     interval = f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]" if "ci_low" in row and "ci_high" in row else ""
@@ -107,7 +107,7 @@ def _text(value: float, form: str) -> str:
 
 def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str, Any]:
     """The data for the page's script."""
-    columns, rows = summary(runs)
+    columns, rows = summary_table(runs)
     return {
         "title": f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}",
         "runs": [
@@ -120,7 +120,7 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
         "parts": [{"name": name, "color": COLORS[color]} for name, color in (*PARTS.values(), ROLLOUT)],
         "bars": _bars(runs),
         "forest": _forest(runs, found),
-        "differences": [[key, *values] for key, values in differences(runs).items()],
+        "differences": [[key, *values] for key, values in config_differences(runs).items()],
         "notes": NOTES,
     }
 
@@ -142,14 +142,14 @@ def _chart(
 ) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
-        times = run_figures.elapsed(run) if timed else {}
-        points = [(times[step] / 60 if timed else step, value) for step, value in run_figures.series(run, key)]
+        times = run_figures.elapsed_seconds(run) if timed else {}
+        points = [(times[step] / 60 if timed else step, value) for step, value in run_figures.figure_series(run, key)]
         if points:
-            lines.append({"run": number, "points": thinned(points)})
+            lines.append({"run": number, "points": thin_points(points)})
     return {"title": title, "x": x, "zero": zero, "lines": lines}
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most `POINTS` points, as means of neighbours."""
     size = math.ceil(len(points) / POINTS)
     if size <= 1:
@@ -161,7 +161,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _bars(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     bars = []
     for number, run in enumerate(runs):
-        means = run_figures.breakdown(run)
+        means = run_figures.step_breakdown(run)
         parts = [(name, means[key]) for key, (name, _) in PARTS.items() if not math.isnan(means[key])]
         if not math.isnan(means["step_s"]):
             rollout = 0.0 if math.isnan(means["rollout_s"]) else means["rollout_s"]
@@ -173,8 +173,8 @@ def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[
     """For each benchmark a group with the accuracies of the runs, and a group with the differences from the first
     run."""
     groups = []
-    for name in accuracy.names(list(runs)):
-        rows = [(number, run, accuracy.last(run, name)) for number, run in enumerate(runs)]
+    for name in accuracy.benchmark_names(list(runs)):
+        rows = [(number, run, accuracy.last_evaluation(run, name)) for number, run in enumerate(runs)]
         drawn = [
             {
                 "run": number,
@@ -214,7 +214,7 @@ def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     if not rows:
         return []
     level = next(one.level for verdict in found for one in verdict.accuracy)  # the same for all
-    title = f"{name}: difference from {found[0].base.name}, with {percent(level)} intervals"
+    title = f"{name}: difference from {found[0].base.name}, with {format_percent(level)} intervals"
     return [{"title": title, "x": "difference of avg@k", "rows": rows, "zero": 0}]
 
 

@@ -77,17 +77,17 @@ class Interval:
         return math.isfinite(self.low) and math.isfinite(self.high)
 
 
-def once(rows: Sequence[Row]) -> list[Row]:
+def steps_once(rows: Sequence[Row]) -> list[Row]:
     """Rows by step, each step once. Of several lines of a step (a repeated one) the last counts."""
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
-def series(run: ComparedRun, key: str) -> list[tuple[int, float]]:
+def figure_series(run: ComparedRun, key: str) -> list[tuple[int, float]]:
     """(step, figure) of each step that has a finite number for the key."""
     return [(row["step"], float(row[key])) for row in run.steps if _number(row.get(key))]
 
 
-def elapsed(run: ComparedRun) -> dict[int, float]:
+def elapsed_seconds(run: ComparedRun) -> dict[int, float]:
     """Seconds of training at the end of each step: the sum of step_s so far, from the run's first step on.
 
     Start-up, evaluations outside steps, pauses and repeated steps are not included.
@@ -100,7 +100,7 @@ def elapsed(run: ComparedRun) -> dict[int, float]:
     return found
 
 
-def speed(rows: Sequence[Row]) -> float:
+def mean_speed(rows: Sequence[Row]) -> float:
     """Trained tokens per second and device over all rows, weighted by time (not the mean of the steps' speeds). nan for
     no rows."""
     known = [row for row in rows if _number(row.get("step_s")) and _number(row.get("tokens_per_s_per_device"))]
@@ -108,21 +108,21 @@ def speed(rows: Sequence[Row]) -> float:
     return sum(row["tokens_per_s_per_device"] * row["step_s"] for row in known) / seconds if seconds else math.nan
 
 
-def counted(run: ComparedRun) -> list[Row]:
+def counted_steps(run: ComparedRun) -> list[Row]:
     """The steps after the warm-up; all steps if none follow it."""
     return list(run.steps[WARM_UP:] or run.steps)
 
 
-def breakdown(run: ComparedRun) -> dict[str, float]:
+def step_breakdown(run: ComparedRun) -> dict[str, float]:
     """Mean seconds of the parts of a step (`PARTS` and other_s), and of `rollout_s`, `score_s` and `step_s`."""
-    rows = counted(run)
+    rows = counted_steps(run)
     keys = (*PARTS, "rollout_s", "score_s", "step_s")
     means = {key: _mean([row[key] for row in rows if _number(row.get(key))]) for key in keys}
     parts = sum(means[key] for key in PARTS if not math.isnan(means[key]))
     return {**means, "other_s": max(0.0, means["step_s"] - parts)}
 
 
-def common(one: ComparedRun, other: ComparedRun, key: str, skip: int = 0) -> list[tuple[Row, Row]]:
+def common_steps(one: ComparedRun, other: ComparedRun, key: str, skip: int = 0) -> list[tuple[Row, Row]]:
     """Pairs of rows of the steps that both runs have with the key, in order, without the first `skip` steps."""
     theirs = {row["step"]: row for row in other.steps if _number(row.get(key))}
     return [(row, theirs[row["step"]]) for row in one.steps if row["step"] in theirs and _number(row.get(key))][skip:]
@@ -136,13 +136,14 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
     """
     pairs = [
         pair
-        for pair in common(one, other, "tokens_per_s_per_device", WARM_UP)
+        for pair in common_steps(one, other, "tokens_per_s_per_device", WARM_UP)
         if all(row.get("step_s") for row in pair)
     ]
     if not pairs:
         return Interval(math.nan, -math.inf, math.inf)
     logs = [
-        _log_ratio(speed([pair[0] for pair in block]), speed([pair[1] for pair in block])) for block in blocks(pairs)
+        _log_ratio(mean_speed([pair[0] for pair in block]), mean_speed([pair[1] for pair in block]))
+        for block in split_blocks(pairs)
     ]
     mean = _interval(logs, len(pairs), confidence)
     return Interval(*(math.exp(value) if value < 700 else math.inf for value in (mean.value, mean.low, mean.high)))
@@ -151,15 +152,17 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
 def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
     """The mean reward_mean of `one` minus that of `other`, over the last third of their common steps, with blocks as in
     `speed_ratio`."""
-    pairs = common(one, other, "reward_mean")
+    pairs = common_steps(one, other, "reward_mean")
     pairs = pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)) :]
     if not pairs:
         return Interval(math.nan, -math.inf, math.inf)
-    means = [_mean([mine["reward_mean"] - theirs["reward_mean"] for mine, theirs in block]) for block in blocks(pairs)]
+    means = [
+        _mean([mine["reward_mean"] - theirs["reward_mean"] for mine, theirs in block]) for block in split_blocks(pairs)
+    ]
     return _interval(means, len(pairs), confidence)
 
 
-def blocks(rows: Sequence[Any]) -> list[Sequence[Any]]:
+def split_blocks(rows: Sequence[Any]) -> list[Sequence[Any]]:
     """At most `BLOCKS` blocks of neighbours, of nearly equal length."""
     count = min(BLOCKS, len(rows))
     return [rows[number * len(rows) // count : (number + 1) * len(rows) // count] for number in range(count)]

@@ -52,25 +52,25 @@ class Verdict:
     """Other possible causes of the difference."""
 
 
-def verdicts(runs: Sequence[ComparedRun]) -> list[Verdict]:
+def judge_runs(runs: Sequence[ComparedRun]) -> list[Verdict]:
     """The comparison of each run but the first with the first."""
     others = len(runs) - 1
-    sure = confidence(others)
-    sure_of_accuracy = confidence(others * len(accuracies.names(list(runs))))
+    sure = joint_confidence(others)
+    sure_of_accuracy = joint_confidence(others * len(accuracies.benchmark_names(list(runs))))
     return [_verdict(run, runs[0], sure, sure_of_accuracy) for run in runs[1:]]
 
 
-def confidence(intervals: int) -> float:
+def joint_confidence(intervals: int) -> float:
     """The confidence of each of `intervals` intervals, so that all hold together with `CONFIDENCE`."""
     return 1 - (1 - CONFIDENCE) / max(1, intervals)
 
 
-def percent(level: float) -> str:
+def format_percent(level: float) -> str:
     """0.975 → "97.5%"."""
     return f"{level:.1%}".replace(".0%", "%")
 
 
-def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Config keys whose values differ, with the value in each run ("not set" if it has none), without names and
     places."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
@@ -81,12 +81,15 @@ def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
 def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy: float) -> Verdict:
     speed = run_figures.speed_ratio(run, base, sure)
     reward = run_figures.reward_difference(run, base, sure)
-    pairs = run_figures.common(run, base, "step_s")
-    found = [accuracies.difference(run, base, name, sure_of_accuracy) for name in accuracies.names([run, base])]
+    pairs = run_figures.common_steps(run, base, "step_s")
+    found = [
+        accuracies.accuracy_difference(run, base, name, sure_of_accuracy)
+        for name in accuracies.benchmark_names([run, base])
+    ]
     accuracy = tuple(one for one in found if one is not None)
     who = _who(run), _who(base)
-    level = percent(sure)
-    steps = len(run_figures.common(run, base, "tokens_per_s_per_device", run_figures.WARM_UP))
+    level = format_percent(sure)
+    steps = len(run_figures.common_steps(run, base, "tokens_per_s_per_device", run_figures.WARM_UP))
     sentences = [
         _faster(who, speed, level, steps),
         *(_as_accurate(who, one) for one in accuracy),
@@ -180,7 +183,7 @@ def _as_accurate(who: tuple[str, str], found: Difference) -> str:
         else ""
     )
     notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
-    sided = _sided(who=who, found=found.interval, level=percent(found.level), kind=kind, agreed=found.agreed)
+    sided = _sided(who=who, found=found.interval, level=format_percent(found.level), kind=kind, agreed=found.agreed)
     return f"Evaluation on {found.benchmark}: {sided}{notes}"
 
 
@@ -234,7 +237,7 @@ def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
 def _meant(run: ComparedRun, base: ComparedRun) -> tuple[list[str], list[str]]:
     """The keys that two runs were meant to differ in, and the other keys in which they differ. Meant is the mode, or a
     key that is the only one."""
-    differ = list(differences([base, run]))
+    differ = list(config_differences([base, run]))
     meant = [key for key in differ if key in MODE_KEYS] if "train.mode" in differ else []
     meant = meant or (differ if len(differ) == 1 else [])
     return meant, [key for key in differ if key not in meant]

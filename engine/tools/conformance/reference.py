@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.model.shape import end_of_sequence_ids, read_shape
 from engine.types import JsonObject
 from engine.wire.weights import bucket_file
-from engine.wire.weights.buckets import DTYPES, Buffers, pack
+from engine.wire.weights.buckets import DTYPES, Buffers, pack_buckets
 from engine.wire.weights.hf_folder import Reader, open_folder, write_sharded
 
 PROMPT = 40
@@ -68,10 +68,10 @@ class Reference:
         with open_folder(self._changed_folder()) as files:
             tensors = [(name, files.read(name).clone()) for name in sorted(files.names)]
         limit = max(1, sum(tensor.nbytes for _, tensor in tensors) // BUCKETS)
-        for bucket in pack(tensors, DTYPES[self.dtype], limit, Buffers(len(tensors), 1.0)):
+        for bucket in pack_buckets(tensors, DTYPES[self.dtype], limit, Buffers(len(tensors), 1.0)):
             wire = bucket.wire()
             path = folder / f"{bucket.number}.safetensors"
-            bucket_file.write(path, bucket, wire)
+            bucket_file.write_bucket(path, bucket, wire)
             place = {"transport": "file", "version": version, "stage": 0, "bucket": bucket.number, "path": str(path)}
             found.append({**place, **wire})
         return found

@@ -16,7 +16,7 @@ import msgspec
 from engine.errors import DeadlineError, MetronomeError
 from engine.tools.conformance.reference import Reference
 from engine.types import JsonObject
-from engine.wire.access_token import authorization
+from engine.wire.access_token import authorization_headers
 from engine.wire.rollout_messages import (
     BaseWeights,
     CompletionReply,
@@ -91,7 +91,7 @@ class EngineCalls:
     ) -> Answer:
         """Send anything. `headers` replace the one with the token. Raise RefusedCall if the connection breaks."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        sent = authorization(self.token) if headers is None else headers
+        sent = authorization_headers(self.token) if headers is None else headers
         try:
             async with asyncio.timeout(self.timeout_s):
                 async with self._session.request(

@@ -1,6 +1,6 @@
-"""`run.dry` checks a recipe without devices. `plan(config)` raises BadInput with the reasons; `sections` gives
+"""`run.dry` checks a recipe without devices. `plan_run(config)` raises BadInput with the reasons; `plan_sections` gives
 tables."""
 
 from engine.tools.dry_run.plan import RunPlan as RunPlan
-from engine.tools.dry_run.plan import plan as plan
-from engine.tools.dry_run.plan import sections as sections
+from engine.tools.dry_run.plan import plan_run as plan_run
+from engine.tools.dry_run.plan import plan_sections as plan_sections

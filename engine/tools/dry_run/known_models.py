@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.config.recipe import find
+from engine.config.recipe import find_file
 from engine.errors import BadInput
 from engine.model.shape import Llama3Scaling, ModelShape, read_shape
 
@@ -102,7 +102,7 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
 
     Raises BadInput for a model that is in neither.
     """
-    folder = find(path)
+    folder = find_file(path)
     if (folder / "config.json").is_file():
         return read_shape(folder, weights=False), "config.json"
     name = folder.name.lower()

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.config import Config
-from engine.config.placing import joining_nodes, overlaps, places
+from engine.config.placing import describe_placing, find_overlaps, joining_nodes
 from engine.errors import BadInput
 from engine.launcher.checks import check_layouts, unfit_rollouts
 from engine.model.shape import ModelShape
-from engine.run.limits import Limit, limits
-from engine.run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
+from engine.run.limits import Limit, machine_limits
+from engine.run.memory import Need, Room, host_bytes, instance_need, readable_bytes, trainer_need
 from engine.run.sizes import total_parameters
 from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.roofline import rows_of
@@ -41,7 +41,7 @@ class RunPlan:
         return self.config.parallel.ranks + self.config.scorer_ranks + self.instances * self.config.rollout.tensor
 
 
-def plan(config: Config) -> RunPlan:
+def plan_run(config: Config) -> RunPlan:
     """The plan of a run. Raises BadInput with every reason why the run cannot work."""
     shape, source = shape_of(config.model.path)
     check_layouts(config, shape)
@@ -107,7 +107,7 @@ def _devices(made: RunPlan) -> Iterator[str]:
             "an instance runs on one node"
         )
     if config.places_on_devices:
-        yield from overlaps(config)
+        yield from find_overlaps(config)
         if config.rollout.instances and (
             beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})
         ):
@@ -135,7 +135,7 @@ def _has(device: str) -> bool:
 
 
 def _machine(made: RunPlan) -> Iterator[Limit]:
-    return limits(made.config, total_parameters(made.shape))
+    return machine_limits(made.config, total_parameters(made.shape))
 
 
 def _device_sum(made: RunPlan) -> str:
@@ -148,7 +148,7 @@ def _device_sum(made: RunPlan) -> str:
     )
 
 
-def sections(made: RunPlan) -> dict[str, dict[str, str]]:
+def plan_sections(made: RunPlan) -> dict[str, dict[str, str]]:
     """The plan as titled two-column tables."""
     tables = {
         "Model": _model(made),
@@ -182,20 +182,20 @@ def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
     training = f"{made.config.parallel.nodes} for training ({ranks} {'rank' if ranks == 1 else 'ranks'} each)"
     apart = f"{joining_nodes(made.config)} for rollouts that join"
     yield "nodes", f"of {made.config.platform.devices_per_node} devices: {training}, {apart}"
-    if placed := list(places(made.config)):
+    if placed := list(describe_placing(made.config)):
         yield "places", "; ".join(placed)
     if not made.instances:
         yield "note", "rollout.instances and dry_run.joining are 0: all instances join, their devices are not counted"
 
 
 def _terms(need: Need) -> dict[str, str]:
-    rows = {term.name: f"{readable(term.bytes):>10}  {term.formula}" for term in need.terms}
-    return rows | {"sum": f"{readable(need.total):>10}  of {readable(need.available)}"}
+    rows = {term.name: f"{readable_bytes(term.bytes):>10}  {term.formula}" for term in need.terms}
+    return rows | {"sum": f"{readable_bytes(need.total):>10}  of {readable_bytes(need.available)}"}
 
 
 def _host(made: RunPlan) -> dict[str, str]:
     held = host_bytes(made.shape, made.config)
-    return {"on the host": f"{readable(held):>10}  frozen models of one rank (train.offload)"} if held else {}
+    return {"on the host": f"{readable_bytes(held):>10}  frozen models of one rank (train.offload)"} if held else {}
 
 
 def _cache(room: Room) -> dict[str, str]:

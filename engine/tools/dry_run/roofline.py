@@ -8,7 +8,7 @@ from typing import Literal
 
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel, Recompute
-from engine.model.flops import PEAKS, forward
+from engine.model.flops import PEAKS, forward_flops
 from engine.model.shape import ModelShape
 from engine.run.memory import frozen_copies, row_tokens
 from engine.run.sizes import cheap_elements, layer_elements, rank_parameters, whole_layers
@@ -103,7 +103,7 @@ class Estimate:
         return self.mfu * self.ns / (self.ns + self.scoring_ns)
 
 
-def estimate(
+def estimate_training(
     shape: ModelShape,
     parallel: Parallel,
     device: Device,
@@ -156,7 +156,7 @@ def estimate(
     scored = scoring * (window_s(stage * layer[0] + head[0]) + copies)
     tokens = rows * micro_batches
     ranks = parallel.tensor * parallel.pipeline * parallel.context
-    model = 3 * forward(shape, tokens=1, pairs=visible, scored=1)
+    model = 3 * forward_flops(shape, tokens=1, pairs=visible, scored=1)
     return Estimate(
         ns=training / tokens * 1e9,
         scoring_ns=scored / tokens * 1e9,
@@ -190,9 +190,9 @@ def _head_s(shape: ModelShape, parallel: Parallel, device: Device) -> tuple[floa
     return products + FORWARD * logits, 3 * products + logits
 
 
-def estimated(shape: ModelShape, config: Config, device: Device) -> Estimate:
+def estimate_run(shape: ModelShape, config: Config, device: Device) -> Estimate:
     """Estimate a run's micro-batches if all are full and all sequences have `rollout.max_context` tokens."""
-    return estimate(
+    return estimate_training(
         shape,
         config.parallel,
         device,
@@ -218,7 +218,7 @@ def rows_of(shape: ModelShape, config: Config) -> dict[str, str]:
     rows = {}
     for name, device in DEVICES.items():
         if device.platform == config.platform.device:
-            found = estimated(shape, config, device)
+            found = estimate_run(shape, config, device)
             rows[name] = (
                 f"{found.mfu:.0%} of {device.flops / 1e12:.0f} TFLOP/s, {found.mfu_with_scoring:.0%} with the scoring "
                 f"passes ({scoring_passes(config)}); {(found.ns + found.scoring_ns) / 1e3:.1f} µs a token of a replica"

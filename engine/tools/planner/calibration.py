@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.files import read_lines
 from engine.run.trace import Span, iterate_spans
@@ -64,7 +64,7 @@ def read_run(folder: Path, last: int = 0) -> MeasuredRun:
     first = steps[0]["step"] if steps else 1
     run = MeasuredRun(
         str(folder),
-        load(folder / "config.toml"),
+        load_config(folder / "config.toml"),
         [span for span in iterate_spans(folder / "trace") if span.get("step", 0) >= first],
         steps,
     )
@@ -76,7 +76,7 @@ def read_run(folder: Path, last: int = 0) -> MeasuredRun:
     return run
 
 
-def fitted(runs: Sequence[MeasuredRun]) -> Costs:
+def fit_costs(runs: Sequence[MeasuredRun]) -> Costs:
     """Return the costs that explain runs of one layout best. Raises BadInput if they have too few windows or responses
     together."""
     responses = sum(len(run.sampled) for run in runs)

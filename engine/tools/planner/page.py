@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.run.files import write_atomically
 from engine.tools.planner.planning import Planned, Sensitivity
 from engine.tools.planner.search import Ranked
-from engine.tools.timeline import draw
+from engine.tools.timeline import draw_timeline
 
 SHOWN = 20
 """Settings in the table."""
@@ -33,7 +33,7 @@ td, th { text-align: left; padding: .2em 1em .2em 0; vertical-align: top }
 th { border-bottom: 1px solid #999 } code { font-size: 13px } svg text { font-size: 12px; fill: #222 }"""
 
 
-def write(plan: Planned, best: Ranked, changes: Sequence[Sensitivity], folder: Path) -> Path:
+def write_plan(plan: Planned, best: Ranked, changes: Sequence[Sensitivity], folder: Path) -> Path:
     """Write the pages of a plan into a folder. Returns `plan.html`. best: the setting that is taken."""
     timelines = {"the recipe as it is": ("recipe", plan.today), "the best setting": ("best", best)}
     links = [
@@ -66,7 +66,7 @@ def _timeline(one: Ranked, folder: Path) -> Path:
     trace = folder / "trace"
     trace.mkdir(parents=True, exist_ok=True)
     write_atomically(trace / "simulated.jsonl", "".join(json.dumps(span) + "\n" for span in one.simulated.spans))
-    return draw(folder)
+    return draw_timeline(folder)
 
 
 def _row(plan: Planned, one: Ranked, settings: str) -> list[str]:

@@ -17,7 +17,7 @@ from engine.run.memory import BYTES, frozen_copies
 from engine.run.sizes import rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.roofline import DEVICES, Device
-from engine.tools.planner.calibration import MeasuredRun, fitted, read_run
+from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.search import (
@@ -28,7 +28,7 @@ from engine.tools.planner.search import (
     Ranked,
     bound_s,
     ranked_of,
-    search,
+    search_settings,
 )
 
 TRAINING = 0.35
@@ -49,7 +49,7 @@ SYNC_S = 0.5
 """What a weight sync takes beside its bytes."""
 
 
-def prior(shape: ModelShape, config: Config, device: Device) -> Costs:
+def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
     """Return the costs of the layout by arithmetic. All figures are of one instance and one unit of the trainer."""
     parallel = config.parallel
     total = total_parameters(shape)
@@ -94,7 +94,7 @@ def _inactive(shape: ModelShape) -> int:
     return embedding + len(shape.experts.layers) * idle * 3 * shape.hidden * shape.experts.intermediate
 
 
-def scaled(measured: Costs, was: Costs, now: Costs) -> Costs:
+def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
     """Return measured costs for another layout: each coefficient × its prior there over its prior where it was
     measured. Those whose prior is 0 stay."""
     changed = {}
@@ -188,7 +188,7 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
     for run in runs:
         if shape_of(run.config.model.path)[0] != shape:
             raise BadInput(f"--from {run.where}: a run of {run.config.model.path}, the recipe has {config.model.path}")
-    measured = [(alike[0].config, fitted(alike)) for alike in _by_layout(runs)]
+    measured = [(alike[0].config, fit_costs(alike)) for alike in _by_layout(runs)]
 
     def costs_of(wanted: Config) -> Costs:
         theirs, costs = next((each for each in measured if _layout(each[0]) == _layout(wanted)), measured[0])
@@ -201,7 +201,7 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
                 "these runs have another layout (parallel, rollout.tensor): say with --device what they ran on, "
                 f"one of {', '.join(DEVICES)}"
             )
-        return scaled(costs, prior(shape, theirs, device), prior(shape, wanted, device))
+        return scale_costs(costs, prior_costs(shape, theirs, device), prior_costs(shape, wanted, device))
 
     groups = tuple(group for run in runs for group in Lengths.of_run(run.spans).groups)
     names = ", ".join(run.where for run in runs)
@@ -218,26 +218,28 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
 def prior_model(config: Config, device: Device, lengths: Lengths) -> StepModel:
     """Return the model of a recipe that was not run: arithmetic alone."""
     shape, source = shape_of(config.model.path)
-    costs = prior(shape, config, device)
+    costs = prior_costs(shape, config, device)
     return StepModel(
         config=config,
         shape=shape,
-        costs_of=lambda wanted: prior(shape, wanted, device),
+        costs_of=lambda wanted: prior_costs(shape, wanted, device),
         lengths=lengths,
         assumptions={"model": source, "lengths": f"{lengths.source} (given)", **_told(costs)},
     )
 
 
-def planned(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
+def find_plan(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
     """Return the best settings on at most `count` devices, or with OWN_LAYOUT of the recipe's layout. `kept`: how many
     are simulated."""
     config = model.config
-    best, looked = search(config, model.shape, count, costs_of=model.costs_of, lengths=model.lengths, kept=kept)
+    best, looked = search_settings(
+        config, model.shape, count, costs_of=model.costs_of, lengths=model.lengths, kept=kept
+    )
     today = Candidate({}, config, bound_s(config, model.costs_of(config), model.lengths))
     return Planned(model, ranked_of(today, model.costs_of, model.lengths), best, looked)
 
 
-def sensitivity(plan: Planned) -> Iterator[Sensitivity]:
+def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
     """Yield what each of SENSITIVITY changes."""
     for name, longer, decoding, training in SENSITIVITY:
         lengths = plan.model.lengths.scaled(longer, plan.model.config.rollout.max_new_tokens)
@@ -251,7 +253,7 @@ def sensitivity(plan: Planned) -> Iterator[Sensitivity]:
         )
 
 
-def advice(folder: Path) -> str:
+def run_advice(folder: Path) -> str:
     """Return in a line what the last steps of a run were bound by, and what a plan from them would change.
 
     Other layouts are not looked at: only a plan with the kind of device can compare them. Raises BadInput for a run
@@ -271,7 +273,7 @@ def advice(folder: Path) -> str:
         return found  # the simulation does not know how many groups are tried
     if not run.config.rollout.instances + run.config.dry_run.joining:
         return found  # nor how many instances joined
-    plan = planned(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
+    plan = find_plan(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:
         return f"{found}; no setting of this layout is predicted to be much faster"

@@ -9,13 +9,13 @@ from typing import Any
 from engine.config import Config
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.tools.planner.search import changed
+from engine.tools.planner.search import change_config
 
 STEPS = 6
 """Steps of a probe. The first is not counted."""
 
 
-def probes(config: Config) -> Iterator[dict[str, Any]]:
+def probe_settings(config: Config) -> Iterator[dict[str, Any]]:
     """Yield the keys of each probe: four occupancies of the instances, two sizes of windows, both sides alone and at
     once. Costs that one run has always together are told apart by them."""
     places = config.rollout.concurrency
@@ -27,7 +27,7 @@ def probes(config: Config) -> Iterator[dict[str, Any]]:
     yield {"rollout.concurrency": 2 * places, **small}
 
 
-def probe(config: Config, keys: dict[str, Any], name: str) -> Config:
+def probe_run(config: Config, keys: dict[str, Any], name: str) -> Config:
     """Return a short run of the recipe with other keys: nothing but steps."""
     rest = {
         "run.name": name,
@@ -37,7 +37,7 @@ def probe(config: Config, keys: dict[str, Any], name: str) -> Config:
         "checkpoint.every": 0,
         "evaluate.every": 0,
     }
-    return changed(config, keys | rest)
+    return change_config(config, keys | rest)
 
 
 def measured_step_s(config: Config) -> float:

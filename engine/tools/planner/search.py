@@ -14,11 +14,11 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape
-from engine.tools.dry_run import plan
+from engine.tools.dry_run import plan_run
 from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths, mean_tokens
 from engine.tools.planner.simulated import Simulated
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.simulation import simulate_run
 
 OWN_LAYOUT = 0
 """In place of a number of devices: settings of the layout that the configuration has."""
@@ -59,16 +59,16 @@ class Ranked:
     @property
     def devices(self) -> int:
         """Devices of training, scoring and rollouts."""
-        return devices(self.candidate.config)
+        return count_devices(self.candidate.config)
 
 
-def devices(config: Config) -> int:
+def count_devices(config: Config) -> int:
     """The devices that a configuration uses."""
     instances = config.rollout.instances + config.dry_run.joining
     return config.parallel.ranks + config.scorer_ranks + instances * config.rollout.tensor
 
 
-def search(
+def search_settings(
     config: Config, shape: ModelShape, count: int, costs_of: CostsOf, lengths: Lengths, kept: int = SIMULATED
 ) -> tuple[list[Ranked], int]:
     """Return the best settings for at most `count` devices, the fastest first, and how many were looked at.
@@ -78,10 +78,10 @@ def search(
     best: list[tuple[float, int, Candidate]] = []
     looked = 0
     reason = "there is no layout of so few devices"
-    for keys in settings(config, shape, count):
+    for keys in candidate_settings(config, shape, count):
         looked += 1
         try:
-            made = changed(config, keys)
+            made = change_config(config, keys)
             check_layout(shape, made.parallel)
             bound = bound_s(made, costs_of(made), lengths)
         except BadInput as error:
@@ -91,11 +91,11 @@ def search(
             continue
         try:
             if made.platform.device in ("cuda", "npu"):
-                plan(made)  # what does not fit into memory, among others
+                plan_run(made)  # what does not fit into memory, among others
         except BadInput as error:
             reason = str(error)
             continue
-        heapq.heappush(best, (-bound, looked, Candidate(differing(config, keys), made, bound)))
+        heapq.heappush(best, (-bound, looked, Candidate(differing_keys(config, keys), made, bound)))
         if len(best) > kept:
             heapq.heappop(best)
     if not best:
@@ -107,11 +107,11 @@ def search(
 def ranked_of(candidate: Candidate, costs_of: CostsOf, lengths: Lengths) -> Ranked:
     """Return the setting with its simulated time."""
     costs = costs_of(candidate.config)
-    runs = [simulate(candidate.config, costs, lengths, seed) for seed in range(SEEDS)]
+    runs = [simulate_run(candidate.config, costs, lengths, seed) for seed in range(SEEDS)]
     return Ranked(candidate, sum(one.step_s for one in runs) / SEEDS, runs[0])
 
 
-def changed(config: Config, keys: dict[str, Any]) -> Config:
+def change_config(config: Config, keys: dict[str, Any]) -> Config:
     """Return the configuration with some keys changed and checked. Raises BadInput."""
     tables = config.model_dump()
     for key, value in keys.items():
@@ -123,12 +123,12 @@ def changed(config: Config, keys: dict[str, Any]) -> Config:
         raise BadInput(str(error)) from None
 
 
-def differing(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
+def differing_keys(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
     """Return those of the keys that have another value than the configuration."""
     return {key: value for key, value in keys.items() if attrgetter(key)(config) != value}
 
 
-def settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
+def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
     """Yield the keys of each setting of at most `count` devices that uses as many of them as its layout can; with
     OWN_LAYOUT those that leave the layout as it is."""
     if count == OWN_LAYOUT or config.platform.device in ("auto", "cpu"):

@@ -20,11 +20,11 @@ from typing import Any
 from engine.algorithm.losses import LOSSES
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.launcher.pool.dispatch import soonest
-from engine.launcher.pool.instance import smoothed
+from engine.launcher.pool.dispatch import soonest_instance
+from engine.launcher.pool.instance import smooth_average
 from engine.launcher.stages import stages_of
 from engine.launcher.table import Held, RowTable
-from engine.model.layout import split
+from engine.model.layout import split_responses
 from engine.ranks.packing import pack_parts
 from engine.schedule import Schedule
 from engine.tools.planner.costs import Costs, RowSize
@@ -150,14 +150,14 @@ class SimulatedInstance:
     def _leave(self, group: SampledGroup, now: float) -> None:
         self.groups -= 1
         beside = max(group.beside, self.groups + 1)
-        self.group_s = smoothed(self.group_s, (now - group.began) / beside)
+        self.group_s = smooth_average(self.group_s, (now - group.began) / beside)
 
 
 STEPS = 4
 """Steps that are simulated; the first, in which nothing overlaps with the step before, does not count."""
 
 
-def simulate(config: Config, costs: Costs, lengths: Lengths, seed: int = 0, steps: int = STEPS) -> Simulated:
+def simulate_run(config: Config, costs: Costs, lengths: Lengths, seed: int = 0, steps: int = STEPS) -> Simulated:
     """Simulate the first `steps` steps of a run. Raises MetronomeError for a configuration whose steps never end, and
     for a response of a version that the schedule does not accept: either is a mistake of the simulation."""
     return _Simulation(config=config, costs=costs, lengths=lengths, seed=seed, steps=steps).run()
@@ -319,7 +319,7 @@ class _Simulation:
         while self._waiting:
             group = self._waiting[0]
             serving = [one for one in self._instances if one.open and one.version >= self._least(group.step)]
-            best = soonest(serving, self._config.rollout.concurrency)
+            best = soonest_instance(serving, self._config.rollout.concurrency)
             if best is None:
                 break
             best.begin(self._waiting.popleft(), self._now)
@@ -412,7 +412,7 @@ class _Simulation:
         for group in window:
             lengths = group.lengths
             prompt = group.tokens - sum(lengths)
-            for indices in split(prompt, lengths, budget, shared):
+            for indices in split_responses(prompt, lengths, budget, shared):
                 tokens = sum(lengths[i] for i in indices) + prompt * (1 if shared else len(indices))
                 squares = float(sum((prompt + lengths[i]) ** 2 for i in indices))
                 parts.append(SimpleNamespace(size=tokens, squares=squares))

@@ -12,7 +12,7 @@ and finishes with collectives. Here a thread writes, and each rank says by a fil
 beside those of training.
 
 Megatron's index is a pickle. It is read only if it is the file that the marker was written for, and refers only to
-types that an index consists of (`checkpoint_files.check`). So a downloaded checkpoint can't run code.
+types that an index consists of (`checkpoint_files.check_checkpoint`). So a downloaded checkpoint can't run code.
 """
 
 from __future__ import annotations
@@ -48,14 +48,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 from engine.config import Config
 from engine.errors import BadInput, CheckpointError, DeadlineError, MetronomeError, TakenOver
 from engine.run import checkpoint_store as store
-from engine.run.checkpoint_files import complete, folder_of, incomplete, latest, partial_of, prune, publish, step_of
+from engine.run.checkpoint_files import (
+    folder_of,
+    incomplete_checkpoints,
+    is_complete,
+    latest_checkpoint,
+    partial_of,
+    prune_checkpoints,
+    publish_checkpoint,
+    step_of,
+)
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import write_json
 from engine.run.folder import check_same_keys
-from engine.run.identity import identity
+from engine.run.identity import read_run_id
 from engine.run.threads import in_thread
-from engine.trainer.checkpoint.state import layout, load_state, state_to_save, updates_of
+from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
 from engine.trainer.policy import Policy
 from engine.wire.messages import CheckpointDue, CheckpointFound
 
@@ -64,7 +73,7 @@ LOOK_S = 0.02
 """Seconds between rank 0's looks for the other ranks' files."""
 
 
-def snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
+def take_snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
     """Copy this rank's part of a sharded state to the host, and plan which rank writes which tensors.
 
     A tensor that several replicas hold is written by one of them. A collective of all ranks. Raises MetronomeError if
@@ -89,7 +98,7 @@ class _Planning(TorchDistSaveShardedStrategy):
         self.snapshot: Snapshot | None = None
 
     def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: str) -> AsyncRequest:
-        """Plan the save and keep the copy in `snapshot`. Return an empty request."""
+        """Plan the save and keep the copy in `take_snapshot`. Return an empty request."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self.snapshot = Snapshot(checkpoint_dir)
@@ -179,7 +188,7 @@ def _from_json_row(row: Sequence[Any]) -> WriteResult:
     return WriteResult(MetadataIndex(name, offset, hint), size, _StorageInfo(path, start, length))
 
 
-__all__ = ["Checkpoints", "complete", "folder_of", "incomplete", "latest", "step_of"]
+__all__ = ["Checkpoints", "is_complete", "folder_of", "incomplete_checkpoints", "latest_checkpoint", "step_of"]
 
 STATE = "state.json"
 
@@ -206,7 +215,7 @@ class Checkpoints:
         self._config = config
         self._reference = {"path": config.model.path, "hash": reference_hash} if reference_hash else None
         self._place = store.place_of(config)
-        self._run = identity(root.parent)
+        self._run = read_run_id(root.parent)
         self._pending: _PendingSave | None = None
         self._step: int | None = None
         """Step of the checkpoint that was saved or loaded last."""
@@ -229,7 +238,7 @@ class Checkpoints:
         self._step = step
         if not due.needed:
             return
-        taken = snapshot(state_to_save(self._policy, due.updates), partial_of(target))
+        taken = take_snapshot(state_to_save(self._policy, due.updates), partial_of(target))
         numbers = {key: float(value) for key, value in (figures or {}).items() if isinstance(value, int | float)}
         state = self._state(step, due.updates)
         writing = in_thread("checkpoint", lambda: self._write(taken, target, state, numbers))
@@ -275,7 +284,7 @@ class Checkpoints:
         folder = self._root / found.name
         state = json.loads((folder / STATE).read_text())
         self._check_same_model(folder, state)
-        same_layout = state["layout"] == layout()
+        same_layout = state["layout"] == present_layout()
         try:
             load_state(
                 folder=str(folder),
@@ -293,7 +302,7 @@ class Checkpoints:
         self.prompts = state["prompts"]
         if not same_layout:
             self._print_on_rank_0(
-                f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
+                f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {present_layout()}: "
                 "the random streams of its ranks are not restored (sampling does not depend on them)"
             )
         return self._step
@@ -302,7 +311,7 @@ class Checkpoints:
         """Return whether the checkpoint must be written, and if so, make an empty folder for it. Raises TakenOver."""
         self._fence.check()
         target = folder_of(self._root, step)
-        if step == self._step and complete(target):
+        if step == self._step and is_complete(target):
             return False
         shutil.rmtree(partial_of(target), ignore_errors=True)
         partial_of(target).mkdir(parents=True)
@@ -316,7 +325,7 @@ class Checkpoints:
             "updates": updates,
             "prompt_position": self.prompt_position,
             "prompts": self.prompts,
-            "layout": layout(),
+            "layout": present_layout(),
             "model": _as_json(asdict(self._policy.models.shape)),
             "reference": self._reference,
             "scheduler": self._policy.scheduler.state_dict(),
@@ -332,7 +341,7 @@ class Checkpoints:
             return
         taken.gather(self._config.train.timeout_s)
         write_json(partial_of(target) / STATE, state)
-        publish(
+        publish_checkpoint(
             partial=partial_of(target),
             target=target,
             step=int(state["step"]),
@@ -341,11 +350,11 @@ class Checkpoints:
             fence=self._fence.check,
         )
         keep = self._config.checkpoint
-        prune(self._root, keep.keep_last, keep.keep_best)
+        prune_checkpoints(self._root, keep.keep_last, keep.keep_best)
         if self._place:
-            store.upload(target, f"{self._place}/{target.name}", fence=self._fence.check)
+            store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check)
             try:
-                store.prune(self._place, keep.keep_last, keep.keep_best, self._run)
+                store.prune_published(self._place, keep.keep_last, keep.keep_best, self._run)
             except CheckpointError as error:  # old ones stay and take space; the next save deletes them
                 self._print_on_rank_0(f"warning: {error}")
 

@@ -38,7 +38,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIX = "optimizer.state"
 
 
-def layout() -> dict[str, int]:
+def present_layout() -> dict[str, int]:
     """Return the sizes of the present parallel layout."""
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import BadInput
 from engine.types import JsonObject
-from engine.wire.weights.buckets import Bucket, TensorSpec, view
+from engine.wire.weights.buckets import Bucket, TensorSpec, tensor_view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 """safetensors' name of each dtype, by its name on the wire."""
@@ -28,7 +28,7 @@ MAX_HEADER = 100 * 2**20
 """Largest size of a header in bytes, as in safetensors."""
 
 
-def write(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
+def write_bucket(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
     """Write a bucket. An existing file is overwritten in place, so that its memory or disk space is used again."""
     header: JsonObject = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
     offset = 0
@@ -53,7 +53,8 @@ def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
 
 
 def wire_of(path: Path) -> JsonObject:
-    """Names, dtypes, shapes and checksums of a bucket's file. Raises BadInput for a file that `write` did not write."""
+    """Names, dtypes, shapes and checksums of a bucket's file. Raises BadInput for a file that `write_bucket` did not
+    write."""
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
     except (KeyError, TypeError, ValueError):
@@ -159,7 +160,7 @@ class BucketFile:
                 f"{self.path}: {spec.name} is {dtype} {list(shape)}, but "
                 f"{DTYPES[spec.dtype]} {list(spec.shape)} was announced"
             )
-        return view(buffer[begin:end], spec)
+        return tensor_view(buffer[begin:end], spec)
 
 
 def files_at(path: str) -> list[Path]:

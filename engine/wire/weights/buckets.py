@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError
-from engine.wire.weights.checksum import checksum
+from engine.wire.weights.checksum import tensor_checksum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 """The dtypes that weights can have, by their name on the wire."""
@@ -66,18 +66,18 @@ def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
     return TensorSpec(name, dtype, tuple(shape))
 
 
-def span(specs: Sequence[TensorSpec]) -> int:
+def bucket_span(specs: Sequence[TensorSpec]) -> int:
     """The size of a bucket in bytes."""
     return sum(spec.nbytes for spec in specs)
 
 
-def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+def bucket_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """The tensors of a bucket as views of the uint8 buffer [≥ span] that has their bytes. A tensor that is not aligned
     is copied."""
-    return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
+    return [tensor_view(cut, spec) for cut, spec in zip(bucket_cuts(buffer, specs), specs, strict=True)]
 
 
-def cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+def bucket_cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """The buffer's uint8 [nbytes] of each tensor, one after the other."""
     offset = 0
     found = []
@@ -87,7 +87,7 @@ def cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     return found
 
 
-def view(data: Tensor, spec: TensorSpec) -> Tensor:
+def tensor_view(data: Tensor, spec: TensorSpec) -> Tensor:
     """Bytes [spec.nbytes] as a tensor of the spec's dtype and shape."""
     dtype = DTYPES[spec.dtype]
     data = data if data.storage_offset() % dtype.itemsize == 0 else data.clone()
@@ -120,7 +120,7 @@ class Bucket:
 
     def checksums(self) -> list[str]:
         """The checksum of each tensor."""
-        return [checksum(tensor) for tensor in self.tensors]
+        return [tensor_checksum(tensor) for tensor in self.tensors]
 
     def wire(self) -> BucketTensors:
         """Names, dtypes, shapes and checksums, in the form of update_info."""
@@ -167,7 +167,7 @@ class Buffers:
         self._free.put(buffer)
 
 
-def pack(
+def pack_buckets(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int, buffers: Buffers
 ) -> Iterator[Bucket]:
     """Put named tensors in order into buckets of at most `limit` bytes, or of one larger tensor. Casts to `dtype` if

@@ -33,7 +33,7 @@ _FOLD = 31
 _weights_of: dict[torch.device, Tensor] = {}
 
 
-def checksum(tensor: Tensor) -> str:
+def tensor_checksum(tensor: Tensor) -> str:
     """Checksum of the tensor's bytes in row-major order, independent of shape and dtype.
 
     It has 32 hexadecimal digits (XXH3, 128 bits) for a tensor in host memory, and 16 for a tensor on a device.
@@ -44,9 +44,9 @@ def checksum(tensor: Tensor) -> str:
 
 def checksum_as(announced: object, tensor: Tensor) -> str:
     """The tensor's checksum of the announced kind: a device's checksum if the announced one has 16 digits, else
-    `checksum`."""
+    `tensor_checksum`."""
     device = isinstance(announced, str) and len(announced) == DEVICE_DIGITS
-    return device_checksum(tensor) if device else checksum(tensor)
+    return device_checksum(tensor) if device else tensor_checksum(tensor)
 
 
 def device_checksum(tensor: Tensor) -> str:

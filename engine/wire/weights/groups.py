@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.run.threads import in_thread
-from engine.wire.address import address_towards, reachable
+from engine.wire.address import address_towards, reachable_host
 from engine.wire.store import serve_store
 from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
 
@@ -89,7 +89,7 @@ class Rendezvous:
         self._store.set("off", "1")
 
 
-def join(
+def join_group(
     address: dict[str, object],
     rank: int,
     world: int,
@@ -204,7 +204,7 @@ def own_address(loopback: bool, interface: str = "", towards: str = "") -> str:
     found = means
     if towards and ipaddress.ip_address(means).is_loopback:
         with contextlib.suppress(OSError):
-            found = address_towards(reachable(towards))
+            found = address_towards(reachable_host(towards))
     if ipaddress.ip_address(found).is_loopback:
         raise BadInput(
             f"the name of this machine, {name}, means {means}: instances on other machines can't reach that; set "

@@ -94,7 +94,7 @@ def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     _publish(folder, shards, total)
 
 
-def join(folder: Path, parts: Sequence[Path]) -> None:
+def join_folders(folder: Path, parts: Sequence[Path]) -> None:
     """Join the weights of several folders in one. Each part is from `write_sharded`; no tensor is in two parts.
 
     Files are moved, not read. The parts are deleted.

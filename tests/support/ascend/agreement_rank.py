@@ -16,7 +16,7 @@ from engine.ranks.rank_group import RankGroup
 
 
 def main():
-    with platform.session(platform.get("cpu"), 0, pipeline=2):
+    with platform.parallel_session(platform.get_platform("cpu"), 0, pipeline=2):
         ranks = RankGroup()
         reduced = torch.tensor([float(ranks.rank)], dtype=torch.float64)
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX)

@@ -42,7 +42,7 @@ class NpuOnHost(Npu):
     def adapt_megatron(self):
         """As on an NPU; then the modules of Megatron and MindSpeed find the host where they ask for a device."""
         super().adapt_megatron()
-        host_view.install()
+        host_view.install_host_view()
         for name, module in list(sys.modules.items()):
             if name.startswith("mindspeed.") and vars(module).get("torch") is torch:
                 vars(module)["torch"] = host_view._view()

@@ -74,7 +74,7 @@ class Side:
         from support.runs import config_of
 
         config = config_of(settings_of(folder, changes))
-        self.policy = policy or Policy(config, platform.get("cpu"))
+        self.policy = policy or Policy(config, platform.get_platform("cpu"))
         self.root = folder / root
         self.checkpoints = Checkpoints(self.root, self.policy, config, "hash")
 
@@ -94,12 +94,14 @@ class Side:
 
     def gradient(self, seed, file):
         """Hugging Face's tensors of the gradient, whole; not under the distributed optimizer, which scatters it."""
-        from engine.model.hf_weights import export
+        from engine.model.hf_weights import export_weights
 
         self.accumulate(seed)
         model = self.policy.models.policy
         rank = self.policy.ranks.rank
-        mine = export({name: p.main_grad for name, p in model.named_parameters()}, model, self.policy.models.shape)
+        mine = export_weights(
+            {name: p.main_grad for name, p in model.named_parameters()}, model, self.policy.models.shape
+        )
         torch.save({name: tensor.clone() for name, tensor in mine}, f"{file}-{rank}.pt")
         self.policy.ranks.barrier()
         return whole(file)
@@ -171,7 +173,7 @@ def ranks(changes, ports):
     os.environ |= {"MASTER_PORT": port, "WORLD_SIZE": str(size)}
     sizes = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith("parallel")}
     sizes.pop("data", None)
-    with platform.session(platform.get("cpu"), 0, timeout_s=60.0, **sizes):
+    with platform.parallel_session(platform.get_platform("cpu"), 0, timeout_s=60.0, **sizes):
         yield True
 
 

@@ -47,14 +47,14 @@ class Watched:
 
 
 def main():
-    config = recipe.load(None, json.loads(sys.argv[1]))
+    config = recipe.load_config(None, json.loads(sys.argv[1]))
     folder = Path(sys.argv[2])
     bucket_bytes = int(sys.argv[3])
     base = Path(config.model.path)
     weights = load_file(base / "model.safetensors")
     sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
-    with platform.session(platform.get("cpu"), 0, **sizes):
-        watched = Watched(open_models(config, platform.get("cpu")))
+    with platform.parallel_session(platform.get_platform("cpu"), 0, **sizes):
+        watched = Watched(open_models(config, platform.get_platform("cpu")))
         ranks = RankGroup()
         client = Client("a", base)
         client.held = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}

@@ -37,11 +37,11 @@ def of_optimizer(policy):
 
 
 def main():
-    config = recipe.load(None, json.loads(sys.argv[1]))
+    config = recipe.load_config(None, json.loads(sys.argv[1]))
     layout = config.parallel
     sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "expert")}
-    with platform.session(platform.get("cpu"), 0, **sizes):
-        policy = Policy(config, platform.get("cpu"))
+    with platform.parallel_session(platform.get_platform("cpu"), 0, **sizes):
+        policy = Policy(config, platform.get_platform("cpu"))
         policy.start_step()
         policy.reduce(1)
         policy.step_optimizer()

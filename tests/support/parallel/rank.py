@@ -22,7 +22,7 @@ from engine import platform  # noqa: E402
 from engine.algorithm.advantages import advantage  # noqa: E402
 from engine.config import recipe  # noqa: E402
 from engine.model import linear  # noqa: E402
-from engine.model.hf_weights import export  # noqa: E402
+from engine.model.hf_weights import export_weights  # noqa: E402
 from engine.model.logprobs import token_logprobs  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
 from engine.types import Landed  # noqa: E402
@@ -49,11 +49,11 @@ def config_of(case: Case, folder: Path):
         **{f"parallel.{key}": value for key, value in case.layout.items()},
         **losses[case.loss], **case.settings,
     }  # fmt: skip
-    return recipe.load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    return recipe.load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
 
 
 def open_policy(case: Case, folder: Path) -> Policy:
-    policy = Policy(config_of(case, folder), platform.get("cpu"))
+    policy = Policy(config_of(case, folder), platform.get_platform("cpu"))
     if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
         advantage("reward", least=1)(lambda rewards, lengths: rewards)
         policy.credit = replace(policy.credit, advantage="reward")
@@ -137,10 +137,12 @@ def step(case: Case, folder: Path) -> dict:
     policy.reduce(sum(len(group.responses) for group in groups))
     models = policy.models
     grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
-    whole = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)}
+    whole = {name: tensor.clone() for name, tensor in export_weights(grads, models.policy, models.shape)}
     norm, _ = policy.step_optimizer()
     turned = (
-        {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)} if policy.control else {}
+        {name: tensor.clone() for name, tensor in export_weights(grads, models.policy, models.shape)}
+        if policy.control
+        else {}
     )
     figures = policy.figures()
     weights = {name: tensor.clone() for name, tensor in models.export()}
@@ -178,7 +180,7 @@ def main():
                 stack.close()
                 os.environ["MASTER_PORT"] = str(ports.pop(0))
                 sizes = {name: int(case.layout.get(name, 1)) for name in SIZES}
-                stack.enter_context(platform.session(platform.get("cpu"), 0, timeout_s=60.0, **sizes))
+                stack.enter_context(platform.parallel_session(platform.get_platform("cpu"), 0, timeout_s=60.0, **sizes))
                 layout = case.layout
             torch.save(run(case, folder), folder / f"unfinished-{rank}")
             (folder / f"unfinished-{rank}").rename(folder / f"{number}-{rank}.pt")

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
-from engine.data.prompts import encode
+from engine.data.prompts import encode_problems
 from engine.launcher.plane import Plane
 from engine.launcher.rollout_service import rollout_service
 from engine.launcher.server import Server
@@ -74,7 +74,7 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
             trace=trace,
             synced=True,
         ) as service:
-            encoded = encode(
+            encoded = encode_problems(
                 read_problems(config.data.train), service.tokenizer.hf, "{problem}", config.rollout.max_context
             )
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)

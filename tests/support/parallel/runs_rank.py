@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from engine.client.connection import Connection  # noqa: E402
-from engine.config.recipe import load  # noqa: E402
+from engine.config.recipe import load_config  # noqa: E402
 from engine.trainer import rank  # noqa: E402
 from engine.wire.access_token import TOKEN_FILE  # noqa: E402
 from engine.wire.address import ADDRESS_FILE  # noqa: E402
@@ -22,9 +22,9 @@ from engine.wire.address import ADDRESS_FILE  # noqa: E402
 def main():
     torch.set_num_threads(1)
     jobs = msgpack.unpackb(Path(sys.argv[1]).read_bytes())
-    with rank._session(load(Path(jobs[0][0]) / "config.toml")):
+    with rank._session(load_config(Path(jobs[0][0]) / "config.toml")):
         for folder, record in jobs:
-            config = load(Path(folder) / "config.toml")
+            config = load_config(Path(folder) / "config.toml")
             plane = connected(Path(folder))
             arguments = argparse.Namespace(
                 folder=Path(folder),

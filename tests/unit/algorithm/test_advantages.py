@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.advantages import ADVANTAGES, advantage
-from engine.algorithm.shaping import overlong
+from engine.algorithm.shaping import soft_overlong_penalty
 from engine.config import BATCH_SCOPE
 
 BY_HAND = {  # rewards 1, 0, 0, 1, lengths 2, 4, 6, 8
@@ -196,4 +196,4 @@ def test_batch_statistics_by_hand():
 def test_overlong_shaping_by_hand():
     # limit 20, buffer 4: free up to 16, then a quarter a token
     lengths = torch.tensor([0.0, 16, 17, 19, 20, 25])
-    assert overlong(lengths, 20, 4).tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
+    assert soft_overlong_penalty(lengths, 20, 4).tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.kl import k3
 from engine.algorithm.losses import LOSSES, Coefficients, Terms
-from engine.algorithm.mismatch import mismatch
+from engine.algorithm.mismatch import mismatch_figures
 
 grpo = LOSSES["grpo"]
 rewards = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
@@ -119,17 +119,17 @@ def test_masked_tokens_carry_no_gradient():
 def test_mismatch():
     trainer = torch.tensor([-1.0, -2.0])
     rollout = torch.tensor([-1.0, -2.1])
-    gap, divergence = mismatch(trainer, rollout)
+    gap, divergence = mismatch_figures(trainer, rollout)
     assert gap == pytest.approx(math.exp(0.1) - 1, rel=1e-5)
     assert divergence == pytest.approx(math.exp(0.1) - 0.1 - 1, rel=1e-4)
-    assert mismatch(torch.empty(0), torch.empty(0)) == (0.0, 0.0)
-    assert math.isnan(mismatch(torch.tensor([float("nan")]), torch.tensor([0.0]))[0])
+    assert mismatch_figures(torch.empty(0), torch.empty(0)) == (0.0, 0.0)
+    assert math.isnan(mismatch_figures(torch.tensor([float("nan")]), torch.tensor([0.0]))[0])
 
 
 def test_mismatch_of_tokens_that_differ_by_rounding():
     """In fp32 the estimates, half the squares of the gaps, would have no right digit."""
     rollout = torch.full((1000,), -1.0)
-    gap, divergence = mismatch(rollout + 2**-23, rollout)
+    gap, divergence = mismatch_figures(rollout + 2**-23, rollout)
     assert gap == pytest.approx(2**-23, rel=1e-6)
     assert divergence == pytest.approx(1000 * 2**-47, rel=1e-3)
 
@@ -147,4 +147,6 @@ class WithoutFp64(torch.Tensor):
 def test_mismatch_of_a_device_without_fp64():
     trainer = torch.randn(7)
     rollout = torch.randn(7)
-    assert mismatch(trainer.as_subclass(WithoutFp64), rollout.as_subclass(WithoutFp64)) == mismatch(trainer, rollout)
+    assert mismatch_figures(trainer.as_subclass(WithoutFp64), rollout.as_subclass(WithoutFp64)) == mismatch_figures(
+        trainer, rollout
+    )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share
 from engine.algorithm.kl import k3
-from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction
-from engine.algorithm.mismatch import mismatch
+from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction_weights
+from engine.algorithm.mismatch import mismatch_figures
 
 COEFFICIENTS = Coefficients(0.2, 0.28, 0.0, 0.0)
 DUAL = replace(COEFFICIENTS, dual_clip=3.0)
@@ -103,16 +103,16 @@ def test_k3_of_a_token_that_the_reference_finds_likely_is_bounded():
 def test_figures_and_corrections_of_large_ratios_are_finite():
     trainer = torch.tensor([0.0, -800.0])
     rollout = torch.tensor([-800.0, 0.0])
-    assert mismatch(trainer, rollout) == (
+    assert mismatch_figures(trainer, rollout) == (
         pytest.approx(math.exp(20) - 1),
         pytest.approx(math.exp(20) - 20 - 1 + math.exp(-20) + 20 - 1),
     )
-    assert correction(trainer - rollout, "truncate", 2.0).tolist() == pytest.approx([2.0, math.exp(-20)])
-    assert correction(trainer - rollout, "mask", 2.0).tolist() == [0.0, 0.0]
+    assert correction_weights(trainer - rollout, "truncate", 2.0).tolist() == pytest.approx([2.0, math.exp(-20)])
+    assert correction_weights(trainer - rollout, "mask", 2.0).tolist() == [0.0, 0.0]
     tokens = BatchTokens(torch.tensor([800.0, 800.0]), torch.tensor([1.0, -1.0]))
     assert positive_share(tokens, 0.6, 1.2) == pytest.approx(1.2 / (1.2 + math.exp(20)))
     assert balanced_bounds(tokens, BatchLossSettings()) == (0.9, 3.0)
-    assert math.isnan(mismatch(torch.tensor([math.nan]), torch.tensor([0.0]))[0])
+    assert math.isnan(mismatch_figures(torch.tensor([math.nan]), torch.tensor([0.0]))[0])
 
 
 def test_gspo_reports_the_ratio_that_it_clips():

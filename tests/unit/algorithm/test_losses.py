@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.kl import KL, unbounded_k3
-from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction, rejection
+from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction_weights, rejection_mask
 
 LOW = 0.2
 HIGH = 0.28
@@ -238,13 +238,13 @@ def test_mismatch_corrections_by_hand():
     rollout = torch.zeros(3)
     e = float(np.e)
     logs = trainer - rollout
-    assert correction(logs, "truncate", 2.0).tolist() == pytest.approx([1, 2, 1 / e])
-    assert correction(logs, "mask", 2.0).tolist() == pytest.approx([1, 0, 0])
-    assert correction(logs, "mask", 3.0).tolist() == pytest.approx([1, e, 1 / e])
-    assert rejection(logs, 2.0).tolist() == [1, 0, 0]
-    assert rejection(logs, 3.0).tolist() == [1, 1, 1]
+    assert correction_weights(logs, "truncate", 2.0).tolist() == pytest.approx([1, 2, 1 / e])
+    assert correction_weights(logs, "mask", 2.0).tolist() == pytest.approx([1, 0, 0])
+    assert correction_weights(logs, "mask", 3.0).tolist() == pytest.approx([1, e, 1 / e])
+    assert rejection_mask(logs, 2.0).tolist() == [1, 0, 0]
+    assert rejection_mask(logs, 3.0).tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="truncate"):
-        correction(logs, "clip", 2.0)
+        correction_weights(logs, "clip", 2.0)
 
 
 LEVELS = {

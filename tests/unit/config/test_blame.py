@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 
 
@@ -15,7 +15,7 @@ def refusal(tmp_path):
     def said(text, *overrides):
         (tmp_path / "mine.toml").write_text(text)
         with pytest.raises(BadInput) as error:
-            load(tmp_path / "mine.toml", overrides)
+            load_config(tmp_path / "mine.toml", overrides)
         return str(error.value)
 
     return said
@@ -45,6 +45,6 @@ def test_a_mistake_of_set_is_blamed_on_set_and_one_of_the_file_on_the_file(refus
 @pytest.mark.parametrize("name", ["a b", ".hidden", "a/b", "é"])
 def test_a_name_that_can_not_be_is_refused_in_words(name):
     with pytest.raises(BadInput) as error:
-        load(None, [f"run.name={name}"])
+        load_config(None, [f"run.name={name}"])
     assert "expected letters, digits, dots, hyphens and underscores" in str(error.value)
     assert not re.search(r"[\[^$*]|pattern", str(error.value))

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import Config
 from engine.config.no_effect import without_effect
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, load_config
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_key_that_is_read_is_not(settings):
 
 def test_the_recipes_that_ship_have_none():
     for path in (HOME / "infra/recipes").rglob("*.toml"):
-        assert list(without_effect(load(path))) == [], path
+        assert list(without_effect(load_config(path))) == [], path

@@ -4,14 +4,16 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config
-from engine.config.recipe import HOME, TEXT_KEYS, load
+from engine.config.recipe import HOME, TEXT_KEYS, load_config
 from engine.config.table import tables_in
 from engine.errors import BadInput
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 
 
 def test_overrides_are_toml_or_strings():
-    config = load(None, ["rollout.group_size=4", "train.betas=[0.8, 0.9]", "model.path=some/where", 'run.name="x"'])
+    config = load_config(
+        None, ["rollout.group_size=4", "train.betas=[0.8, 0.9]", "model.path=some/where", 'run.name="x"']
+    )
     assert config.rollout.group_size == 4
     assert config.train.betas == (0.8, 0.9)
     assert config.model.path == "some/where"
@@ -19,18 +21,18 @@ def test_overrides_are_toml_or_strings():
 
 @pytest.mark.parametrize("text", ["2026-11-25", "1e5", "true", "nan", "007", "0x1f", "3.0", "a-b", "_"])
 def test_a_text_key_takes_what_is_written(text):
-    assert load(None, [f"run.name={text}"]).run.name == text
-    assert load(None, [f"run.name='{text}'"]).run.name == text
+    assert load_config(None, [f"run.name={text}"]).run.name == text
+    assert load_config(None, [f"run.name='{text}'"]).run.name == text
     for key in TEXT_KEYS - {"run.name", "data.prompt_template"}:
         table, _, name = key.partition(".")
         with contextlib.suppress(BadInput):  # some texts are refused by a rule, but none as a number
-            assert getattr(getattr(load(None, [f"{key}= {text} "]), table), name) == text
+            assert getattr(getattr(load_config(None, [f"{key}= {text} "]), table), name) == text
 
 
 def test_a_text_in_a_file_is_a_text(tmp_path):
     (tmp_path / "recipe.toml").write_text("[run]\nname = 3")
     with pytest.raises(BadInput, match="run.name = 3: must be a text"):
-        load(tmp_path / "recipe.toml")
+        load_config(tmp_path / "recipe.toml")
 
 
 def test_no_count_and_no_size_is_larger_than_an_int32():
@@ -43,15 +45,15 @@ def test_no_count_and_no_size_is_larger_than_an_int32():
     assert len(counts) > 40
     for key in sorted(set(counts) - {"run.seed"}):
         with pytest.raises(BadInput, match=f"{key} = {2**31}: must be less than or equal to"):
-            load(None, [f"{key}={2**31}"])
-    assert load(None, [f"run.seed={2**62}"]).run.seed == 2**62
+            load_config(None, [f"{key}={2**31}"])
+    assert load_config(None, [f"run.seed={2**62}"]).run.seed == 2**62
 
 
 def test_a_resolved_config_reads_back_equal(tmp_path):
-    config = load("infra/recipes/quickstart.toml", ["run.seed=5"])
+    config = load_config("infra/recipes/quickstart.toml", ["run.seed=5"])
     assert config.run.name.startswith("quickstart-")
-    dump(config, tmp_path / "config.toml")
-    assert load(tmp_path / "config.toml") == config
+    dump_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
 
 
 def test_arguments_of_vllm_are_a_table_of_any_names(tmp_path):
@@ -61,23 +63,23 @@ def test_arguments_of_vllm_are_a_table_of_any_names(tmp_path):
         'compilation_config = { cudagraph_mode = "FULL", cudagraph_capture_sizes = [1, 2] }\n'
     )
     sets = ["rollout.vllm.gpu_memory_utilization=0.8", "rollout.vllm.compilation_config.cudagraph_mode=NONE"]
-    config = load(recipe, sets)
+    config = load_config(recipe, sets)
     assert config.rollout.vllm == {
         "enforce_eager": True,
         "gpu_memory_utilization": 0.8,
         "compilation_config": {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [1, 2]},
     }
-    dump(config, tmp_path / "config.toml")
-    assert load(tmp_path / "config.toml") == config
+    dump_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
     with pytest.raises(BadInput, match=r"^--set: rollout\.vllm\.max_model_len: .* set rollout\.max_context$"):
-        load(recipe, ["rollout.vllm.max_model_len=9"])
+        load_config(recipe, ["rollout.vllm.max_model_len=9"])
     with pytest.raises(BadInput, match=r"rollout\.vllm = 3: must be a table"):
-        load(None, ["rollout.engine=vllm", "rollout.vllm=3"])
+        load_config(None, ["rollout.engine=vllm", "rollout.vllm=3"])
 
 
 def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     """As a kill or a full disk between truncation and write would."""
-    dump(load(None, ["run.seed=7"]), tmp_path / "config.toml")
+    dump_config(load_config(None, ["run.seed=7"]), tmp_path / "config.toml")
 
     def full(path, text):
         path.open("w").close()
@@ -85,14 +87,14 @@ def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space"):
-        dump(load(None, ["run.seed=8"]), tmp_path / "config.toml")
-    assert load(tmp_path / "config.toml").run.seed == 7
+        dump_config(load_config(None, ["run.seed=8"]), tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml").run.seed == 7
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (HOME / "infra/recipes").glob("*.toml")))
 def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load(f"infra/recipes/{recipe}").run.output == "runs"
+    assert load_config(f"infra/recipes/{recipe}").run.output == "runs"
 
 
 @pytest.mark.parametrize(
@@ -136,24 +138,24 @@ def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
 def test_each_mistake_has_one_message(override, said):
     overrides = [override.rstrip("\x00")] + (["rollout.instances=2"] if "\x00" in override else [])
     with pytest.raises(BadInput) as error:
-        load(None, overrides)
+        load_config(None, overrides)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_bad_files(tmp_path):
     with pytest.raises(BadInput, match="no such file"):
-        load(tmp_path / "none.toml")
+        load_config(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("[train\nsteps = 3")
     with pytest.raises(BadInput, match=r"broken\.toml: not valid TOML.*line 1"):
-        load(broken)
+        load_config(broken)
 
 
 def test_a_variant_has_its_bases_values_but_for_its_own(tmp_path):
     (tmp_path / "wide.toml").write_text("[train]\nsteps = 3\n[parallel]\ntensor = 2\ndata = 2\n")
     (tmp_path / "narrow.toml").write_text('base = "wide.toml"\n[parallel]\ntensor = 1\n')
-    config = load(tmp_path / "narrow.toml", ["parallel.data=4"])
+    config = load_config(tmp_path / "narrow.toml", ["parallel.data=4"])
     assert (config.train.steps, config.parallel.tensor, config.parallel.data) == (3, 1, 4)
     assert config.run.name.startswith("narrow-")
 
@@ -170,4 +172,4 @@ def test_a_variant_has_its_bases_values_but_for_its_own(tmp_path):
 def test_a_base_is_a_recipe_of_its_own(tmp_path, base, said):
     (tmp_path / "variant.toml").write_text(f"base = {base}\n")
     with pytest.raises(BadInput, match=said):
-        load(tmp_path / "variant.toml")
+        load_config(tmp_path / "variant.toml")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.config.secrets import has_password, without_password
 from engine.errors import BadInput
 from tasks.tracking.tracked_run import shown_uri, ui_command
@@ -31,7 +31,7 @@ SECRET = "hunter2"
 )
 def test_a_password_in_an_address_is_refused_with_what_to_use_instead_and_not_repeated(key, value, instead):
     with pytest.raises(BadInput, match=key.replace(".", r"\.")) as refused:
-        load(None, [f"{key}={value}"])
+        load_config(None, [f"{key}={value}"])
     assert instead in str(refused.value)
     assert SECRET not in str(refused.value)
 
@@ -56,5 +56,5 @@ def test_other_addresses_are_taken_and_shown_as_they_are(uri):
 
 def test_a_password_in_the_environment_is_used_but_not_shown(monkeypatch):
     monkeypatch.setitem(os.environ, "MLFLOW_TRACKING_URI", f"http://user:{SECRET}@host:5000/x?token={SECRET}&a=1")
-    config = load(None)
+    config = load_config(None)
     assert shown_uri(config) == ui_command(config) == "http://host:5000/x?token=***&a=1"

@@ -3,13 +3,13 @@
 import pytest
 
 from engine.config import Config, Stage
-from engine.config.recipe import load
-from engine.config.reference import reference
+from engine.config.recipe import load_config
+from engine.config.reference import reference_page
 from engine.config.stages import OWN_COLUMNS, REFERENCE_COLUMN, ROUTES_COLUMN
 from engine.config.table import keys_in
 from engine.config.tree import Tree
 from engine.errors import BadInput
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.wire import columns, routes
 
 QUALITY = {"gives": ["quality"]}
@@ -41,22 +41,22 @@ def test_the_columns_are_those_of_the_plane():
 
 
 def test_a_recipe_with_stages_is_read_changed_by_set_and_written_as_it_is(recipe, tmp_path):
-    config = load(recipe, ["stages.judge.reward_weight=0.5", "stages.reference.tensor=2", "run.name=x"])
+    config = load_config(recipe, ["stages.judge.reward_weight=0.5", "stages.reference.tensor=2", "run.name=x"])
     assert config.stages["judge"] == Stage(
         needs=["prompt", "responses", "reference_logprobs"], gives=["quality"], reward_weight=0.5
     )
     assert config.reward_weights == {"quality": 0.5}
     assert config.reference_stage.ranks == 4
-    dump(config, tmp_path / "config.toml")
-    assert load(tmp_path / "config.toml") == config
+    dump_config(config, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml") == config
 
 
 def test_a_recipe_without_stages_takes_one_by_set_and_is_written_as_it_is(tmp_path):
-    dump(load(None, ["run.name=x"]), tmp_path / "config.toml")
-    without = load(tmp_path / "config.toml")
+    dump_config(load_config(None, ["run.name=x"]), tmp_path / "config.toml")
+    without = load_config(tmp_path / "config.toml")
     assert (without.stages, without.reward_weights, without.reference_stage) == ({}, {}, None)
     given = ['stages.judge={gives=["quality"]}', "stages.judge.reward_weight=2"]
-    assert load(tmp_path / "config.toml", given).reward_weights == {"quality": 2.0}
+    assert load_config(tmp_path / "config.toml", given).reward_weights == {"quality": 2.0}
 
 
 def test_cores_are_shared_evenly_with_the_ranks_of_the_reference(monkeypatch):
@@ -160,11 +160,11 @@ def test_dynamic_sampling_needs_groups_and_rewards_of_the_runs_own(settings, sai
 )
 def test_a_mistake_in_a_stage_names_its_key(recipe, override, said):
     with pytest.raises(BadInput) as error:
-        load(recipe, [override])
+        load_config(recipe, [override])
     assert str(error.value).startswith(f"--set: {said}")
 
 
 def test_the_reference_page_has_the_keys_of_a_stage():
     assert {f"stages.NAME.{key}" for key in Stage.model_fields} <= set(keys_in(Config))
-    assert "## stages.NAME\n" in reference()
-    assert "| `stages.NAME.reward_weight` | `0.0` | number |" in reference()
+    assert "## stages.NAME\n" in reference_page()
+    assert "| `stages.NAME.reward_weight` | `0.0` | number |" in reference_page()

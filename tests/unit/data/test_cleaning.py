@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from engine.data.cleaning import clean
-from engine.data.prepared import place, split
+from engine.data.cleaning import clean_problems
+from engine.data.prepared import split_position, split_problems
 from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
 
@@ -15,7 +15,7 @@ def problems(*rows):
 
 
 def test_the_first_of_equal_rows_stays_with_the_place_of_the_other_named():
-    found = clean(problems(("1 + 1 =", "2"), ("3 + 1 =", "4"), ("1 +  1\n=", " 2")), math=False)
+    found = clean_problems(problems(("1 + 1 =", "2"), ("3 + 1 =", "4"), ("1 +  1\n=", " 2")), math=False)
     assert [row.where for row in found.rows] == ["set.json, row 1", "set.json, row 2"]
     assert found.skipped == {"duplicate": 1}
     assert str(found.rejected[0]) == (
@@ -25,10 +25,10 @@ def test_the_first_of_equal_rows_stays_with_the_place_of_the_other_named():
 
 def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
     rows = problems(("a", "2"), ("b", "1"), ("a", "3"))
-    assert [row.problem for row in clean(rows, math=True).rows] == ["b"]
-    assert clean(rows, math=True).skipped == {"contradicted": 2}
-    assert len(clean(rows, math=False).rows) == 3  # a user's reward may read more than the answer
-    spelled = clean(problems(("1 + 1 =", "2"), ("b", "1"), ("1 +  1\n=", "3")), math=True)
+    assert [row.problem for row in clean_problems(rows, math=True).rows] == ["b"]
+    assert clean_problems(rows, math=True).skipped == {"contradicted": 2}
+    assert len(clean_problems(rows, math=False).rows) == 3  # a user's reward may read more than the answer
+    spelled = clean_problems(problems(("1 + 1 =", "2"), ("b", "1"), ("1 +  1\n=", "3")), math=True)
     assert [row.problem for row in spelled.rows] == ["b"]
     assert spelled.skipped == {"contradicted": 2}
 
@@ -49,9 +49,9 @@ def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
     ],
 )
 def test_answers_are_unwrapped_and_columns_are_left(given, tidy):
-    row = clean(problems(("p", given)), math=True).rows[0]
+    row = clean_problems(problems(("p", given)), math=True).rows[0]
     assert (row.answer, row.columns["answer"]) == (tidy, given)
-    assert clean(problems(("p", given)), math=False).rows[0].answer == given
+    assert clean_problems(problems(("p", given)), math=False).rows[0].answer == given
 
 
 @pytest.mark.parametrize(
@@ -69,23 +69,23 @@ def test_answers_are_unwrapped_and_columns_are_left(given, tidy):
     ],
 )
 def test_answers_that_no_rule_can_check(answer, reason):
-    found = clean(problems(("p", answer), ("q", "1")), math=True)
+    found = clean_problems(problems(("p", answer), ("q", "1")), math=True)
     assert [row.problem for row in found.rows] == ["q"]
     assert found.skipped == {reason: 1}
     assert found.rejected[0].column == "answer"
-    assert len(clean(problems(("p", answer)), math=False).rows) == 1
+    assert len(clean_problems(problems(("p", answer)), math=False).rows) == 1
 
 
 def test_a_brace_that_is_shown_needs_no_other():
     system = "\\left\\{ \\begin{array}{l} x = 1 \\\\ y = 2 \\end{array} \\right."
-    assert clean(problems(("p", system)), math=True).rows[0].answer == system
+    assert clean_problems(problems(("p", system)), math=True).rows[0].answer == system
 
 
 def test_nothing_left_names_the_first_reason():
     with pytest.raises(
         BadInput, match=r"no row is left of 1; the first: set\.json, row 1: answer: answer is a picture"
     ):
-        clean(problems(("p", "![a]")), math=True)
+        clean_problems(problems(("p", "![a]")), math=True)
 
 
 def many(count, start=0):
@@ -93,23 +93,23 @@ def many(count, start=0):
 
 
 def test_a_split_follows_the_problem_and_nothing_else():
-    train, heldout = split(many(2000), 0.1)
+    train, heldout = split_problems(many(2000), 0.1)
     held = {row.problem for row in heldout.rows}
     assert not held & {row.problem for row in train.rows}
     assert len(train.rows) + len(heldout.rows) == 2000
     assert 150 < len(heldout.rows) < 250  # 200 ± 3.7 standard deviations of 13.4
     more = many(3000)
     shuffled = dataclasses.replace(more, rows=more.rows[::-1])
-    kept = {row.problem for row in split(shuffled, 0.1)[1].rows if int(row.answer) < 2000}
+    kept = {row.problem for row in split_problems(shuffled, 0.1)[1].rows if int(row.answer) < 2000}
     assert kept == held
-    assert {row.problem for row in split(many(2000), 0.2)[1].rows} > held
+    assert {row.problem for row in split_problems(many(2000), 0.2)[1].rows} > held
 
 
 def test_rows_of_one_problem_fall_on_one_side():
-    assert place("1 +  1\n=") == place("1 + 1 =") != place("1 + 1 = ?")
-    assert 0 <= place("") < 1
+    assert split_position("1 +  1\n=") == split_position("1 + 1 =") != split_position("1 + 1 = ?")
+    assert 0 <= split_position("") < 1
 
 
 def test_a_split_with_an_empty_side_is_refused():
     with pytest.raises(BadInput, match="puts all 1 rows on one side"):
-        split(many(1), 0.5)
+        split_problems(many(1), 0.5)

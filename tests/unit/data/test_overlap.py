@@ -4,7 +4,7 @@ from string import ascii_lowercase
 
 import pytest
 
-from engine.data.prepared import Index, common, runs, share, words
+from engine.data.prepared import Index, common_length, common_share, problem_words, word_runs
 from engine.data.problems import ProblemRow
 
 AIME = (
@@ -37,7 +37,7 @@ def test_a_phrase_that_many_problems_share_is_none():
     one = f"The probability that six thrown dice show the same number, or five of them show a seven, {ending}"
     question = "In a triangle with angles of forty and of sixty degrees the ratio of the longest side to the shortest"
     other = f"{question} {ending}"
-    assert runs(words(one)) & runs(words(other))
+    assert word_runs(problem_words(one)) & word_runs(problem_words(other))
     assert find(one, other) is None
 
 
@@ -53,9 +53,9 @@ def test_thousands_are_the_same_number_with_and_without_separators():
     )
     for spelled in ("10,000", "10{{,}}000", "10,\\!000", "10\\,000"):
         text = problem.format(spelled.format())
-        assert words(text) == words(problem.format("10000"))
+        assert problem_words(text) == problem_words(problem.format("10000"))
         assert find(problem.format("10000"), text) is not None
-    assert words("1,000,000 and (1,200) or 0,1234 or 2019,2020") == [
+    assert problem_words("1,000,000 and (1,200) or 0,1234 or 2019,2020") == [
         "1000000",
         "and",
         "1200",
@@ -86,11 +86,16 @@ def test_short_problems_overlap_when_their_words_are_equal():
 def test_drawings_do_not_count():
     drawing = '[asy] draw((0,0)--(1.5,7)--cycle); label("$A$", (3,4), N); [/asy]'
     assert find(f"{AIME} {drawing}", AIME) is not None
-    assert words(f"a {drawing} b") == ["a", "b"]
+    assert problem_words(f"a {drawing} b") == ["a", "b"]
 
 
 def test_fractions_spelled_in_three_ways_are_the_same_words():
-    assert words("\\frac12 x") == words("\\dfrac{1}{2}x") == words("$\\tfrac{1}{2} x$") == ["frac", "1", "2", "x"]
+    assert (
+        problem_words("\\frac12 x")
+        == problem_words("\\dfrac{1}{2}x")
+        == problem_words("$\\tfrac{1}{2} x$")
+        == ["frac", "1", "2", "x"]
+    )
 
 
 def slow_common(one, other):
@@ -107,12 +112,12 @@ def test_common_subsequence_by_bits_is_that_of_the_textbook():
     draw = random.Random(0)
     for _ in range(200):
         one, other = (["abcdef"[draw.randrange(6)] for _ in range(draw.randrange(40))] for _ in range(2))
-        assert common(one, other) == slow_common(one, other)
+        assert common_length(one, other) == slow_common(one, other)
 
 
 def test_share_is_of_the_shorter():
-    assert share(["a", "b"], ["a", "x", "b", "y"]) == 1.0
-    assert share(["a", "b", "3"], ["a", "b", "4"]) == 0.0
+    assert common_share(["a", "b"], ["a", "x", "b", "y"]) == 1.0
+    assert common_share(["a", "b", "3"], ["a", "b", "4"]) == 0.0
 
 
 @pytest.mark.parametrize("count", [20, 200])

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from engine.config.recipe import load
-from engine.data.prepared import file_hashes, heldout_problems, prepare, training_problems, version
-from engine.data.problem_statistics import answer_kind, report
+from engine.config.recipe import load_config
+from engine.data.prepared import file_hashes, heldout_problems, prepare_problems, problems_version, training_problems
+from engine.data.problem_statistics import answer_kind, report_data
 from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
 
@@ -29,7 +29,7 @@ def files(tmp_path):
 
 
 def config(**keys):
-    return load(None, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()])
+    return load_config(None, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()])
 
 
 def rows(*numbers):
@@ -43,7 +43,7 @@ def test_training_rows_of_an_evaluation_set_are_left_out_and_named(files):
     other = files("other.json", *rows(7, 8))
     against = ["benchmark", other]
     made = config(data__train=train, data__heldout=heldout, evaluate__benchmark=benchmark, data__decontaminate=against)
-    found = prepare(made)
+    found = prepare_problems(made)
     assert [row.answer for row in found.train.rows] == ["0", "1", "2", "4", "6", "9"]
     assert found.train.skipped == {"in an evaluation set": 4}
     assert found.against == (heldout, benchmark, other)
@@ -52,14 +52,14 @@ def test_training_rows_of_an_evaluation_set_are_left_out_and_named(files):
     assert len(heldout_problems(made).rows) == 2
     assert set(file_hashes(made)) == {train, heldout, benchmark, other}
     off = config(data__train=train, data__heldout=heldout, data__decontaminate=[])
-    assert len(prepare(off).train.rows) == 10
+    assert len(prepare_problems(off).train.rows) == 10
 
 
 def test_a_share_is_held_out_where_no_file_is(files):
     train = files("train.json", *rows(*range(200)))
     made = config(data__train=train, data__heldout_fraction=0.1)
     assert made.data.heldout == ""
-    found = prepare(made)
+    found = prepare_problems(made)
     assert 8 < len(found.heldout.rows) < 35
     assert len(found.train.rows) + len(found.heldout.rows) == 200
     assert heldout_problems(made).rows == found.heldout.rows
@@ -67,7 +67,9 @@ def test_a_share_is_held_out_where_no_file_is(files):
 
 def test_a_training_row_like_one_of_the_share_that_is_held_out_is_left_out(files):
     spelled = [(f"{text} Give the distance in miles.", answer) for text, answer in rows(*range(100))]
-    found = prepare(config(data__train=files("train.json", *rows(*range(100)), *spelled), data__heldout_fraction=0.2))
+    found = prepare_problems(
+        config(data__train=files("train.json", *rows(*range(100)), *spelled), data__heldout_fraction=0.2)
+    )
     trained, held = ({row.answer for row in side.rows} for side in (found.train, found.heldout))
     assert len(held) > 20
     assert len(trained) > 20
@@ -87,19 +89,19 @@ def test_held_out_is_a_file_or_a_share(files):
 def test_the_training_file_itself_as_the_evaluation_set_is_a_note_and_all_of_another_an_error(files):
     train = files("train.json", *rows(1, 2))
     twin = files("twin.json", *rows(2, 1))
-    found = prepare(config(data__train=train, data__heldout=train))
+    found = prepare_problems(config(data__train=train, data__heldout=train))
     assert len(found.train.rows) == 2
     assert "is the training set itself" in found.notes[0]
     with pytest.raises(BadInput, match="every row is also in an evaluation set.*data.decontaminate = "):
-        prepare(config(data__train=train, data__heldout=twin))
+        prepare_problems(config(data__train=train, data__heldout=twin))
 
 
 def test_answers_are_cleaned_for_the_math_verifier_alone(files):
     train = files("train.json", *rows(1), (problem(2), "![a]"), (problem(3), "3.0"))
     heldout = files("heldout.json", *rows(9))
-    math = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
+    math = prepare_problems(config(data__train=train, data__heldout=heldout, reward__function="math"))
     assert [row.answer for row in math.train.rows] == ["1", "3"]
-    exact = prepare(config(data__train=train, data__heldout=heldout))
+    exact = prepare_problems(config(data__train=train, data__heldout=heldout))
     assert [row.answer for row in exact.train.rows] == ["1", "![a]", "3.0"]
 
 
@@ -107,15 +109,15 @@ def test_a_version_is_that_of_the_rows(files):
     def made(*pairs, source="a"):
         return Problems(tuple(ProblemRow(text, answer, {}) for text, answer in pairs), {}, source, source)
 
-    assert version(made(("a", "1"), ("b", "2"))) == version(made(("a", "1"), ("b", "2"), source="b"))
-    assert version(made(("a", "1"), ("b", "2"))) != version(made(("b", "2"), ("a", "1")))
-    assert version(made(("a", "1"))) != version(made(("a", "2")))
+    assert problems_version(made(("a", "1"), ("b", "2"))) == problems_version(made(("a", "1"), ("b", "2"), source="b"))
+    assert problems_version(made(("a", "1"), ("b", "2"))) != problems_version(made(("b", "2"), ("a", "1")))
+    assert problems_version(made(("a", "1"))) != problems_version(made(("a", "2")))
 
 
 def test_report(files):
     train = files("train.json", *rows(*range(6)), (problem(9), "\\frac{1}{2}"), ("p", None))
     heldout = files("heldout.json", *rows(2))
-    found = report(prepare(config(data__train=train, data__heldout=heldout)))
+    found = report_data(prepare_problems(config(data__train=train, data__heldout=heldout)))
     assert json.loads(json.dumps(found)) == found
     assert found["train"]["rows"] == 6
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 1}
@@ -147,7 +149,7 @@ def test_many_rows_of_one_template_take_seconds(files):
     train = files("train.json", *rows(*range(10_000)))
     heldout = files("heldout.json", *rows(*range(9_990, 10_500)))
     started = time.process_time()
-    found = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
+    found = prepare_problems(config(data__train=train, data__heldout=heldout, reward__function="math"))
     assert len(found.train.rows) == 9_990
     assert time.process_time() - started < 20  # seconds of computing; comparing each with each takes minutes
 
@@ -158,7 +160,7 @@ def test_real_overlaps():
         pytest.skip("METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
     train = f"{folder}/math_train.json"
     heldout = f"{folder}/deepscaler_aime_1983_2023.json"
-    found = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
+    found = prepare_problems(config(data__train=train, data__heldout=heldout, reward__function="math"))
     assert found.train.skipped["no answer"] == 4
     assert found.train.skipped["duplicate"] == 1
     assert 440 < found.train.skipped["in an evaluation set"] < 470  # AIME problems that MATH's training file has too

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.cleaning import clean
+from engine.data.cleaning import clean_problems
 from engine.data.hub import rows_of
-from engine.data.problem_files import File, parse, spelled
+from engine.data.problem_files import File, parse_file, spell_value
 from engine.data.problems import read_problems
 from engine.errors import BadInput
 from engine.reward.verifiers import math
@@ -95,8 +95,8 @@ def test_what_can_be_read_is_reached_by_its_plain_spelling(kind, data):
         sink = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(pyarrow.table({"answer": pyarrow.array(chosen, column)}), sink)
         file = File("a.parquet", sink.getvalue().to_pybytes())
-    for value, (_, row) in zip(chosen, parse(file), strict=True):
-        read = spelled(row["answer"])
+    for value, (_, row) in zip(chosen, parse_file(file), strict=True):
+        read = spell_value(row["answer"])
         assert re.fullmatch(r"-?\d+(\.\d+)?", read)
         assert Decimal(read) == Decimal(spelling(value))
         assert reward(read, rf"so \boxed{{{spelling(value)}}}") == 1
@@ -211,7 +211,7 @@ def test_one_answer_in_several_spellings_is_one_row(tmp_path):
     rows = [{"problem": "P", "answer": answer} for answer in spellings]
     rows += [{"problem": "Q", "answer": "1"}, {"problem": " Q ", "answer": "2"}, {"problem": "Q", "answer": "1.0"}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    found = clean(read_problems(str(tmp_path / "a.json")), math=True)
+    found = clean_problems(read_problems(str(tmp_path / "a.json")), math=True)
     assert [(row.problem, row.answer) for row in found.rows] == [("P", "0.5")]
     assert found.skipped == {"duplicate": 8, "contradicted": 3}
     assert "1 and 2" in next(str(row) for row in found.rejected if row.reason == "contradicted")

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.data.tokenizer import Tokenizer, decoder
+from engine.data.tokenizer import Tokenizer, make_decoder
 from engine.errors import BadInput
 from engine.wire.verifier_messages import LoadTokenizer
 from support.runs import byte_tokenizer
@@ -46,7 +46,7 @@ def test_every_way_to_decode_gives_the_text_of_transformers(tokenizer, tiny_mode
     sent = tokenizer.for_verifiers
     assert sent.json
     slow = LoadTokenizer(model=str(tiny_model), left_out=sent.left_out)
-    assert tokenizer.decode(tuple(ids)) == decoder(sent)(ids) == decoder(slow)(ids) == expected
+    assert tokenizer.decode(tuple(ids)) == make_decoder(sent)(ids) == make_decoder(slow)(ids) == expected
 
 
 def test_special_tokens_that_the_model_wrote_are_text(tagged):
@@ -55,7 +55,7 @@ def test_special_tokens_that_the_model_wrote_are_text(tagged):
     ids = tokenizer.hf(text)["input_ids"]
     assert set(ids) & set(tokenizer.hf.all_special_ids)
     end = tokenizer.hf.eos_token_id
-    for decode in (tokenizer.decode, decoder(tokenizer.for_verifiers)):
+    for decode in (tokenizer.decode, make_decoder(tokenizer.for_verifiers)):
         assert decode([*ids, end]) == text
 
 
@@ -119,9 +119,9 @@ def test_a_tokenizer_that_the_library_tokenizers_does_not_have_is_loaded_from_th
     ids = [*b"1+1=2", 256]
     assert slow.decode(ids) == "1+1=2"
     monkeypatch.undo()
-    assert decoder(slow.for_verifiers)(ids) == "1+1=2"
+    assert make_decoder(slow.for_verifiers)(ids) == "1+1=2"
 
 
 def test_without_a_tokenizer_nothing_is_decoded():
     with pytest.raises(ValueError, match="must come with its text"):
-        decoder(LoadTokenizer())([1])
+        make_decoder(LoadTokenizer())([1])

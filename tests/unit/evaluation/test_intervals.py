@@ -9,32 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.evaluation.intervals import accuracy, interval, pass_at, pass_curve, t_interval
+from engine.evaluation.intervals import accuracy_figures, mean_interval, pass_at, pass_curve, t_interval
 
 
 def test_wilson_interval_of_a_known_case():
     # 8 of 10: Wilson 95 % interval 0.490 … 0.943 (Brown, Cai and DasGupta 2001, table 1's formula)
-    found = accuracy([[1.0]] * 8 + [[0.0]] * 2)
+    found = accuracy_figures([[1.0]] * 8 + [[0.0]] * 2)
     assert found["avg_at_k"] == pytest.approx(0.8)
     assert (found["ci_low"], found["ci_high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
 
 def test_none_right_is_not_certain():
-    found = accuracy([[0.0]] * 30)
+    found = accuracy_figures([[0.0]] * 30)
     assert found["ci_low"] == 0.0
     assert found["ci_high"] == pytest.approx(0.1135, abs=1e-3)
 
 
 def test_figures_of_a_small_case():
-    found = accuracy([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [0.5, 0.0, 1.0])
+    found = accuracy_figures([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [0.5, 0.0, 1.0])
     assert found["avg_at_k"] == pytest.approx(0.5)
     assert found["pass_at_k"] == pytest.approx(2 / 3)
     assert found["maj_at_k"] == pytest.approx(0.5)
-    assert "maj_at_k" not in accuracy([[1.0]])
+    assert "maj_at_k" not in accuracy_figures([[1.0]])
 
 
 def test_rewards_outside_zero_and_one_have_students_interval():
-    found = accuracy([[-0.02], [-0.01], [1.2], [-0.01]])
+    found = accuracy_figures([[-0.02], [-0.01], [1.2], [-0.01]])
     assert found["avg_at_k"] == pytest.approx(0.29)
     # t(0.975, 3) = 3.18245 (tables); sample standard deviation sqrt(1.1042 / 3)
     assert found["ci_high"] - found["avg_at_k"] == pytest.approx(3.18245 * 0.606685 / 2, rel=1e-5)
@@ -69,7 +69,7 @@ def test_pass_curve_rises_from_avg_to_pass(values):
     curve = pass_curve(values)
     assert list(curve) == ["1", "2", "4", "8"]
     assert list(curve.values()) == sorted(curve.values())
-    found = accuracy(values)
+    found = accuracy_figures(values)
     assert curve["1"] == pytest.approx(found["avg_at_k"])
     assert curve["8"] == pytest.approx(found["pass_at_k"])
 
@@ -83,17 +83,17 @@ def test_a_pass_curve_ends_with_the_number_of_samples(samples, ks):
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 16))
 def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, samples):
-    low, high = interval(values, samples)
+    low, high = mean_interval(values, samples)
     assert 0 <= low <= statistics.fmean(values) + 1e-9
     assert statistics.fmean(values) - 1e-9 <= high <= 1
-    wide_low, wide_high = interval(values, 1)
+    wide_low, wide_high = mean_interval(values, 1)
     assert wide_low <= low + 1e-9
     assert high <= wide_high + 1e-9
 
 
 def test_an_interval_is_never_narrower_than_that_of_as_many_independent_samples():
     """However alike the problems are: here all have one right sample of two."""
-    assert interval([0.5] * 10, 2) == pytest.approx(interval([1.0, 0.0] * 10))
+    assert mean_interval([0.5] * 10, 2) == pytest.approx(mean_interval([1.0, 0.0] * 10))
 
 
 def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():
@@ -106,7 +106,7 @@ def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():
     for _ in range(trials):
         chances = [draw.betavariate(0.5, 1.5) for _ in range(30)]
         means = [sum(draw.random() < chance for _ in range(8)) / 8 for chance in chances]
-        low, high = interval(means, 8)
+        low, high = mean_interval(means, 8)
         held += low <= 0.25 <= high
         widths.append(high - low)
     assert 0.93 <= held / trials <= 0.975

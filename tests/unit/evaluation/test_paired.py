@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import BadInput
-from engine.evaluation.paired import compare, sign_flip
+from engine.evaluation.paired import compare_paired, sign_flip
 
 
 def enumerated(differences):
@@ -46,7 +46,7 @@ def test_a_difference_that_no_flip_reaches_is_still_not_certain():
 
 def test_equal_models_have_no_difference():
     means = {"a": 0.5, "b": 0.0, "c": 1.0}
-    found = compare(means, means, 8)
+    found = compare_paired(means, means, 8)
     assert (found.difference, found.p_value, found.better, found.worse) == (0.0, 1.0, 0, 0)
     assert not found.says_better
 
@@ -54,20 +54,20 @@ def test_equal_models_have_no_difference():
 def test_a_comparison_of_known_numbers():
     ours = {str(number): value for number, value in enumerate([1.0, 0.75, 0.5, 0.5, 0.25, 1.0])}
     theirs = {str(number): value for number, value in enumerate([0.5, 0.5, 0.5, 0.25, 0.0, 0.5])}
-    found = compare(ours, theirs, 4)
+    found = compare_paired(ours, theirs, 4)
     assert found.difference == pytest.approx(1.75 / 6)
     assert found.p_value == pytest.approx(2 / 32)  # five differences, all of one sign; the sixth is 0
     # s = 0.18819, t(0.975, 5) = 2.57058
     assert (found.ci_low, found.ci_high) == pytest.approx((0.29167 - 0.19749, 0.29167 + 0.19749), abs=1e-3)
     assert (found.better, found.worse, found.problems) == (5, 0, 6)
     assert not found.says_better  # p = 0.0625
-    assert compare(ours, theirs, 4, confidence=0.9).says_better
-    assert not compare(theirs, ours, 4, confidence=0.9).says_better
+    assert compare_paired(ours, theirs, 4, confidence=0.9).says_better
+    assert not compare_paired(theirs, ours, 4, confidence=0.9).says_better
 
 
 def test_other_problems_are_refused():
     with pytest.raises(BadInput, match="1 are in both, 2 in one only"):
-        compare({"a": 1.0, "b": 0.0}, {"a": 1.0, "c": 0.0})
+        compare_paired({"a": 1.0, "b": 0.0}, {"a": 1.0, "c": 0.0})
 
 
 def test_chance_alone_seldom_wins_and_a_real_difference_mostly_does():
@@ -80,6 +80,6 @@ def test_chance_alone_seldom_wins_and_a_real_difference_mostly_does():
             chances = {str(number): draw.betavariate(1, 1) * 0.8 for number in range(60)}
             theirs = {key: sum(draw.random() < chance for _ in range(4)) / 4 for key, chance in chances.items()}
             ours = {key: sum(draw.random() < chance + gain for _ in range(4)) / 4 for key, chance in chances.items()}
-            wins[gain] += compare(ours, theirs, 4).says_better
+            wins[gain] += compare_paired(ours, theirs, 4).says_better
     assert wins[0.0] / 600 <= 0.045  # 2.5 % and three standard errors
     assert wins[0.15] / 200 >= 0.8

@@ -7,8 +7,8 @@ import pytest
 
 from engine.config import Config
 from engine.evaluation.benchmarks import EncodedBenchmark
-from engine.evaluation.results import Subject, record
-from engine.evaluation.tables import differing, protocol
+from engine.evaluation.results import Subject, record_evaluation
+from engine.evaluation.tables import evaluation_protocol, protocol_differences
 from engine.run.folder import RunFolder
 from engine.types import Prompt
 from support.groups import numbered_group
@@ -19,10 +19,12 @@ def prompts(*names):
 
 
 def test_the_same_problems_are_comparable_in_any_order_and_others_are_not():
-    one = protocol(Config(), "mine", prompts("a", "b", "c"))
-    assert differing(one, protocol(Config(), "mine", prompts("c", "a", "b"))) == []
+    one = evaluation_protocol(Config(), "mine", prompts("a", "b", "c"))
+    assert protocol_differences(one, evaluation_protocol(Config(), "mine", prompts("c", "a", "b"))) == []
     for others in (prompts("a", "b"), prompts("a", "b", "d"), prompts("a", "b", "c", "c")):
-        assert [key.split()[0] for key in differing(one, protocol(Config(), "mine", others))] == ["problems_hash"]
+        assert [key.split()[0] for key in protocol_differences(one, evaluation_protocol(Config(), "mine", others))] == [
+            "problems_hash"
+        ]
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def recorded(tmp_path):
         )
         group = replace(whole, responses=responses, scores=whole.scores * len(responses))
         benchmark = EncodedBenchmark("mine", (whole.prompt,), {})
-        row = record(
+        row = record_evaluation(
             config=config,
             folder=folder,
             subject=Subject("m", version),

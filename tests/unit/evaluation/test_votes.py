@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.evaluation.bootstrap import majority_of
-from engine.evaluation.votes import Majority, majorities
+from engine.evaluation.votes import Majority, majority_votes
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Group, Prompt, Response, Score
 
@@ -22,7 +22,7 @@ async def voted(texts, answer, reward="math"):
     async with VerifierPool(reward) as verifier:
         scores = await verifier.score(prompt, [response(text) for text in texts])
         group = Group(step=0, index=0, prompt=prompt, responses=tuple(map(response, texts)), scores=tuple(scores))
-        found = await majorities([group], reward, verifier)
+        found = await majority_votes([group], reward, verifier)
     return found[0]
 
 
@@ -64,7 +64,7 @@ async def test_nobody_votes():
 
 
 async def test_a_reward_whose_answers_cant_be_read_has_no_vote():
-    assert await majorities([], "mine.py:reward", None) is None
+    assert await majority_votes([], "mine.py:reward", None) is None
 
 
 async def test_the_worth_of_a_tie_is_the_mean_over_draws_among_the_tied():
@@ -78,6 +78,6 @@ async def test_the_worth_of_a_tie_is_the_mean_over_draws_among_the_tied():
         group = Group(
             step=0, index=0, prompt=prompt, responses=tuple(response(f"#{answer}") for answer in answers), scores=scores
         )
-        (found,) = await majorities([group], "exact", None)
+        (found,) = await majority_votes([group], "exact", None)
         assert found.value == pytest.approx(top.count("1") / len(top))
         assert found.votes == max(counts.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.run.guard import guarded
+from engine.run.guard import guarded_command
 from engine.run.process import Child
 from flows.cli import app
 from support.runs import ROOT
@@ -62,7 +62,7 @@ def test_help_lists_the_commands_and_starts_no_library():
 
 def test_a_command_ends_no_child_of_the_process_that_calls_it(tmp_path):
     """Only the console script drops the lifeline. A notebook or a test that calls a command keeps its own servers."""
-    server = Child("server", guarded([sys.executable, "-c", "import time; time.sleep(600)"]), tmp_path / "log")
+    server = Child("server", guarded_command([sys.executable, "-c", "import time; time.sleep(600)"]), tmp_path / "log")
     try:
         refused = CliRunner().invoke(app, ["run", str(tmp_path / "missing.toml")])
         assert refused.exit_code == 2, refused.output
@@ -200,8 +200,8 @@ def test_bad_input_leaves_nothing_behind(refuse, tmp_path):
 
 
 def test_shipped_recipes_load():
-    from engine.config.recipe import HOME, load
+    from engine.config.recipe import HOME, load_config
 
     for path in (HOME / "infra/recipes").glob("*.toml"):
-        assert load(path).train.mode == "periodic", path
-    assert Path(load("infra/recipes/quickstart.toml").data.train).name == "addition_train.jsonl"
+        assert load_config(path).train.mode == "periodic", path
+    assert Path(load_config("infra/recipes/quickstart.toml").data.train).name == "addition_train.jsonl"

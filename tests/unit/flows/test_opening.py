@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from flows import opening
 from flows.settings import Settings
 
@@ -24,4 +24,4 @@ def test_what_is_announced_has_the_seed_of_the_run(settings, tmp_path, monkeypat
     given = [f"{key}={value}" for key, value in settings.items()]
     with opening.opened(str(recipe), given, Settings(), "base", resume=False) as run:
         assert run.config.run.seed == 43
-        assert load(run.recipe, run.overrides).run.seed == 43
+        assert load_config(run.recipe, run.overrides).run.seed == 43

@@ -12,7 +12,7 @@ from engine.instance import command_line
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_replies_do_not_wait_for_the_clients_acknowledgement(host):
-    sock = command_line.bound(argparse.Namespace(host=host, port=0))
+    sock = command_line.bind_socket(argparse.Namespace(host=host, port=0))
     without_delay = []
 
     def look(reader, writer):
@@ -27,8 +27,8 @@ async def test_replies_do_not_wait_for_the_clients_acknowledgement(host):
 
 
 def test_a_port_that_is_taken_is_bad_input():
-    with command_line.bound(argparse.Namespace(host="127.0.0.1", port=0)) as taken:
+    with command_line.bind_socket(argparse.Namespace(host="127.0.0.1", port=0)) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=f"--host 127.0.0.1 --port {port}: "):
-            command_line.bound(argparse.Namespace(host="127.0.0.1", port=port))
+            command_line.bind_socket(argparse.Namespace(host="127.0.0.1", port=port))

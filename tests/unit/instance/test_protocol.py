@@ -5,7 +5,7 @@ import pytest
 from engine.errors import BadInput
 from engine.instance.embedded.backend import sampling_of
 from engine.instance.protocol import RequestLimits, parse_completion, parse_info, parse_object, parse_version
-from engine.instance.vllm.backend import arguments
+from engine.instance.vllm.backend import sampling_arguments
 
 LIMITS = RequestLimits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 
@@ -53,11 +53,13 @@ def test_a_continued_response_draws_new_numbers_in_either_engine():
 
     whole, rest = (sampling_of(asked(**more)).uniforms() for more in ({"max_tokens": 8}, {"continued": 2}))
     assert rest == whole[2:]  # the embedded engine's
-    seeds = [arguments(asked(continued=count))["seed"] for count in range(4)]  # vLLM begins a stream with each request
+    seeds = [
+        sampling_arguments(asked(continued=count))["seed"] for count in range(4)
+    ]  # vLLM begins a stream with each request
     assert seeds[0] == 7
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert arguments(asked(continued=2)) == arguments(asked()) | {"seed": seeds[2]}
+    assert sampling_arguments(asked(continued=2)) == sampling_arguments(asked()) | {"seed": seeds[2]}
 
 
 def test_without_a_seed_two_requests_differ():

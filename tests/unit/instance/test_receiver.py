@@ -16,9 +16,9 @@ from engine.errors import BadInput, DeadlineError, TransferError
 from engine.instance import receiver as receivers
 from engine.instance.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver, StagedVersion
 from engine.wire.weights import bucket_file
-from engine.wire.weights.buckets import Buffers, pack
-from engine.wire.weights.checksum import checksum, device_checksum
-from engine.wire.weights.groups import Rendezvous, join
+from engine.wire.weights.buckets import Buffers, pack_buckets
+from engine.wire.weights.checksum import device_checksum, tensor_checksum
+from engine.wire.weights.groups import Rendezvous, join_group
 from support.runs import wait_for
 from support.tiny_models import save
 
@@ -30,7 +30,7 @@ TENSORS = {"a": torch.randn(7, 5), "b": torch.randn(300).bfloat16(), "c": torch.
 
 
 def packed(limit=10**6):
-    return list(pack(TENSORS.items(), None, limit, Buffers(len(TENSORS), 1.0)))
+    return list(pack_buckets(TENSORS.items(), None, limit, Buffers(len(TENSORS), 1.0)))
 
 
 def filed(folder, **changes):
@@ -38,7 +38,7 @@ def filed(folder, **changes):
     (bucket,) = packed()
     path = folder / "bucket.safetensors"
     info = {"transport": "file", "version": 1, "stage": 0, "bucket": 0, "path": str(path), **bucket.wire()}
-    bucket_file.write(path, bucket, bucket.wire())
+    bucket_file.write_bucket(path, bucket, bucket.wire())
     return info | changes
 
 
@@ -265,7 +265,9 @@ def test_what_is_staged_lies_in_host_memory_where_transfers_arrive_on_a_device(g
             else torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)
         ),
     )
-    monkeypatch.setattr(receivers, "checksum_as", lambda announced, tensor: checksum(tensor.as_subclass(torch.Tensor)))
+    monkeypatch.setattr(
+        receivers, "checksum_as", lambda announced, tensor: tensor_checksum(tensor.as_subclass(torch.Tensor))
+    )
     for version, limit in ((1, 150), (2, 700)):
         receiver._groups[0].device = torch.device("cuda", 0)
         for bucket, info in wires(limit):
@@ -309,7 +311,7 @@ def test_a_meeting_that_is_called_off_ends_for_all():
     meeting = Rendezvous("127.0.0.1", "gloo", PATIENCE_S)
     with ThreadPoolExecutor(2) as threads:
         gathering = threads.submit(meeting.gather, 3)  # the third never comes
-        joining = threads.submit(join, meeting.address, 1, 3, "gloo", PATIENCE_S, threading.Event())
+        joining = threads.submit(join_group, meeting.address, 1, 3, "gloo", PATIENCE_S, threading.Event())
         time.sleep(0.1)
         began = time.monotonic()
         meeting.call_off()

@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoConfig
 
 from engine.config import Algorithm, Config, Evaluate, Model, Parallel, Platform, Rollout
-from engine.config.placing import overlaps, scorer_devices
-from engine.config.recipe import HOME, load
+from engine.config.placing import find_overlaps, scorer_devices
+from engine.config.recipe import HOME, load_config
 from engine.config.stages import Stage
 from engine.errors import BadInput
 from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, check_training
@@ -94,12 +94,12 @@ def test_instances_that_would_get_a_scorers_devices_are_refused():
         )
 
     assert scorer_devices(on([3], [])) == [1, 2]
-    assert list(overlaps(on([3], []))) == []
+    assert list(find_overlaps(on([3], []))) == []
     assert "rollout.devices names [2], which ranks of [stages.reference] have; theirs are [1, 2]" in list(
-        overlaps(on([2], []))
+        find_overlaps(on([2], []))
     )
-    assert list(overlaps(on([1], [2, 3]))) == []
-    assert "set rollout.devices = [3]" in next(overlaps(on([], [])))
+    assert list(find_overlaps(on([1], [2, 3]))) == []
+    assert "set rollout.devices = [3]" in next(find_overlaps(on([], [])))
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
@@ -238,7 +238,7 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
 def test_what_does_not_fit_the_quickstarts_model_is_refused(monkeypatch, tmp_path, overrides, said):
     monkeypatch.chdir(HOME)
     with pytest.raises(BadInput, match=said):
-        check_inputs(load("infra/recipes/quickstart.toml", [f"run.output={tmp_path}", *overrides]))
+        check_inputs(load_config("infra/recipes/quickstart.toml", [f"run.output={tmp_path}", *overrides]))
 
 
 def test_a_step_of_more_prompts_than_there_are_problems_is_warned_of(capsys):
@@ -252,7 +252,7 @@ def test_a_step_of_more_prompts_than_there_are_problems_is_warned_of(capsys):
 def test_a_checkpoint_path_that_is_not_there_yet_is_none_of_them(monkeypatch, tmp_path):
     monkeypatch.chdir(HOME)
     given = [f"run.output={tmp_path}", f"checkpoint.path={tmp_path}/a/b"]
-    check_inputs(load("infra/recipes/quickstart.toml", given))
+    check_inputs(load_config("infra/recipes/quickstart.toml", given))
     assert not (tmp_path / "a").exists()
 
 

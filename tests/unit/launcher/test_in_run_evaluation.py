@@ -114,7 +114,7 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
         await until(evaluation.allows_publish, "the cut")
         assert 0.1 < asyncio.get_running_loop().time() - began < 5
         await until(lambda: not scripted.running, "the end of its requests")
-        (lost,) = read_lines(in_run_evaluation.dropped(folder))
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert (
             lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
         )
@@ -127,7 +127,7 @@ async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
         evaluation.evaluate(0)
         assert not evaluation.allows_publish()
         await until(evaluation.allows_publish, "the cut")
-        (lost,) = read_lines(in_run_evaluation.dropped(folder))
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"].startswith("its problems were not read and encoded, or its verifiers not started, when")
         assert scripted.seeds == []
 
@@ -141,7 +141,7 @@ async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_re
         began = asyncio.get_running_loop().time()
         await evaluation.finish()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
         assert 0.3 < asyncio.get_running_loop().time() - began < 5
-        (lost,) = read_lines(in_run_evaluation.dropped(folder))
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"] == (
             "its responses were not all scored and voted on when the last step had waited 0.4 s for it "
             "(evaluate.max_wait_s, at most half of train.timeout_s)"
@@ -154,7 +154,7 @@ async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
     async with world(delay_s=60) as (evaluation, folder, scripted, _):
         evaluation.evaluate(0)
         await until(lambda: scripted.running, "requests")
-    (lost,) = read_lines(in_run_evaluation.dropped(folder))
+    (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
     assert lost["reason"] == "0 of 12 responses were in when the run ended"
 
 
@@ -182,7 +182,7 @@ async def test_responses_of_other_weights_are_refused(world):
     async with world(version=3) as (evaluation, folder, _, _):
         evaluation.evaluate(4)
         await evaluation.finish()
-        (lost,) = read_lines(in_run_evaluation.dropped(folder))
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"].startswith(f"{StaleRolloutError.__name__}: evaluation of weight version 4, prompt ")
         assert lost["reason"].endswith("of one: sampled from version 3")
         assert rows(folder) == []
@@ -197,7 +197,7 @@ async def test_a_launcher_that_was_taken_over_adds_no_evaluation_and_no_drop(wor
         with pytest.raises(TakenOver):
             evaluation.check()
         assert rows(folder) == []
-    assert not in_run_evaluation.dropped(folder).exists()
+    assert not in_run_evaluation.dropped_file(folder).exists()
 
 
 def test_a_run_that_goes_back_forgets_what_it_evaluated_later(tmp_path):
@@ -205,5 +205,5 @@ def test_a_run_that_goes_back_forgets_what_it_evaluated_later(tmp_path):
     inside = [{"weight_version": version, "in_run": True} for version in (2, 4)]
     made = [{"weight_version": 0}, *inside, {"weight_version": 9}]
     folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in made))
-    in_run_evaluation.cut(folder, 2)
+    in_run_evaluation.cut_evaluations(folder, 2)
     assert [row["weight_version"] for row in rows(folder)] == [0, 2, 9]

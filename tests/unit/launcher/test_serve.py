@@ -4,8 +4,8 @@ import pytest
 
 from engine.errors import BadInput
 from engine.launcher import serve
-from engine.launcher.serve import checked
-from engine.run.identity import began, identity
+from engine.launcher.serve import check_service
+from engine.run.identity import read_run_id, run_began
 from support.runs import config_of
 
 
@@ -21,7 +21,7 @@ from support.runs import config_of
 )
 def test_what_a_service_does_not_do_is_refused(keys, said):
     with pytest.raises(BadInput, match=said):
-        checked(config_of(keys))
+        check_service(config_of(keys))
 
 
 def test_a_service_that_is_started_again_has_the_time_of_its_first_start(settings, monkeypatch):
@@ -34,7 +34,7 @@ def test_a_service_that_is_started_again_has_the_time_of_its_first_start(setting
     config = config_of(settings)
     numbers = []
     for _ in range(2):
-        serve.serve(config, print)
-        numbers.append(identity(config.folder))
+        serve.run_service(config, print)
+        numbers.append(read_run_id(config.folder))
     assert numbers[0] == numbers[1]
-    assert began(numbers[0]) is not None
+    assert run_began(numbers[0]) is not None

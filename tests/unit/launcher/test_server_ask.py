@@ -22,7 +22,7 @@ from engine.errors import (
 )
 from engine.launcher import server as server_module
 from engine.launcher.server import Server
-from engine.wire.access_token import TOKEN_FILE, authorization
+from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.message import Done, Failure, pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, Heartbeat, read_message
 
@@ -55,7 +55,7 @@ async def asked(folder, plane=None, **service):
     async with server.listening(folder) as address, aiohttp.ClientSession() as session:
 
         async def ask(body=BEAT, headers=(), method="POST", **more):
-            right = {"Content-Type": CONTENT_TYPE, PROTOCOL_HEADER: str(PROTOCOL), **authorization(server.key)}
+            right = {"Content-Type": CONTENT_TYPE, PROTOCOL_HEADER: str(PROTOCOL), **authorization_headers(server.key)}
             sent = {name: value for name, value in (right | dict(headers)).items() if value is not None}
             async with session.request(
                 method, f"http://{address}/ask", data=body, headers=sent, skip_auto_headers=["Content-Type"], **more
@@ -88,7 +88,7 @@ async def test_a_request_with_the_token_in_the_run_folder_is_answered(tmp_path):
 
 REFUSED = {
     "no token": ({"headers": {"Authorization": None}}, 401, "the access token is missing or wrong"),
-    "another token": ({"headers": authorization("other")}, 401, "the access token is missing or wrong"),
+    "another token": ({"headers": authorization_headers("other")}, 401, "the access token is missing or wrong"),
     "another protocol": (
         {"headers": {PROTOCOL_HEADER: str(PROTOCOL + 1)}},
         400,

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import Config
 from engine.errors import ProcessDied
-from engine.launcher.standalone_evaluation import evaluate
+from engine.launcher.standalone_evaluation import evaluate_model
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.wire.address import ADDRESS_FILE
@@ -39,7 +39,7 @@ async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
     scripted = Scripted()
     address = meeting / ADDRESS_FILE
     async with scripted.serving() as url, aiohttp.ClientSession() as session:
-        work = asyncio.create_task(asyncio.to_thread(evaluate, config, tiny_model, 3, folder, meeting))
+        work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting))
         await until(lambda: work.done() or (address.exists() and address.read_text()), "the address")
         body = {"protocol": ROLLOUT_PROTOCOL, "name": "guest", "url": url}
         async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
@@ -56,4 +56,4 @@ def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
     config, folder, meeting = world
     hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})})
     with pytest.raises(ProcessDied, match=r"waited 0\.3 s for the first \(rollout\.timeout_s\); none has joined"):
-        evaluate(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)
+        evaluate_model(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)

@@ -9,9 +9,9 @@ from torch import multiprocessing
 from torch.distributed import TCPStore
 
 from engine.errors import BadInput
-from engine.model.attention import SegmentAttention, params
+from engine.model.attention import SegmentAttention, attention_params
 from engine.model.kernels import cpu, cuda
-from engine.model.kernels.reference import masked
+from engine.model.kernels.reference import masked_attention
 from support.attention_cases import CASES, HEADS, assert_same, row_of, shards_of
 
 
@@ -59,7 +59,7 @@ def test_the_cuda_kernel_in_bfloat16():
     v = v.expand(-1, 2, -1)
     found = cuda.attend(*(x.bfloat16() for x in (q, k, v)), row)
     assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found.float(), masked(q, k, v, row), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found.float(), masked_attention(q, k, v, row), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,10 +88,10 @@ def test_whole_blocks_are_found():
 def test_the_module_takes_megatrons_arguments():
     row = row_of(CASES["several groups"])
     q, k, v = (torch.randn(row.size, 1, heads, 8) for heads in (4, 2, 2))
-    expected = masked(*(x.squeeze(1) for x in (q, k, v)), row, 0.2).reshape(row.size, 1, 32)
+    expected = masked_attention(*(x.squeeze(1) for x in (q, k, v)), row, 0.2).reshape(row.size, 1, 32)
     for name in ("cpu", "reference"):
         module = SegmentAttention.backend(name)(config=None, layer_number=1, attn_mask_type=None, softmax_scale=0.2)
-        torch.testing.assert_close(module(q, k, v, None, packed_seq_params=params(row)), expected)
+        torch.testing.assert_close(module(q, k, v, None, packed_seq_params=attention_params(row)), expected)
 
 
 def test_an_unknown_backend_is_refused():
@@ -118,7 +118,7 @@ def on_a_rank(rank, port, folder):
     """One of two context-parallel ranks: outputs and gradients of its rows, by case; also with recomputation."""
     from megatron.core.tensor_parallel.random import checkpoint
 
-    from engine.platform import get, session
+    from engine.platform import get_platform, parallel_session
 
     torch.set_num_threads(1)
     os.environ.update(
@@ -130,14 +130,14 @@ def on_a_rank(rank, port, folder):
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     found = {}
-    with session(get("cpu"), seed=0, context=2, timeout_s=60):
+    with parallel_session(get_platform("cpu"), seed=0, context=2, timeout_s=60):
         module = SegmentAttention.backend("cpu")(None)
         for name, groups in PARALLEL.items():
             row = row_of(groups).aligned(4).shard(rank, 2)
             *inputs, weight = (x[row.rows].requires_grad_() for x in inputs_of(row, (4, 2)))
 
             def attend(*inputs, row=row):
-                return module(*inputs, None, packed_seq_params=params(row))
+                return module(*inputs, None, packed_seq_params=attention_params(row))
 
             for out in (attend(*inputs), checkpoint(attend, False, *inputs)):
                 for x in inputs:
@@ -145,7 +145,7 @@ def on_a_rank(rank, port, folder):
                 (out * weight).sum().backward()
                 found.setdefault(name, []).append([row.rows, out.detach(), *(x.grad for x in inputs)])
         with pytest.raises(ValueError, match="spread over 1 ranks.* has 2"):
-            module(*inputs, None, packed_seq_params=params(row_of(CASES["ragged"])))
+            module(*inputs, None, packed_seq_params=attention_params(row_of(CASES["ragged"])))
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -157,7 +157,7 @@ def test_context_parallel_attention_equals_a_single_process(tmp_path):
     for name, groups in PARALLEL.items():
         row = row_of(groups).aligned(4)
         *inputs, weight = (x.requires_grad_() for x in inputs_of(row, (4, 2)))
-        out = masked(*(x.squeeze(1) for x in inputs), row).reshape(row.size, 1, -1)
+        out = masked_attention(*(x.squeeze(1) for x in inputs), row).reshape(row.size, 1, -1)
         whole = [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
         for found in (run for rank in ranks for run in rank[name]):
             rows, *tensors = found

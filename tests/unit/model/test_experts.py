@@ -74,7 +74,7 @@ def test_bfloat16_stays_near_fp32(sizes):
     above = torch.randn(8, 24, generator=draw)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        out = experts.grouped(experts._by_torch, sizes, x.to(dtype), weights.to(dtype))
+        out = experts.grouped_product(experts._by_torch, sizes, x.to(dtype), weights.to(dtype))
         found.append([out, *torch.autograd.grad(out, (x, weights), above.to(dtype))])
     for exact, near in zip(*found, strict=True):
         torch.testing.assert_close(near.float(), exact, rtol=0.02, atol=0.15)

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from engine.errors import BadInput
-from engine.model.families import FAMILIES, rules, settings
+from engine.model.families import FAMILIES, parameter_rules, transformer_settings
 from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, end_of_sequence_ids, read_shape
 from support.tiny_models import LLAMA3_ROPE, save
 
@@ -179,12 +179,12 @@ def test_every_supported_architecture_has_a_family(tmp_path):
     assert set(SUPPORTED) == set(FAMILIES)
     tied = shape_of(tmp_path, LLAMA)
     untied = shape_of(tmp_path, DISTILLED)
-    assert rules(tied)["output_layer.weight"].theirs == ("model.embed_tokens.weight",)
-    assert rules(untied)["output_layer.weight"].theirs == ("lm_head.weight",)
+    assert parameter_rules(tied)["output_layer.weight"].theirs == ("model.embed_tokens.weight",)
+    assert parameter_rules(untied)["output_layer.weight"].theirs == ("lm_head.weight",)
 
 
 def test_settings(tmp_path):
-    llama, distilled, moe = (settings(shape_of(tmp_path, config)) for config in (LLAMA, DISTILLED, MOE))
+    llama, distilled, moe = (transformer_settings(shape_of(tmp_path, config)) for config in (LLAMA, DISTILLED, MOE))
     assert (llama["kv_channels"], llama["num_query_groups"], llama["layernorm_epsilon"]) == (64, 8, 1e-5)
     assert "add_qkv_bias" not in llama
     assert "qk_layernorm" not in llama
@@ -193,7 +193,7 @@ def test_settings(tmp_path):
     assert (moe["num_moe_experts"], moe["moe_router_topk"], moe["moe_ffn_hidden_size"]) == (128, 8, 768)
     assert moe["moe_layer_freq"] == [1] * 48
     assert moe["moe_router_pre_softmax"] is False
-    assert settings(shape_of(tmp_path, MOE | {"norm_topk_prob": False}))["moe_router_pre_softmax"] is True
+    assert transformer_settings(shape_of(tmp_path, MOE | {"norm_topk_prob": False}))["moe_router_pre_softmax"] is True
 
 
 @pytest.mark.parametrize(

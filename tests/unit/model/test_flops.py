@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.model.flops import PEAKS, forward, micro_step, peak_of, training, utilisation
+from engine.model.flops import PEAKS, flop_utilisation, forward_flops, micro_step, peak_of, training_flops
 from engine.model.layout import Segment
 from engine.model.shape import Experts
 from engine.tools.acceptance import plain_model
@@ -21,11 +21,11 @@ def test_the_formula_is_torchs_count_of_the_plain_model():
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         plain_model.logprobs(weights, [0] * prompt, [0] * response, TINY)
     tokens = prompt + response
-    assert counter.get_total_flops() == forward(TINY, tokens, tokens**2, response)
+    assert counter.get_total_flops() == forward_flops(TINY, tokens, tokens**2, response)
 
 
 def test_a_micro_step_is_three_times_its_forward_passes():
-    separate = 4 * forward(TINY, 30, 30 * 31 / 2, 10)
+    separate = 4 * forward_flops(TINY, 30, 30 * 31 / 2, 10)
     assert micro_step(sizes=TINY, prompt=20, response=10, group=4, shared=False) == pytest.approx(3 * separate)
     assert micro_step(sizes=TINY, prompt=20, response=10, group=4, shared=True) < 3 * separate
     one = [micro_step(sizes=TINY, prompt=20, response=10, group=1, shared=shared) for shared in (True, False)]
@@ -35,14 +35,14 @@ def test_a_micro_step_is_three_times_its_forward_passes():
 def test_a_micro_batch_is_its_segments_without_the_filler():
     groups = [Segment(0, 20, (10, 4)), Segment(34, 7, (5,))]
     pairs = 20 * 21 / 2 + (10 * 20 + 10 * 11 / 2) + (4 * 20 + 4 * 5 / 2), 12 * 13 / 2
-    expected = 3 * (forward(TINY, 34, pairs[0], 14) + forward(TINY, 12, pairs[1], 5))
-    assert training(TINY, [*groups, Segment(46, 2, ())]) == pytest.approx(expected)
+    expected = 3 * (forward_flops(TINY, 34, pairs[0], 14) + forward_flops(TINY, 12, pairs[1], 5))
+    assert training_flops(TINY, [*groups, Segment(46, 2, ())]) == pytest.approx(expected)
 
 
 def test_of_experts_those_count_that_compute_a_token():
     sparse = replace(TINY, experts=Experts(count=8, per_token=2, intermediate=16, normalised=True, layers=(0,)))
     less = 2 * 10 * 3 * TINY.hidden * (TINY.intermediate - 2 * 16)
-    assert forward(TINY, 10, 55, 4) - forward(sparse, 10, 55, 4) == less
+    assert forward_flops(TINY, 10, 55, 4) - forward_flops(sparse, 10, 55, 4) == less
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_a_longer_name_comes_before_its_beginning():
 
 
 def test_utilisation_is_the_share_of_the_peak():
-    assert utilisation(989e12, 4.0, "NVIDIA H100 80GB HBM3") == pytest.approx(0.25)
-    assert utilisation(1e12, 1.0, "CPU") is None
+    assert flop_utilisation(989e12, 4.0, "NVIDIA H100 80GB HBM3") == pytest.approx(0.25)
+    assert flop_utilisation(1e12, 1.0, "CPU") is None

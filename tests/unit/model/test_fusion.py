@@ -23,11 +23,11 @@ def compiled(monkeypatch):
 
     def noted(function):
         called.append(function.__name__)
-        return fusion.compiled(function)
+        return fusion.compile_once(function)
 
     for module in (merged, norm, rotary, swiglu):
-        monkeypatch.setattr(module, "fuses", lambda x: True)
-        monkeypatch.setattr(module, "compiled", noted)
+        monkeypatch.setattr(module, "can_fuse", lambda x: True)
+        monkeypatch.setattr(module, "compile_once", noted)
     return called
 
 
@@ -71,7 +71,11 @@ CASES = {
         ["merge"],
     ),
     "swiglu": (swiglu.SwiGLU(None), [(5, 1, 48), (9, 1, 48)], ["product", "gradient"]),
-    "rotation": (lambda t: rotary.rotate(t, TABLES[:, : len(t)]), [(5, 1, 4, 16), (9, 1, 4, 16)], ["turn", "turn"]),
+    "rotation": (
+        lambda t: rotary.rotate_positions(t, TABLES[:, : len(t)]),
+        [(5, 1, 4, 16), (9, 1, 4, 16)],
+        ["turn", "turn"],
+    ),
 }
 ANGLES = torch.outer(torch.arange(9.0), torch.rand(8, generator=torch.Generator().manual_seed(0)))[:, None, None, :]
 TABLES = torch.stack(
@@ -100,11 +104,11 @@ def test_the_compiled_kernel_is_the_plain_operation(case, request):
 def graphs():
     """Tensors of the host are taken for ones on CUDA, and compiled as far as to graphs, which are counted."""
     graphs = CompileCounterWithBackend("aot_eager")
-    fusion.compiled.cache_clear()
+    fusion.compile_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
         yield graphs
-    fusion.compiled.cache_clear()
+    fusion.compile_once.cache_clear()
 
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=3)
@@ -125,7 +129,7 @@ def test_parts_of_any_shape_are_merged_by_the_same_graphs(groups, shards, heads,
     attend = partial(merged.attend, kernel=Plain)
     expected = attention_results(attend, row, heads, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merged, "fuses", lambda x: True)
+        patch.setattr(merged, "can_fuse", lambda x: True)
         found = attention_results(attend, row, heads, dtype=dtype)
     assert all(map(torch.equal, found, expected))  # these graphs are of torch's own operations
     assert graphs.frame_count <= 4  # for each dtype, with tokens that follow one another and with others
@@ -141,12 +145,12 @@ def test_without_triton_a_warning_says_what_is_not_fused(monkeypatch):
     fusion._has_compiler.cache_clear()
     monkeypatch.setattr(fusion.importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="triton is not installed: SwiGLU, the rotation, the merge of attention"):
-        assert not fusion.fuses(OnCuda())
+        assert not fusion.can_fuse(OnCuda())
     monkeypatch.undo()
     fusion._has_compiler.cache_clear()
 
 
 def test_a_cpu_computes_single_operations(monkeypatch):
     monkeypatch.setattr(fusion, "_has_compiler", lambda: True)
-    assert fusion.fuses(OnCuda())
-    assert not fusion.fuses(torch.zeros(1))
+    assert fusion.can_fuse(OnCuda())
+    assert not fusion.can_fuse(torch.zeros(1))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.model.head import head
+from engine.model.head import head_product
 from support.policies import a_group, a_policy
 from support.tiny_models import save
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 def test_values_are_not_rounded_and_gradients_are_those_of_a_bf16_layer():
     torch.manual_seed(0)
     x, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((37, 1, 64), (100, 64)))
-    out = head(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    out = head_product(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
     exact = x.detach().double() @ weight.detach().double().t()
     assert out.dtype is torch.float32
     assert (out - exact).abs().max() < 1e-5

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import read_shape
-from engine.platform import get, single
+from engine.platform import get_platform, single_session
 from engine.wire.weights.hf_folder import open_folder
 
 CASES = ["qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "llama-tied", "one", "moe", "moe-tied"]
@@ -45,13 +45,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process():
-    with single(get("cpu")):
+    with single_session(get_platform("cpu")):
         yield
 
 
 def build_and_load(folder):
     from engine.model.build import build_model
-    from engine.model.hf_weights import load
+    from engine.model.hf_weights import load_weights
 
     shape = read_shape(folder)
     model = build_model(shape)
@@ -59,15 +59,15 @@ def build_and_load(folder):
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     with open_folder(folder) as files:
-        load(model, files.read, shape)
+        load_weights(model, files.read, shape)
     return model, shape
 
 
 def exported(model, shape, factor=1):
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     tensors = {name: factor * parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: tensor.clone() for name, tensor in export(tensors, model, shape)}
+    return {name: tensor.clone() for name, tensor in export_weights(tensors, model, shape)}
 
 
 def stored(folder):
@@ -84,12 +84,12 @@ def assert_identical(found, expected):
 def logit_error(model, folder):
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from engine.model.build import logits
-    from engine.model.layout import layout
+    from engine.model.build import compute_logits
+    from engine.model.layout import make_layout
 
     theirs = torch.load(folder.with_suffix(".logits"))
     assert theirs.std() > 0.1
-    ours = logits(model.eval(), layout([(IDS[:1], [IDS[1:]])]))
+    ours = compute_logits(model.eval(), make_layout([(IDS[:1], [IDS[1:]])]))
     return float((gather_from_tensor_model_parallel_region(ours)[:, :61] - theirs).abs().max())
 
 
@@ -112,7 +112,7 @@ def test_round_trip_over_two_processes(folders, tmp_path):
 
 def two_processes(rank, store, folders):
     torch.set_num_threads(1)
-    get("cpu").adapt_megatron()
+    get_platform("cpu").adapt_megatron()
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
@@ -182,7 +182,7 @@ def expert_parallel(folder, expected):
 @pytest.mark.parametrize("case", ["qwen2", "moe"])
 def test_load_holds_the_tensors_of_one_parameter(folders, case):
     from engine.model.build import build_model
-    from engine.model.hf_weights import load
+    from engine.model.hf_weights import load_weights
 
     shape = read_shape(folders / case)
     model = build_model(shape)
@@ -197,13 +197,13 @@ def test_load_holds_the_tensors_of_one_parameter(folders, case):
         return tensor
 
     with open_folder(folders / case) as files:
-        load(model, lambda name: watched(files.read(name)), shape)
+        load_weights(model, lambda name: watched(files.read(name)), shape)
     assert most == 3  # query, key and value
 
 
 def test_weights_that_do_not_fit_the_configuration_are_refused(folders):
     from engine.model.build import build_model
-    from engine.model.hf_weights import load
+    from engine.model.hf_weights import load_weights
 
     shape = read_shape(folders / "qwen2")
     model = build_model(shape)
@@ -221,14 +221,14 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(folders):
                 return files.read(asked)[: -1 if asked == name else None]
 
             with pytest.raises(BadInput, match=message):
-                load(model, read, shape)
+                load_weights(model, read, shape)
 
 
 def test_a_parameter_without_a_rule_is_named(folders):
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     model, shape = build_and_load(folders / "llama")
     with pytest.raises(
         MetronomeError, match=r"decoder\.layers\.0\.self_attention\.linear_qkv\.bias has no rule for Llama"
     ):
-        list(export({"decoder.layers.0.self_attention.linear_qkv.bias": torch.ones(96)}, model, shape))
+        list(export_weights({"decoder.layers.0.self_attention.linear_qkv.bias": torch.ones(96)}, model, shape))

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.model.kernels import cpu
-from engine.model.kernels.reference import masked
-from engine.model.layout import layout, split
+from engine.model.kernels.reference import masked_attention
+from engine.model.layout import make_layout, split_responses
 
 
 def test_the_papers_example():
-    row = layout([([1, 2, 3], [[4, 5], [6]])])
+    row = make_layout([([1, 2, 3], [[4, 5], [6]])])
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 6]  # eq. 10
     assert row.positions.tolist() == [0, 1, 2, 3, 4, 3]  # eq. 11: responses continue after the prompt
     assert row.targets.tolist() == [4, 5, 6]
@@ -19,14 +19,14 @@ def test_the_papers_example():
 
 
 def test_without_sharing_every_response_has_its_own_prompt():
-    row = layout([([1, 2], [[4, 5], [6]])], shared_prompt=False)
+    row = make_layout([([1, 2], [[4, 5], [6]])], shared_prompt=False)
     assert row.token_ids.tolist() == [1, 2, 4, 5, 1, 2, 6]
     assert row.lengths == (2, 1)
     assert not row.mask[4:, :4].any()
 
 
 def test_an_empty_response_scores_nothing_and_counts():
-    row = layout([([1, 2], [[], [3]])])
+    row = make_layout([([1, 2], [[], [3]])])
     assert row.lengths == (0, 1)
     assert row.targets.tolist() == [3]
 
@@ -43,7 +43,7 @@ groups = st.lists(
 
 @given(groups, st.booleans())
 def test_each_target_is_the_token_after_its_scored_position(groups, shared):
-    row = layout(groups, shared)
+    row = make_layout(groups, shared)
     assert sum(row.lengths) == row.targets.numel() == row.scored.numel()
     flat = [token for _, responses in groups for response in responses for token in response]
     assert row.targets.tolist() == flat
@@ -53,7 +53,7 @@ def test_each_target_is_the_token_after_its_scored_position(groups, shared):
 
 @given(groups, st.booleans(), st.integers(1, 12))
 def test_aligned_adds_filler_that_nothing_sees(groups, shared, multiple):
-    row = layout(groups, shared)
+    row = make_layout(groups, shared)
     aligned = row.aligned(multiple)
     assert aligned.size % multiple == 0
     assert 0 <= aligned.size - row.size < multiple
@@ -66,13 +66,13 @@ def test_aligned_adds_filler_that_nothing_sees(groups, shared, multiple):
 
 
 def test_a_row_of_the_right_length_is_not_touched():
-    row = layout([([1, 2], [[3, 4]])])
+    row = make_layout([([1, 2], [[3, 4]])])
     assert row.aligned(4) is row
     assert row.shard(0, 1) is row
 
 
 def test_ranks_take_an_early_and_a_late_chunk():
-    row = layout([([1, 2, 3], [[4, 5], [6, 7, 8]])])
+    row = make_layout([([1, 2, 3], [[4, 5], [6, 7, 8]])])
     first = row.shard(0, 2)
     second = row.shard(1, 2)
     assert first.rows.tolist() == [0, 1, 6, 7]
@@ -88,7 +88,7 @@ def test_ranks_take_an_early_and_a_late_chunk():
 
 @given(groups, st.booleans(), st.integers(2, 4))
 def test_shards_divide_the_rows_and_the_scored_tokens(groups, shared, size):
-    row = layout(groups, shared).aligned(2 * size)
+    row = make_layout(groups, shared).aligned(2 * size)
     shards = [row.shard(rank, size) for rank in range(size)]
     together = torch.cat([shard.rows for shard in shards])
     assert sorted(together.tolist()) == list(range(row.size))
@@ -105,7 +105,7 @@ def test_shards_divide_the_rows_and_the_scored_tokens(groups, shared, size):
 
 @given(groups, st.booleans(), st.integers(1, 3))
 def test_parts_cover_each_row_once_and_list_what_it_sees(groups, shared, size):
-    row = layout(groups, shared).aligned(2 * size)
+    row = make_layout(groups, shared).aligned(2 * size)
     for shard in (row.shard(rank, size) for rank in range(size)):
         rebuilt = torch.zeros_like(shard.mask)
         assert [part.query for part in shard.parts] == [
@@ -119,16 +119,16 @@ def test_parts_cover_each_row_once_and_list_what_it_sees(groups, shared, size):
 
 @given(groups, st.booleans(), st.integers(1, 3))
 def test_attention_of_the_shards_is_that_of_the_whole(groups, shared, size):
-    row = layout(groups, shared).aligned(2 * size)
+    row = make_layout(groups, shared).aligned(2 * size)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(row.size, heads, 4, generator=generator, dtype=torch.float64) for heads in (2, 1, 1))
     shards = [row.shard(rank, size) for rank in range(size)]
     parts = torch.cat([cpu.by_segment(q[shard.rows], k, v, shard) for shard in shards])
-    torch.testing.assert_close(parts[shards[0].row_order], masked(q, k, v, row))
+    torch.testing.assert_close(parts[shards[0].row_order], masked_attention(q, k, v, row))
 
 
 def test_uneven_cuts_are_refused():
-    row = layout([([1, 2, 3], [[4, 5]])])
+    row = make_layout([([1, 2, 3], [[4, 5]])])
     with pytest.raises(ValueError, match="5 rows.*2·2"):
         row.shard(0, 2)
     with pytest.raises(ValueError, match="align the whole"):
@@ -138,7 +138,7 @@ def test_uneven_cuts_are_refused():
 
 
 def test_to_moves_all_tensors():
-    shard = layout([([1, 2], [[3, 4]])]).aligned(8).shard(1, 2)
+    shard = make_layout([([1, 2], [[3, 4]])]).aligned(8).shard(1, 2)
     moved = shard.to(torch.device("meta"))
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 6
@@ -149,7 +149,7 @@ def test_to_moves_all_tensors():
 
 @given(st.integers(1, 50), st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(10, 200), st.booleans())
 def test_split_keeps_order_and_budget(prompt, lengths, budget, shared):
-    parts = split(prompt, lengths, budget, shared)
+    parts = split_responses(prompt, lengths, budget, shared)
     assert [index for part in parts for index in part] == list(range(len(lengths)))
     for part in parts:
         cost = sum(lengths[i] for i in part) + prompt * (1 if shared else len(part))

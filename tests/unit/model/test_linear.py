@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from engine.model import linear as products
-from engine.model.linear import linear
+from engine.model.linear import linear_product
 
 SIZES = [(37, 16, 48), (300, 384, 128), (900, 128, 768)]
 """Tokens, inputs, outputs; the last two take a weight's gradient each way."""
 
 
 def computed(x, weight, bias, upstream):
-    out = linear(x, weight, bias, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    out = linear_product(x, weight, bias, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
     return out, *torch.autograd.grad((out * upstream).sum(), [part for part in (x, weight, bias) if part is not None])
 
 
@@ -47,7 +47,7 @@ def test_a_weights_gradient_is_added_to_its_main_grad(monkeypatch, size, large):
     weight.main_grad = before = torch.randn_like(weight)
     total = before.clone() + 2 * wanted
     for _ in range(2):
-        out = linear(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+        out = linear_product(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
         (out * upstream).sum().backward()
     assert weight.grad is None
     assert weight.main_grad is before
@@ -59,18 +59,18 @@ def test_large_products_have_equal_bits_wherever_they_lie_in_memory():
     a = torch.randn(300, 128)
     b = torch.randn(128, 256)
     assert products._onednn_tokens(len(a), b.numel()) == 2 * products.BLOCK
-    first = products.times(a, b)
+    first = products.token_product(a, b)
     for offset in range(1, 5):
         moved = torch.empty(a.numel() + offset)[offset:].view_as(a).copy_(a)
-        assert torch.equal(products.times(moved, b), first)
-    assert torch.equal(products.times(a, b.t().contiguous().t()), first)
+        assert torch.equal(products.token_product(moved, b), first)
+    assert torch.equal(products.token_product(a, b.t().contiguous().t()), first)
 
 
 def test_a_frozen_weight_and_no_rows():
     x, weight, _ = made(300, 128, 256, bias=False)
     weight.requires_grad_(False)
-    out = linear(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    out = linear_product(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
     (gradient,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(gradient, weight.sum(0).expand_as(x), rtol=1e-4, atol=1e-4)
-    none = linear(x[:0], weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    none = linear_product(x[:0], weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
     assert none.shape == (0, 1, 256)

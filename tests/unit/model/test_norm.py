@@ -64,8 +64,8 @@ def test_a_layer_whose_norm_makes_the_sum_has_the_same_gradients(
     folder = save(tmp_path, kind, vocab_size=256, tie_word_embeddings=tied)
     expected = gradients(settings, folder, train__recompute=recompute)
     called = []
-    monkeypatch.setattr(norms, "fuses", lambda x: True)
-    monkeypatch.setattr(norms, "compiled", lambda function: called.append(function.__name__) or function)
+    monkeypatch.setattr(norms, "can_fuse", lambda x: True)
+    monkeypatch.setattr(norms, "compile_once", lambda function: called.append(function.__name__) or function)
     found = gradients(settings, folder, train__recompute=recompute)
     assert set(called) == {"sum_and_norm", "sum_and_norm_gradient"}
     assert found.keys() == expected.keys()
@@ -74,7 +74,7 @@ def test_a_layer_whose_norm_makes_the_sum_has_the_same_gradients(
 
 
 def test_a_sum_with_a_bias_or_dropout_is_made_at_once(monkeypatch):
-    monkeypatch.setattr(norms, "fuses", lambda x: True)
+    monkeypatch.setattr(norms, "can_fuse", lambda x: True)
     x = torch.ones(2, 1, 8)
     assert isinstance(add_in_norm(True, False)((x, None), x, 0.0), Sum)
     assert torch.equal(add_in_norm(True, False)((x, x), x, 0.0), 3 * x)

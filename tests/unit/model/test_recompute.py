@@ -58,8 +58,8 @@ def test_a_dense_model_has_the_same_gradients_and_weights(settings, tmp_path, ki
 
 
 def test_a_sum_that_a_norm_makes_on_a_device_is_made_again(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(norm, "fuses", lambda x: True)
-    monkeypatch.setattr(norm, "compiled", lambda function: function)
+    monkeypatch.setattr(norm, "can_fuse", lambda x: True)
+    monkeypatch.setattr(norm, "compile_once", lambda function: function)
     folder = save(tmp_path, "qwen3", vocab_size=256, num_hidden_layers=3)
     groups = [a_group(LENGTHS, seed=2)]
     plain = stepped(settings, folder, groups)

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.model.rotary import RotaryAtPositions, frequencies, rotate
+from engine.model.rotary import RotaryAtPositions, rotary_frequencies, rotate_positions
 from engine.model.shape import Llama3Scaling, ModelShape
 
 PLAIN = ModelShape(
@@ -71,7 +71,7 @@ def theirs(shape):
 def test_against_transformers(head_dim, theta, scaling):
     shape = shape_of(head_dim, theta, scaling)
     reference = theirs(shape)
-    assert torch.equal(frequencies(shape), reference.inv_freq)
+    assert torch.equal(rotary_frequencies(shape), reference.inv_freq)
     positions = torch.tensor([0, 1, 2, 3, 3, 40, 2, 100_000])
     tables = RotaryAtPositions(shape)(positions)
     cos, sin = reference(torch.empty(0), positions[None])
@@ -83,8 +83,8 @@ def test_against_transformers(head_dim, theta, scaling):
 
 
 def test_scaling_changes_long_wavelengths_only():
-    plain = frequencies(shape_of(64, 500000.0, None))
-    stretched = frequencies(shape_of(64, 500000.0, STRETCHED[0]))
+    plain = rotary_frequencies(shape_of(64, 500000.0, None))
+    stretched = rotary_frequencies(shape_of(64, 500000.0, STRETCHED[0]))
     assert torch.equal(stretched[:10], plain[:10])
     torch.testing.assert_close(stretched[-1], plain[-1] / 32)
     assert (stretched <= plain).all()
@@ -99,7 +99,7 @@ def test_positions_come_from_the_layout_and_stay_fp32():
     tables = rotary(handed, packed_seq=False, cp_group=None)
     assert tables.dtype == torch.float32
     assert torch.equal(tables[:, 2], tables[:, 3])
-    torch.testing.assert_close(tables[0, 4, 0, 0, :8], (3 * frequencies(PLAIN)).cos(), rtol=0, atol=0)
+    torch.testing.assert_close(tables[0, 4, 0, 0, :8], (3 * rotary_frequencies(PLAIN)).cos(), rtol=0, atol=0)
 
 
 def test_a_model_in_bf16_gets_tables_that_are_rounded_once():
@@ -109,7 +109,7 @@ def test_a_model_in_bf16_gets_tables_that_are_rounded_once():
     assert tables.dtype == torch.bfloat16
     assert torch.equal(tables, exact.bfloat16())
     queries = torch.randn(4, 1, 4, 16, dtype=torch.bfloat16)
-    assert torch.equal(rotate(queries, tables), rotate(queries, exact))
+    assert torch.equal(rotate_positions(queries, tables), rotate_positions(queries, exact))
 
 
 def test_turned_queries_and_their_gradient_are_those_of_transformers():
@@ -118,7 +118,7 @@ def test_turned_queries_and_their_gradient_are_those_of_transformers():
     positions = torch.tensor([0, 1, 2, 2, 90])
     queries = torch.randn(5, 1, 4, 16, requires_grad=True)
     upstream = torch.randn(5, 1, 4, 16)
-    ours = rotate(queries, RotaryAtPositions(shape)(positions))
+    ours = rotate_positions(queries, RotaryAtPositions(shape)(positions))
     cos, sin = theirs(shape)(torch.empty(0), positions[None])
     wanted = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), queries.permute(1, 2, 0, 3), cos, sin)[0].permute(
         2, 0, 1, 3
@@ -130,6 +130,6 @@ def test_turned_queries_and_their_gradient_are_those_of_transformers():
 
 def test_turning_keeps_the_dtype_and_refuses_interleaved_pairs():
     tables = RotaryAtPositions(PLAIN)(torch.tensor([3, 4]))
-    assert rotate(torch.randn(2, 1, 4, 16, dtype=torch.bfloat16), tables).dtype == torch.bfloat16
+    assert rotate_positions(torch.randn(2, 1, 4, 16, dtype=torch.bfloat16), tables).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="interleaved"):
-        rotate(torch.randn(2, 1, 4, 16), tables, interleaved=True)
+        rotate_positions(torch.randn(2, 1, 4, 16), tables, interleaved=True)

@@ -45,7 +45,7 @@ def test_the_sums_are_those_of_single_products(settings, tmp_path, products, tie
     folder = save(tmp_path, "qwen3", vocab_size=256, tie_word_embeddings=tied)
     expected = gradients(settings, folder)
     assert not products
-    monkeypatch.setattr(models, "fusible", lambda device, dtype: True)
+    monkeypatch.setattr(models, "can_fuse_gradients", lambda device, dtype: True)
     found = gradients(settings, folder)
     linear = [one for name, one in expected.items() if "linear" in name]
     assert len(products) >= 2 * len(linear)
@@ -54,9 +54,9 @@ def test_the_sums_are_those_of_single_products(settings, tmp_path, products, tie
 
 
 def test_only_cuda_in_bfloat16_has_it():
-    assert weight_gradients.fusible(torch.device("cuda", 0), torch.bfloat16)
-    assert not weight_gradients.fusible(torch.device("cuda", 0), torch.float32)
-    assert not weight_gradients.fusible(torch.device("cpu"), torch.bfloat16)
+    assert weight_gradients.can_fuse_gradients(torch.device("cuda", 0), torch.bfloat16)
+    assert not weight_gradients.can_fuse_gradients(torch.device("cuda", 0), torch.float32)
+    assert not weight_gradients.can_fuse_gradients(torch.device("cpu"), torch.bfloat16)
 
 
 def test_the_call_is_one_that_torch_knows():

@@ -7,12 +7,12 @@ import numpy
 import pytest
 import torch
 
-from engine.platform import get
+from engine.platform import get_platform
 
 
 @pytest.fixture(scope="module", autouse=True)
 def adapted():
-    get("cpu").adapt_megatron()
+    get_platform("cpu").adapt_megatron()
 
 
 def test_only_megatron_sees_the_view():
@@ -35,7 +35,7 @@ def test_adapting_again_changes_nothing():
     from megatron.core import parallel_state
 
     before = parallel_state.torch
-    get("cpu").adapt_megatron()
+    get_platform("cpu").adapt_megatron()
     assert parallel_state.torch is before
 
 

@@ -129,7 +129,7 @@ def test_visible_npus_are_counted_from_0(tmp_path, monkeypatch):
 def bound(monkeypatch):
     """What a rank of device 1, of 64 cores, is bound to."""
     found = []
-    monkeypatch.setattr(rank_process, "bind", found.append)
+    monkeypatch.setattr(rank_process, "bind_cores", found.append)
     monkeypatch.setattr(rank_process, "usable_cores", lambda: set(range(64)))
     monkeypatch.setenv("LOCAL_RANK", "1")
     for name in rank_process.OWN_BINDING:

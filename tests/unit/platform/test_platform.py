@@ -20,8 +20,8 @@ from support.runs import ROOT
 
 
 def test_auto_is_the_cpu_where_there_is_nothing_else():
-    assert platform.get("auto").name == "cpu"
-    assert platform.get().device(3) == torch.device("cpu")
+    assert platform.get_platform("auto").name == "cpu"
+    assert platform.get_platform().device(3) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_auto_is_the_cpu_where_there_is_nothing_else():
 def test_a_platform_that_is_not_there_is_refused_with_the_reason(name, reason, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(BadInput, match=reason):
-        platform.get(name)
+        platform.get_platform(name)
 
 
 def test_a_gpu_that_is_not_visible(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadInput, match="finds no GPU"):
-        platform.get("cuda")
+        platform.get_platform("cuda")
 
 
 def test_a_rank_without_a_device_is_refused():
@@ -53,7 +53,7 @@ def test_auto_chooses_an_npu_first_and_then_asks_for_mindspeed(monkeypatch):
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True if name == "torch_npu" else found(name))
     monkeypatch.setattr(Npu, "api", lambda self: SimpleNamespace(is_available=lambda: True))
     with pytest.raises(BadInput, match="mindspeed"):
-        platform.get("auto")
+        platform.get_platform("auto")
 
 
 def test_what_mindspeed_imports_is_asked_for_by_name(monkeypatch):
@@ -61,9 +61,9 @@ def test_what_mindspeed_imports_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True if name in there else None)
     monkeypatch.setattr(Npu, "api", lambda self: SimpleNamespace(is_available=lambda: True))
     with pytest.raises(BadInput, match="mindspeed can't be imported without the modules einops"):
-        platform.get("npu")
+        platform.get_platform("npu")
     there.add("einops")
-    assert platform.get("npu").name == "npu"
+    assert platform.get_platform("npu").name == "npu"
 
 
 def test_a_module_that_mindspeed_misses_is_named(monkeypatch):
@@ -132,7 +132,7 @@ def test_mindspeed_does_not_see_our_command_line(monkeypatch):
 
 
 def test_peak_memory_can_be_counted_again():
-    cpu = platform.get("cpu")
+    cpu = platform.get_platform("cpu")
     block = torch.ones(64 * 2**20, dtype=torch.uint8)
     with_block = cpu.peak_bytes()
     assert with_block > 64 * 2**20
@@ -144,14 +144,14 @@ def test_peak_memory_can_be_counted_again():
 def test_all_random_streams_come_back():
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    cpu = platform.get("cpu")
+    cpu = platform.get_platform("cpu")
 
     def draw():
         with get_cuda_rng_tracker().fork():
             inside = torch.rand(3)
         return random.random(), torch.rand(3), inside
 
-    with platform.single(cpu, seed=5):
+    with platform.single_session(cpu, seed=5):
         state = cpu.rng_state()
         assert set(state) == {
             "python",
@@ -175,7 +175,7 @@ def test_all_random_streams_come_back():
 def test_a_session_starts_the_same_streams_for_the_same_seed():
     draws = []
     for seed in (7, 7, 8):
-        with platform.single(platform.get("cpu"), seed):
+        with platform.single_session(platform.get_platform("cpu"), seed):
             draws.append(torch.rand(4))
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
@@ -197,7 +197,7 @@ def test_ranks_that_can_not_be_divided_so(sizes, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(BadInput, match=message):
-        with platform.session(platform.get("cpu"), 0, **sizes):
+        with platform.parallel_session(platform.get_platform("cpu"), 0, **sizes):
             pass
     assert not torch.distributed.is_initialized()
 
@@ -219,8 +219,8 @@ def test_a_device_is_made_deterministic_before_it_is_used(machine, expected, mon
     chosen = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
     seen = {}
-    monkeypatch.setattr(platform, "get", lambda name: machine)
-    monkeypatch.setattr(platform, "session", lambda *given, **sizes: seen.update(os.environ))
+    monkeypatch.setattr(platform, "get_platform", lambda name: machine)
+    monkeypatch.setattr(platform, "parallel_session", lambda *given, **sizes: seen.update(os.environ))
     rank._session(Config().model_copy(update={"train": Config().train.model_copy(update={"deterministic": True})}))
     found = {name: seen.get(name) for name in expected} | {name: seen[name] for name in names if name in seen}
     assert found == expected

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 def models(settings, **changes):
     from engine.ranks.models import open_models
 
-    return open_models(config_of(settings | changes), platform.get("cpu"))
+    return open_models(config_of(settings | changes), platform.get_platform("cpu"))
 
 
 @pytest.mark.parametrize("old_policy", ["previous", "behavior", "rollout"])

@@ -3,15 +3,15 @@
 import os
 from unittest.mock import patch
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.ranks import agent
 from engine.ranks.nodes import follow_invitations
-from engine.wire.invitation import invite
+from engine.wire.invitation import write_invitation
 
 
 def test_ranks_of_other_nodes_have_the_same_defaults_and_the_users_values(tmp_path, monkeypatch):
-    config = load(None, ["parallel.tensor=2", "parallel.nodes=2", "parallel.rendezvous=127.0.0.1:29500"])
-    invite(config=config, folder=tmp_path, run_id="a", arguments=[], token="secret", certificate="public")
+    config = load_config(None, ["parallel.tensor=2", "parallel.nodes=2", "parallel.rendezvous=127.0.0.1:29500"])
+    write_invitation(config=config, folder=tmp_path, run_id="a", arguments=[], token="secret", certificate="public")
     own = {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64"}
     seen = {}
     with (

@@ -112,13 +112,13 @@ def _rank(number, folder, ports):
     found = {}
     for (name, sizes), port in zip(LAYOUTS.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = port  # in a store that has been used, ranks would find each other's old addresses
-        with platform.session(platform.get("cpu"), 0, timeout_s=60.0, **sizes):
+        with platform.parallel_session(platform.get_platform("cpu"), 0, timeout_s=60.0, **sizes):
             found[name] = _said(LOCKSTEP.get(name, 1))
     Path(folder, f"{number}.json").write_text(json.dumps(found))
 
 
 def _said(lockstep):
-    from engine.config.recipe import load
+    from engine.config.recipe import load_config
     from engine.errors import BadInput, MetronomeError, RewardError
     from engine.ranks.rank_group import RankGroup
     from engine.trainer import rank
@@ -149,7 +149,7 @@ def _said(lockstep):
             return f"{type(error).__name__}: {error}"
 
     def reference_hash(kl_coef):
-        return rank.reference_hash(load(None, ["model.path=/base", f"algorithm.kl_coef={kl_coef}"]), ranks)
+        return rank.reference_hash(load_config(None, ["model.path=/base", f"algorithm.kl_coef={kl_coef}"]), ranks)
 
     with patch.object(rank, "content_hash", side_effect=lambda folder: f"{folder} by rank {ranks.rank}") as hashing:
         hashes = [reference_hash(0.1), reference_hash(0)]

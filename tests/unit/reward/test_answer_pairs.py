@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.reward.equality import same
+from engine.reward.equality import same_answer
 from support.other_answers import DIFFERENT, NOT_LISTED
 from support.same_answers import LISTED, SAME
 from support.spellings import SPELLINGS, bare
@@ -26,31 +26,36 @@ CORPUS = {
 
 @pytest.mark.parametrize("kind", SAME)
 def test_spellings_of_one_answer_are_equal_both_ways_and_are_rewarded(kind):
-    verdicts = {pair: (same(*pair), same(*pair[::-1]), score(pair[0], f"\\boxed{{{pair[1]}}}")) for pair in SAME[kind]}
+    verdicts = {
+        pair: (same_answer(*pair), same_answer(*pair[::-1]), score(pair[0], f"\\boxed{{{pair[1]}}}"))
+        for pair in SAME[kind]
+    }
     assert {pair: verdict for pair, verdict in verdicts.items() if verdict != (True, True, 1)} == {}
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_other_answers_are_equal_in_neither_order_and_are_not_rewarded(kind):
     pairs = DIFFERENT[kind]
-    verdicts = {pair: (same(*pair), same(*pair[::-1]), score(pair[0], f"\\boxed{{{pair[1]}}}")) for pair in pairs}
+    verdicts = {
+        pair: (same_answer(*pair), same_answer(*pair[::-1]), score(pair[0], f"\\boxed{{{pair[1]}}}")) for pair in pairs
+    }
     assert {pair: verdict for pair, verdict in verdicts.items() if verdict != (False, False, 0)} == {}
 
 
 @pytest.mark.parametrize("kind", CORPUS)
 def test_equality_is_symmetric_and_reflexive(kind):
     """200 pairs of each kind."""
-    assert [text for text in CORPUS[kind] if not same(text, text)] == []
+    assert [text for text in CORPUS[kind] if not same_answer(text, text)] == []
     pairs = list(itertools.combinations(CORPUS[kind], 2))
     drawn = random.Random(kind).sample(pairs, 200)
-    assert [pair for pair in drawn if same(*pair) is not same(*pair[::-1])] == []
+    assert [pair for pair in drawn if same_answer(*pair) is not same_answer(*pair[::-1])] == []
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([text for texts in CORPUS.values() for text in texts]), st.data())
 def test_equality_of_answers_of_different_kinds_is_symmetric(one, data):
     other = data.draw(st.sampled_from([text for texts in CORPUS.values() for text in texts]))
-    assert same(one, other) is same(other, one)
+    assert same_answer(one, other) is same_answer(other, one)
 
 
 RATIONALS = st.fractions(max_denominator=10**30).filter(bool)
@@ -60,11 +65,11 @@ RATIONALS = st.fractions(max_denominator=10**30).filter(bool)
 @given(RATIONALS, RATIONALS, st.integers(1, 400))
 def test_fractions_and_powers_are_equal_only_if_their_values_are(one, other, power):
     spelled = [rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for value in (one, other)]
-    assert same(*spelled) is (one == other)
-    assert same(
+    assert same_answer(*spelled) is (one == other)
+    assert same_answer(
         rf"{spelled[0]}\cdot 2^{{-{power}}}", rf"\frac{{{one.numerator}}}{{{one.denominator}\cdot2^{{{power}}}}}"
     )
-    assert not same(rf"{spelled[0]}\cdot 2^{{-{power}}}", rf"{spelled[0]}\cdot 2^{{-{power + 1}}}")
+    assert not same_answer(rf"{spelled[0]}\cdot 2^{{-{power}}}", rf"{spelled[0]}\cdot 2^{{-{power + 1}}}")
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,9 +86,9 @@ def test_a_power_of_ten_is_one_number_in_all_its_spellings(digits, power):
         rf"{digits}\times10^{{{power}}}",
         f"{digits}*10^{power}",
     ):
-        assert same(spelled, plain)
-        assert same(plain, spelled)
-        assert not same(spelled, f"{digits + 1 + digits // 1000}e{power}")
+        assert same_answer(spelled, plain)
+        assert same_answer(plain, spelled)
+        assert not same_answer(spelled, f"{digits + 1 + digits // 1000}e{power}")
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,8 +100,8 @@ def test_a_power_of_ten_is_one_number_in_all_its_spellings(digits, power):
 def test_a_repeating_decimal_is_its_fraction(whole, start, period):
     below = 10 ** len(start) * (10 ** len(period) - 1)
     above = int(whole + start + period) - int(whole + start)
-    assert same(rf"{whole}.{start}\overline{{{period}}}", rf"\frac{{{above}}}{{{below}}}")
-    assert not same(rf"{whole}.{start}\overline{{{period}}}", rf"\frac{{{above + 1}}}{{{below}}}")
+    assert same_answer(rf"{whole}.{start}\overline{{{period}}}", rf"\frac{{{above}}}{{{below}}}")
+    assert not same_answer(rf"{whole}.{start}\overline{{{period}}}", rf"\frac{{{above + 1}}}{{{below}}}")
 
 
 @pytest.mark.parametrize(("answer", "text"), LISTED)
@@ -133,10 +138,10 @@ HUGE = [
 
 @pytest.mark.parametrize("answer", HUGE)
 def test_large_formulas_take_no_time_as_answer_or_as_response(answer):
-    same("7", r"\sqrt{2}")  # loads the library
+    same_answer("7", r"\sqrt{2}")  # loads the library
     started = time.process_time()
-    assert same(answer, answer)
-    assert not any(same(*pair) for other in ("7", "x+1") for pair in ((answer, other), (other, answer)))
+    assert same_answer(answer, answer)
+    assert not any(same_answer(*pair) for other in ("7", "x+1") for pair in ((answer, other), (other, answer)))
     assert time.process_time() - started < 5
 
 
@@ -185,8 +190,8 @@ HEDGED = [
 @pytest.mark.parametrize("text", HEDGED)
 def test_two_letters_are_no_choice(text):
     assert score("A", f"\\boxed{{{text}}}") == 0
-    assert not same("A", text)
-    assert not same(text, "A")
+    assert not same_answer("A", text)
+    assert not same_answer(text, "A")
 
 
 @pytest.mark.parametrize(
@@ -225,9 +230,9 @@ HEAVY = [
 @pytest.mark.parametrize(("formula", "value"), HEAVY)
 def test_sums_and_integrals_equal_their_values_but_only_an_answer_may_have_one(formula, value):
     """A response could choose one that takes hours."""
-    assert same(formula, value)
-    assert same(value, formula)
-    assert not same(formula, f"{value}+1")
+    assert same_answer(formula, value)
+    assert same_answer(value, formula)
+    assert not same_answer(formula, f"{value}+1")
     assert score(formula, f"\\boxed{{{value}}}") == 1.0
     assert score(value, f"\\boxed{{{formula}}}") == 0.0
     assert score(formula, f"\\boxed{{{formula}}}") == 1.0
@@ -240,9 +245,9 @@ def test_every_answer_of_the_real_problem_sets_equals_itself_and_its_spellings_b
     rows = [row for file in sorted(Path(folder).glob("*.json")) for row in json.loads(file.read_text())]
     answers = sorted({str(row["answer"]) for row in rows if row["answer"] is not None and str(row["answer"]).strip()})
     assert len(answers) > 3000
-    assert [answer for answer in answers if not same(answer, answer)] == []
+    assert [answer for answer in answers if not same_answer(answer, answer)] == []
     for answer in random.Random(0).sample(answers, 300):
         boxed = [spell(bare(answer)) for spell in SPELLINGS.values() if spell(bare(answer)).startswith("\\boxed{")]
         for spelled in {text[len("\\boxed{") : -1] for text in boxed}:
-            assert same(answer, spelled), (answer, spelled)
-            assert same(spelled, answer), (answer, spelled)
+            assert same_answer(answer, spelled), (answer, spelled)
+            assert same_answer(spelled, answer), (answer, spelled)

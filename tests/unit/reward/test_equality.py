@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.launcher.verifier_pool import VerifierPool
-from engine.reward.answers import tidy
-from engine.reward.canonical import canonical
-from engine.reward.equality import number, same
+from engine.reward.answers import tidy_answer
+from engine.reward.canonical import canonical_latex
+from engine.reward.equality import read_number, same_answer
 from engine.reward.verifiers import math
 from engine.types import Prompt, Response
 from engine.verifier.reward_function import load_reward
@@ -73,7 +73,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_every_spelling_matches_and_no_change_does(answer):
-    given = tidy(bare(answer))
+    given = tidy_answer(bare(answer))
     assert len(SPELLINGS) == 20
     assert [name for name, spell in SPELLINGS.items() if score(answer, spell(given)) != 1] == []
     changes = changed(given)
@@ -126,7 +126,7 @@ def test_every_spelling_matches_and_no_change_does(answer):
     ],
 )
 def test_other_forms_of_the_same(gold, found):
-    assert same(gold, found)
+    assert same_answer(gold, found)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_other_forms_of_the_same(gold, found):
     ],
 )
 def test_other_answers(gold, found):
-    assert not same(gold, found)
+    assert not same_answer(gold, found)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_other_answers(gold, found):
     ],
 )
 def test_a_chain_of_relations_may_be_read_from_its_end_with_the_signs_turned(chain, backwards, others):
-    assert same(chain, backwards)
-    assert same(backwards, chain)
-    assert [other for other in others if same(chain, other)] == []
+    assert same_answer(chain, backwards)
+    assert same_answer(backwards, chain)
+    assert [other for other in others if same_answer(chain, other)] == []
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_a_chain_of_relations_may_be_read_from_its_end_with_the_signs_turned(cha
     ],
 )
 def test_number_words_multiply_and_mixed_numbers_keep_their_sign(gold, found, other):
-    assert same(gold, found)
-    assert not same(gold, other)
+    assert same_answer(gold, found)
+    assert not same_answer(gold, other)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_a_formula_far_behind_the_word_answer_is_not_the_answer():
 
 
 def test_canonical_and_number():
-    assert canonical(r"\left( \dfrac12 ,\; \sqrt 3 \right) .") == r"(\frac{1}{2},\sqrt{3})"
-    assert canonical(r"\pi r^{2}") == r"\pi r^2"
-    assert canonical(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}") == r"\begin{pmatrix}1\\2\end{pmatrix}"
-    assert number("-3.50") == (-7 / 2, False, True)
-    assert number("1/0") is number("x") is number("") is number("9" * 10_000) is None
+    assert canonical_latex(r"\left( \dfrac12 ,\; \sqrt 3 \right) .") == r"(\frac{1}{2},\sqrt{3})"
+    assert canonical_latex(r"\pi r^{2}") == r"\pi r^2"
+    assert canonical_latex(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}") == r"\begin{pmatrix}1\\2\end{pmatrix}"
+    assert read_number("-3.50") == (-7 / 2, False, True)
+    assert read_number("1/0") is read_number("x") is read_number("") is read_number("9" * 10_000) is None
 
 
 def test_the_value_that_checks_changes_is_right():

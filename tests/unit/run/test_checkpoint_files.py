@@ -23,7 +23,7 @@ def marked(folder, index):
     partial = files.partial_of(folder)
     partial.mkdir(parents=True)
     (partial / files.INDEX).write_bytes(index)
-    files.publish(partial, folder, 2, {})
+    files.publish_checkpoint(partial, folder, 2, {})
     return folder
 
 
@@ -43,10 +43,10 @@ class Evil:
 
 def test_an_index_of_tensors_is_read(tmp_path):
     folder = marked(tmp_path / "step-000002", an_index(TensorStorageMetadata(TensorProperties(), (3,), [])))
-    files.check(folder)
+    files.check_checkpoint(folder)
     (folder / files.INDEX).write_bytes((folder / files.INDEX).read_bytes() + b".")
     with pytest.raises(MetronomeError, match=r"\.metadata is not the file that .* \(SHA-256 differs\)"):
-        files.check(folder)
+        files.check_checkpoint(folder)
 
 
 class Looked:
@@ -62,7 +62,9 @@ class Looked:
 def test_the_member_of_an_enum_may_be_pickled_by_name(tmp_path):
     """So does Python 3.11.2."""
     found = Looked(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
-    files.check(marked(tmp_path / "step-000002", an_index(TensorStorageMetadata(TensorProperties(), (3,), [found]))))
+    files.check_checkpoint(
+        marked(tmp_path / "step-000002", an_index(TensorStorageMetadata(TensorProperties(), (3,), [found])))
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_the_member_of_an_enum_may_be_pickled_by_name(tmp_path):
 def test_no_other_attribute_is_looked_up(tmp_path, arguments):
     folder = marked(tmp_path / "step-000002", an_index(Looked(*arguments)))
     with pytest.raises(MetronomeError, match=r"\.metadata refers to builtins\.getattr of <\w+ .*, which no checkpoint"):
-        files.check(folder)
+        files.check_checkpoint(folder)
 
 
 def test_nothing_runs_from_a_forged_index(tmp_path):
@@ -82,7 +84,7 @@ def test_nothing_runs_from_a_forged_index(tmp_path):
     with pytest.raises(
         MetronomeError, match=r"\.metadata refers to (posix|os)\.mkdir, which no checkpoint of Metronome does"
     ):
-        files.check(folder)
+        files.check_checkpoint(folder)
     assert not (tmp_path / "evil").exists()
 
 
@@ -96,17 +98,17 @@ def test_no_way_round_through_a_module_that_has_it(tmp_path, name):
     )
     folder = marked(tmp_path / "step-000002", forged)
     with pytest.raises(MetronomeError, match=rf"\.metadata refers to {module}\.os\.mkdir"):
-        files.check(folder)
+        files.check_checkpoint(folder)
 
 
 def test_objects_are_refused(tmp_path):
     """Megatron would unpickle them from the data files."""
     folder = marked(tmp_path / "step-000002", an_index(BytesStorageMetadata()))
     with pytest.raises(MetronomeError, match="BytesStorageMetadata, which no checkpoint of Metronome does"):
-        files.check(folder)
+        files.check_checkpoint(folder)
     folder = marked(tmp_path / "step-000004", an_index("a string"))
     with pytest.raises(MetronomeError, match=r"policy\.weight is not a tensor"):
-        files.check(folder)
+        files.check_checkpoint(folder)
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_marker_comes_last(tmp_path, monkeypatch):
@@ -127,7 +129,7 @@ def test_a_checkpoint_that_is_deleted_is_none_from_the_beginning(tmp_path, monke
         a_checkpoint(tmp_path, step)
     monkeypatch.setattr(files.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        files.prune(tmp_path, last=1, best=0)
+        files.prune_checkpoints(tmp_path, last=1, best=0)
     assert files.all_complete(tmp_path) == [tmp_path / "step-000004"]
     assert (tmp_path / "step-000002").is_dir()
 
@@ -138,7 +140,7 @@ def test_kept():
         f"step-{step}": {"step": step, "figures": {} if reward is None else {"reward_mean": reward}}
         for step, reward in rewards.items()
     }
-    assert files.kept(markers, 2, 0) == {"step-5", "step-6"}
-    assert files.kept(markers, 1, 1) == {"step-6", "step-3"}  # of two equals the newer
-    assert files.kept(markers, 1, 3) == {"step-6", "step-3", "step-2", "step-1"}
-    assert files.kept({}, 2, 2) == set()
+    assert files.checkpoints_to_keep(markers, 2, 0) == {"step-5", "step-6"}
+    assert files.checkpoints_to_keep(markers, 1, 1) == {"step-6", "step-3"}  # of two equals the newer
+    assert files.checkpoints_to_keep(markers, 1, 3) == {"step-6", "step-3", "step-2", "step-1"}
+    assert files.checkpoints_to_keep({}, 2, 2) == set()

@@ -91,7 +91,7 @@ def place(request, tmp_path, monkeypatch):
 def test_a_damaged_one_of_the_place_is_kept_there_and_the_one_before_is_fetched(tmp_path, place, said):
     for step in (2, 4):
         checkpoint = a_checkpoint(tmp_path / "there", step)
-        store.upload(checkpoint, f"{place}/{checkpoint.name}")
+        store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     files, root = store._open(place)
     path = f"{root}/step-000004/__0_0.distcp"
     data = bytearray(files.cat_file(path))
@@ -100,15 +100,15 @@ def test_a_damaged_one_of_the_place_is_kept_there_and_the_one_before_is_fetched(
     assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000002"
     assert "step-000004: __0_0.distcp is not the file" in said[0]
     assert said[0].endswith(f"skipped, and kept as {place}/damaged-step-000004")
-    assert store.damaged(place) == ["damaged-step-000004"]
-    assert list(store.survey(place)[0]) == ["step-000002"]
+    assert store.damaged_checkpoints(place) == ["damaged-step-000004"]
+    assert list(store.survey_place(place)[0]) == ["step-000002"]
 
 
 @pytest.mark.parametrize("size", [0, 100, 900, None], ids=["empty", "shorter", "longer", "missing"])
 def test_a_file_of_the_wrong_size_in_the_place_is_damage_too(tmp_path, place, said, size):
     for step in (2, 4):
         checkpoint = a_checkpoint(tmp_path / "there", step)
-        store.upload(checkpoint, f"{place}/{checkpoint.name}")
+        store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     files, root = store._open(place)
     path = f"{root}/step-000004/__0_0.distcp"
     if size is None:
@@ -119,12 +119,12 @@ def test_a_file_of_the_wrong_size_in_the_place_is_damage_too(tmp_path, place, sa
     wrong = "is missing" if size is None else f"has {size} bytes, _SUCCESS.json says 701"
     aside = f"{place}/damaged-step-000004"
     assert said[0] == f"checkpoint {place}/step-000004: __0_0.distcp {wrong}; skipped, and kept as {aside}"
-    assert store.damaged(place) == ["damaged-step-000004"]
+    assert store.damaged_checkpoints(place) == ["damaged-step-000004"]
 
 
 def test_a_run_whose_only_checkpoint_in_the_place_is_cut_does_not_begin_again_by_itself(tmp_path, place, said):
     checkpoint = a_checkpoint(tmp_path / "there", 2)
-    store.upload(checkpoint, f"{place}/{checkpoint.name}")
+    store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     files, root = store._open(place)
     files.pipe_file(f"{root}/step-000002/state.json", b"{")
     with pytest.raises(CheckpointError, match=r"no checkpoint of this run is whole; .*: .*/damaged-step-000002$"):
@@ -135,7 +135,7 @@ def test_a_run_whose_only_checkpoint_in_the_place_is_cut_does_not_begin_again_by
 def test_a_whole_copy_in_the_place_replaces_a_damaged_one(tmp_path, place, said):
     for step in (2, 4):
         checkpoint = a_checkpoint(tmp_path / "here", step)
-        store.upload(checkpoint, f"{place}/{checkpoint.name}")
+        store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     flip(tmp_path / "here/step-000004/__0_0.distcp")
     assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000004"
     assert said[-1] == f"checkpoint step-000004 comes from {place}"
@@ -143,7 +143,7 @@ def test_a_whole_copy_in_the_place_replaces_a_damaged_one(tmp_path, place, said)
 
 def test_the_place_has_nothing_newer_than_what_is_whole_here(tmp_path, place, said):
     checkpoint = a_checkpoint(tmp_path / "here", 2)
-    store.upload(checkpoint, f"{place}/{checkpoint.name}")
+    store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     flip(a_checkpoint(tmp_path / "here", 4) / "__0_0.distcp")
     inode = checkpoint.stat().st_ino
     assert newest_whole(tmp_path / "here", place, "", said.append) == checkpoint

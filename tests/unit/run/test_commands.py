@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.run.commands import scorer_environment, store_command, trainer_environment
 
 NAMES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"}
@@ -26,14 +26,14 @@ SEVERAL = ["parallel.data=2", "parallel.nodes=2", "parallel.rendezvous=h:1"]
 def test_what_listens_on_loopback(monkeypatch, overrides, elsewhere, bound):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    found = trainer_environment(load(None, overrides), elsewhere)
+    found = trainer_environment(load_config(None, overrides), elsewhere)
     assert NAMES & found.keys() == bound
     assert {found[name] for name in bound} <= {name for _, name in socket.if_nameindex()}
 
 
 def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    assert "NCCL_SOCKET_IFNAME" not in trainer_environment(load(None), False)
+    assert "NCCL_SOCKET_IFNAME" not in trainer_environment(load_config(None), False)
 
 
 EXPANDABLE = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"}
@@ -62,9 +62,9 @@ def test_what_ranks_get_where_the_user_has_set_nothing(monkeypatch, tensor, own,
     scorer = [f"stages.reference.tensor={tensor}", "algorithm.kl_coef=0.1"]
     values = dict.fromkeys(EXPANDABLE, "expandable_segments:True") | {CONNECTIONS: "1"}
     for found in (
-        trainer_environment(load(None, layout), False),
-        trainer_environment(load(None, [*layout, "parallel.data=2", *SEVERAL[1:]]), True),
-        scorer_environment(load(None, scorer), "reference"),
+        trainer_environment(load_config(None, layout), False),
+        trainer_environment(load_config(None, [*layout, "parallel.data=2", *SEVERAL[1:]]), True),
+        scorer_environment(load_config(None, scorer), "reference"),
     ):
         assert {name: found[name] for name in names & found.keys()} == {name: values[name] for name in added}
 
@@ -78,13 +78,13 @@ CLUSTER = [*STORED, "queue.address=head:6379", "queue.units=3"]
     [([], False), (STORED, True), ([*STORED, *SEVERAL], False), (CLUSTER, True), ([*CLUSTER, *SEVERAL], True)],
 )
 def test_leaders_fetch_from_a_store_that_all_of_them_can_reach(overrides, fetch):
-    assert load(None, overrides).leaders_fetch == fetch
+    assert load_config(None, overrides).leaders_fetch == fetch
 
 
 def test_transferqueue_joins_a_cluster_where_an_address_is_given():
-    command = store_command(load(None, CLUSTER).queue, "metronome-run", Path("/place"))
+    command = store_command(load_config(None, CLUSTER).queue, "metronome-run", Path("/place"))
     assert command[3:] == [
         *("--units", "3", "--name", "metronome-run", "--addresses", "/place/addresses", "--address", "head:6379")
     ]
-    command = store_command(load(None, STORED).queue, "metronome-run", Path("/place"))
+    command = store_command(load_config(None, STORED).queue, "metronome-run", Path("/place"))
     assert command[-2:] == ["--folder", "/place/ray"]

@@ -53,8 +53,8 @@ def test_no_checkpoint_is_published_over_the_newer_launchers(tmp_path, monkeypat
     from engine.run import checkpoint_files
 
     fence = Fence.begin(tmp_path)
-    publish = checkpoint_files.publish
-    monkeypatch.setattr(checkpoint_files, "publish", lambda **given: publish(**given, fence=fence.check))
+    publish = checkpoint_files.publish_checkpoint
+    monkeypatch.setattr(checkpoint_files, "publish_checkpoint", lambda **given: publish(**given, fence=fence.check))
     whole = a_checkpoint(tmp_path, 2)
     content = (whole / "__0_0.distcp").read_bytes()
     Fence.begin(tmp_path)
@@ -76,7 +76,7 @@ def test_a_launcher_that_was_taken_over_leaves_no_reason_in_the_newer_ones_folde
     monkeypatch.setattr(launch, "check_instances", lambda config: None)
     monkeypatch.setattr(launch._Launcher, "run", run)
     with pytest.raises(TakenOver):
-        launch.launch(config)
+        launch.launch_run(config)
     assert not folder.failure.exists()
 
 
@@ -104,8 +104,8 @@ def test_the_exit_status_says_that_another_launcher_has_begun(tmp_path, monkeypa
     def taken_over(*arguments):
         raise TakenOver("another launcher (attempt 2) writes it now")
 
-    monkeypatch.setattr(launch, "launch", taken_over)
-    monkeypatch.setattr(launch, "load", lambda path: Config())
+    monkeypatch.setattr(launch, "launch_run", taken_over)
+    monkeypatch.setattr(launch, "load_config", lambda path: Config())
     monkeypatch.setattr(sys, "argv", ["launch", "--config", str(tmp_path / "config.toml")])
     assert launch.main() == TAKEN_OVER == 3
     assert capsys.readouterr().err.startswith("error: TakenOver: another launcher")

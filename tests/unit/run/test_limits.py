@@ -59,7 +59,7 @@ def test_the_ranks_of_a_scorer_are_counted(monkeypatch):
     with_scorer = config_of(
         {"algorithm.kl_coef": 0.1, "stages.reference.tensor": 2, "stages.reference.data": 2, "platform.device": "cuda"}
     )
-    assert limits.threads(with_scorer) - limits.threads(Config()) == 4 * (1 + limits.OWN_THREADS)
+    assert limits.count_threads(with_scorer) - limits.count_threads(Config()) == 4 * (1 + limits.OWN_THREADS)
     assert limits.shared_memory(with_scorer) == 4 * limits.RANK_SHARED
 
 
@@ -98,7 +98,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
     config = a_config(
         tmp_path, train=Train(steps=100), checkpoint=Checkpoint(every=10), algorithm=Algorithm(old_policy="previous")
     )
-    count, each = limits.checkpoints(config, 10**9)
+    count, each = limits.checkpoints_to_come(config, 10**9)
     assert (count, each) == (3, 16e9)  # two are kept while the third is written
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 40e9))
     with pytest.raises(BadInput, match=r"disk space at .*: the run needs 44.70 GiB .*there are 37.25 GiB; make space"):

@@ -27,7 +27,7 @@ def test_a_log_that_has_grown_is_put_aside_while_its_process_goes_on(tmp_path, m
             assert time.monotonic() < deadline
             time.sleep(0.001)
         written.append(number)
-        logs.rotate(tmp_path)
+        logs.rotate_logs(tmp_path)
         if log.stat().st_size == 0:
             break
     process.stdin.write("last\n")
@@ -42,7 +42,7 @@ def test_a_log_that_has_grown_is_put_aside_while_its_process_goes_on(tmp_path, m
 def test_a_log_is_put_aside_once_it_has_its_size(tmp_path, monkeypatch, size, aside):
     monkeypatch.setattr(logs, "LOG_BYTES", 1000)
     (tmp_path / "one.log").write_bytes(b"x" * size)
-    logs.rotate(tmp_path)
+    logs.rotate_logs(tmp_path)
     assert (tmp_path / "one.log").stat().st_size == (0 if aside else size)
     assert (tmp_path / "one.log.1").exists() == aside
 
@@ -50,7 +50,7 @@ def test_a_log_is_put_aside_once_it_has_its_size(tmp_path, monkeypatch, size, as
 def test_a_small_log_stays(tmp_path):
     child = Child("one", [sys.executable, "-c", "print('here')"], tmp_path / "one.log")
     child.process.wait(30)
-    logs.rotate(tmp_path)
+    logs.rotate_logs(tmp_path)
     assert (tmp_path / "one.log").read_text() == "here\n"
     assert not (tmp_path / "one.log.1").exists()
 

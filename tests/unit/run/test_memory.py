@@ -41,7 +41,7 @@ def test_states_are_what_the_trainer_allocates(settings, dtype):
     config = config_of(
         settings | {"train.dtype": dtype, "train.ratio_gap_limit": 0, "algorithm.gradient_control": "measure"}
     )
-    policy = Policy(config, platform.get("cpu"))
+    policy = Policy(config, platform.get_platform("cpu"))
     policy.start_step()
     policy.reduce(1)
     policy.step_optimizer()  # Adam makes its moments at the first step
@@ -108,15 +108,15 @@ def assert_counted(shapes, recompute):
 
 def kept_bytes(shape, recompute, tokens):
     """Bytes of all that a forward pass makes and that lives on after it, counted once per storage."""
-    from engine.model.build import Computation, build_model, logits
-    from engine.model.layout import layout
+    from engine.model.build import Computation, build_model, compute_logits
+    from engine.model.layout import make_layout
 
     model = build_model(shape, Computation(recompute=recompute))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with Made() as made:
-        out = logits(model, layout([(list(range(8)), [[1] * (tokens - 8)])]))
+        out = compute_logits(model, make_layout([(list(range(8)), [[1] * (tokens - 8)])]))
     assert out.requires_grad
     alive = {place: size for place, (storage, size) in made.storages.items() if not storage.expired()}
     return sum(size for place, size in alive.items() if place not in parameters)

@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import DeadlineError, ProcessDied
 from engine.run import process
-from engine.run.process import Child, sweep
+from engine.run.process import Child, sweep_folders
 from support.runs import ROOT, wait_for
 
 SLEEPER = "import time; from engine.run.process import watch_lifeline; watch_lifeline(); time.sleep(100)"
@@ -87,10 +87,10 @@ def test_what_a_killed_process_left_in_memory_is_removed_and_what_a_living_one_h
             holder.wait()
         for pipe in (killed, living):
             os.utime(pipe, (time.time() - 3600, time.time() - 3600))
-        sweep(killed.parent.parent)
+        sweep_folders(killed.parent.parent)
         assert [pipe.exists() for pipe in pipes] == [False, True, True]
         os.utime(young, (time.time() - 3600, time.time() - 3600))
-        sweep(young.parent.parent)
+        sweep_folders(young.parent.parent)
         assert [pipe.parent.exists() for pipe in pipes] == [False, False, True]
     finally:
         for holder in holders:

@@ -6,8 +6,8 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.folder import dump
-from engine.run.served_model import CONTEXT, model_folder, served
+from engine.run.folder import dump_config
+from engine.run.served_model import CONTEXT, model_folder, served_config
 from support.tiny_models import save
 
 
@@ -17,36 +17,36 @@ def run(tmp_path):
     folder = tmp_path / "runs/mine"
     folder.mkdir(parents=True)
     config = Config.model_validate({"run": {"name": "mine"}, "rollout": {"max_context": 96, "max_new_tokens": 8}})
-    dump(config, folder / "config.toml")
+    dump_config(config, folder / "config.toml")
     return folder
 
 
 def test_a_run_is_served_with_its_policy_its_recipe_and_its_name(run):
     save(run / "policy")
     for place in (run, run / "policy"):
-        config, name = served(str(place), "", ["rollout.max_new_tokens=9"])
+        config, name = served_config(str(place), "", ["rollout.max_new_tokens=9"])
         assert (config.model.path, name) == (str(run / "policy"), "mine")
         assert (config.rollout.max_context, config.rollout.max_new_tokens) == (96, 9)
-    assert served(str(run), "infra/recipes/quickstart.toml", [])[0].rollout.max_context == 128
+    assert served_config(str(run), "infra/recipes/quickstart.toml", [])[0].rollout.max_context == 128
 
 
 def test_a_run_without_a_policy_is_refused(run):
     with pytest.raises(BadInput, match="has no policy yet.*after the last step"):
-        served(str(run), "", [])
+        served_config(str(run), "", [])
 
 
 @pytest.mark.parametrize(("positions", "context"), [(64, 64), (10**6, CONTEXT)])
 def test_a_model_gets_the_context_that_it_was_made_for_up_to_a_limit(tmp_path, positions, context):
     folder = tmp_path / "llama"
     save(folder, max_position_embeddings=positions)
-    config, name = served(str(folder), "", [])
+    config, name = served_config(str(folder), "", [])
     assert (config.model.path, name, config.rollout.max_context) == (str(folder), "llama", context)
-    assert served(str(folder), "", ["rollout.max_context=32"])[0].rollout.max_context == 32
+    assert served_config(str(folder), "", ["rollout.max_context=32"])[0].rollout.max_context == 32
 
 
 def test_a_runs_policy_may_have_less_context_than_the_run(run):
     save(run / "policy")
-    assert served(str(run), "", ["rollout.max_context=8"])[0].rollout.max_context == 8
+    assert served_config(str(run), "", ["rollout.max_context=8"])[0].rollout.max_context == 8
 
 
 def test_the_folder_of_a_model_and_the_run_that_it_is_of(run, tmp_path):
@@ -62,18 +62,18 @@ def test_a_folder_that_is_missing_here_is_no_name_on_the_hub(tmp_path, monkeypat
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput) as refused:
-        served("runs/nothere", "", [])
+        served_config("runs/nothere", "", [])
     assert "hf download" not in str(refused.value)
 
 
 def test_a_name_on_the_hub_is_answered_with_its_download():
     with pytest.raises(BadInput, match="hf download owner/name --local-dir models/name`, then --model models/name"):
-        served("owner/name", "", [])
+        served_config("owner/name", "", [])
 
 
 def test_a_folder_without_a_model_and_a_missing_one_are_told_apart(tmp_path):
     missing = Path("runs/x")
     for place, why in ((tmp_path, "it has no config.json"), (missing, f"there is no folder {Path.cwd() / missing}")):
         with pytest.raises(BadInput) as refused:
-            served(str(place), "", [])
+            served_config(str(place), "", [])
         assert f"{place}: {why}; expected a run folder with a policy, or a Hugging Face folder" in str(refused.value)

@@ -12,7 +12,7 @@ from engine.algorithm.alignment import CONTROLS, Step
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
 from engine.algorithm.losses import LOSSES
 from engine.config import BATCH_SCOPE, BATCH_SCOPE_LOSSES
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.user_algorithms import advantage_of, control_of, loss_of
 from engine.types import Prompt, Response
@@ -38,7 +38,7 @@ def test_the_documented_advantage(tmp_path):
     path = written(tmp_path, shown("best_of"))
     own = advantage_of(f"{path}:best_of")
     assert own(torch.tensor([0.5, 1.0]), torch.ones(2)).tolist() == [0.0, 1.0]
-    assert load(None, [f"algorithm.advantage={path}:best_of"]).algorithm.advantage == f"{path}:best_of"
+    assert load_config(None, [f"algorithm.advantage={path}:best_of"]).algorithm.advantage == f"{path}:best_of"
 
 
 def test_the_documented_loss_and_its_aggregation(tmp_path):
@@ -66,7 +66,7 @@ def test_the_documented_gradient_control(tmp_path):
     assert own(Step(0.1, [0.2], None, None)) == 1.0
     assert own(Step(-0.6, [0.2], None, None)) == 0.5
     assert own(Step(0.6, [0.9, 0.9], None, None)) is None
-    assert load(None, [f"algorithm.gradient_control={path}:halve"]).algorithm.gradient_control == f"{path}:halve"
+    assert load_config(None, [f"algorithm.gradient_control={path}:halve"]).algorithm.gradient_control == f"{path}:halve"
 
 
 def test_the_documented_verifier(tmp_path):
@@ -91,7 +91,7 @@ def test_the_documented_verifier(tmp_path):
 def test_controls_are_registered_by_name():
     assert set(CONTROLS) == {"measure", "gac"}
     for name in CONTROLS:
-        assert load(None, [f"algorithm.gradient_control={name}"]).algorithm.gradient_control == name
+        assert load_config(None, [f"algorithm.gradient_control={name}"]).algorithm.gradient_control == name
         assert control_of(name) is CONTROLS[name]
 
 
@@ -158,15 +158,15 @@ def test_a_wrong_loss_is_named(tmp_path, gives, said):
 
 def test_an_unknown_name_says_what_there_is():
     with pytest.raises(BadInput, match=r"algorithm.advantage = 'nope'.*'grpo'.*file.py:function"):
-        load(None, ["algorithm.advantage=nope"])
+        load_config(None, ["algorithm.advantage=nope"])
     with pytest.raises(BadInput, match=r"algorithm.loss = 'nope'.*'gspo'.*file.py:function"):
-        load(None, ["algorithm.loss=nope"])
+        load_config(None, ["algorithm.loss=nope"])
 
 
 def test_the_config_knows_every_name():
     for name in ADVANTAGES:
         needs = ["train.mode=sync"] if name in BATCH_SCOPE else []
-        assert load(None, [f"algorithm.advantage={name}", *needs]).algorithm.advantage == name
+        assert load_config(None, [f"algorithm.advantage={name}", *needs]).algorithm.advantage == name
 
 
 @pytest.mark.parametrize("name", BATCH_SCOPE)
@@ -174,28 +174,28 @@ def test_advantages_of_batch_scope_are_refused_in_periodic_alone(name):
     """In the modes that keep batches in flight a batch is there when its step begins: verl's one-step-off recipe lists
     both among its estimators."""
     with pytest.raises(BadInput, match=f'{name}" takes its statistics over the whole batch.*not "periodic"'):
-        load(None, [f"algorithm.advantage={name}", "train.mode=periodic"])
+        load_config(None, [f"algorithm.advantage={name}", "train.mode=periodic"])
     for mode in ("sync", "one_step_off", "bounded"):
-        assert load(None, [f"algorithm.advantage={name}", f"train.mode={mode}"]).algorithm.advantage == name
+        assert load_config(None, [f"algorithm.advantage={name}", f"train.mode={mode}"]).algorithm.advantage == name
 
 
 def test_the_config_knows_every_loss():
     assert {name for name, loss in LOSSES.items() if loss.scope == "batch"} == set(BATCH_SCOPE_LOSSES)
     for name in LOSSES:
         needs = ["train.mode=sync", "algorithm.old_policy=rollout"] if name in BATCH_SCOPE_LOSSES else []
-        assert load(None, [f"algorithm.loss={name}", *needs]).algorithm.loss == name
+        assert load_config(None, [f"algorithm.loss={name}", *needs]).algorithm.loss == name
 
 
 @pytest.mark.parametrize("name", BATCH_SCOPE_LOSSES)
 def test_losses_of_batch_scope_are_refused_in_periodic_alone(name):
     with pytest.raises(BadInput, match=f'{name}" takes its statistics over the whole batch.*not "periodic"'):
-        load(None, [f"algorithm.loss={name}", "train.mode=periodic"])
+        load_config(None, [f"algorithm.loss={name}", "train.mode=periodic"])
     for mode in ("sync", "one_step_off", "bounded"):
         given = [f"algorithm.loss={name}", f"train.mode={mode}", "algorithm.old_policy=rollout"]
-        assert load(None, given).algorithm.loss == name
+        assert load_config(None, given).algorithm.loss == name
 
 
 @pytest.mark.parametrize("setting", ["bapo.low=[0.9, 0.6]", "bapo.high=[0.8, 2.0]", "bapo.high=[3.0, 1.2]"])
 def test_bounds_that_make_no_range_are_refused(setting):
     with pytest.raises(BadInput, match=r"algorithm\.bapo\.(low|high) = .*expected where the bound starts"):
-        load(None, [f"algorithm.{setting}"])
+        load_config(None, [f"algorithm.{setting}"])

@@ -29,7 +29,7 @@ def made(settings, tmp_path, tiny_model):
     def make(column=REFERENCE, **changes):
         return Scorer(
             config=config_of(settings | STAGE | {key.replace("__", "."): value for key, value in changes.items()}),
-            platform=platform.get("cpu"),
+            platform=platform.get_platform("cpu"),
             ranks=RankGroup(),
             model=tiny_model,
             stage="reference",

@@ -12,7 +12,7 @@ from engine.errors import BadInput
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.tools.comparison import run_figures
-from engine.tools.comparison.verdict import differences
+from engine.tools.comparison.verdict import config_differences
 from support.compared_runs import evaluation, step
 from support.simulated_runs import config, simulated_run, with_model
 from tasks.compare import compare, from_folder, from_mlflow
@@ -58,9 +58,9 @@ def stored(tmp_path_factory):
     folder.mkdir()
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *rows[6:]]))
     (folder / "evaluations.jsonl").write_text(json.dumps(evaluation(0.5, 0.4, 0.6)) + "\n")
-    from engine.run.folder import dump
+    from engine.run.folder import dump_config
 
-    dump(config, folder / "config.toml")
+    dump_config(config, folder / "config.toml")
     return folder, run_id, uri
 
 
@@ -68,9 +68,9 @@ def test_a_folder_and_an_mlflow_run_read_the_same(stored):
     folder, run_id, uri = stored
     one = from_folder(folder)
     other = from_mlflow(run_id, uri)
-    assert differences([one, other]) == {}
-    assert run_figures.series(one, "reward_mean") == run_figures.series(other, "reward_mean")
-    assert run_figures.elapsed(one) == run_figures.elapsed(other)
+    assert config_differences([one, other]) == {}
+    assert run_figures.figure_series(one, "reward_mean") == run_figures.figure_series(other, "reward_mean")
+    assert run_figures.elapsed_seconds(one) == run_figures.elapsed_seconds(other)
     for key in ("avg_at_k", "ci_low", "ci_high", "step", "weight_version", "benchmark"):
         assert one.evaluations[0][key] == other.evaluations[0][key]
 

@@ -11,7 +11,7 @@ from engine.config import Config
 from engine.data.tokenizer import Tokenizer
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.known import done_before
-from engine.evaluation.results import Subject, record
+from engine.evaluation.results import Subject, record_evaluation
 from engine.launcher import standalone_evaluation as evaluation
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -63,7 +63,7 @@ def evaluated(config, model, version, seconds=1.0):
         for index, prompt in enumerate(benchmark.prompts)
     ]
     return asyncio.run(
-        record(
+        record_evaluation(
             config=config,
             folder=folder,
             subject=Subject(str(model.resolve()), version),
@@ -103,6 +103,6 @@ def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, mon
     [found] = done_before(config, folder.policy, 3, folder)
     assert found["seconds"] == again["seconds"] == 2.0  # the newest
 
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: pytest.fail("sampled"))
+    monkeypatch.setattr(evaluation, "evaluate_model", lambda *_, **__: pytest.fail("sampled"))
     assert evaluate.evaluate_once(config, folder.policy, 3) == found
     assert "has this evaluation of its version 3 already" in capsys.readouterr().out

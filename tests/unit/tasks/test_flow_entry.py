@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.run.identity import identity
+from engine.run.identity import read_run_id
 from engine.run.start import RunStart, read_start
 from tasks.finished_stages import last_end
 from tasks.flow_entry import begun_by_this_flow, entered, settled
@@ -28,7 +28,7 @@ def recipe(tmp_path):
 
     def written(rate, *overrides):
         (tmp_path / "my.toml").write_text(f'[run]\noutput = "{tmp_path}/runs"\n[train]\nlearning_rate = {rate}\n')
-        return load(tmp_path / "my.toml", overrides)
+        return load_config(tmp_path / "my.toml", overrides)
 
     return written
 
@@ -42,14 +42,14 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
     config = settled(recipe(1e-6))
     begun = RunStart(start="nightly", continued_from="models:/nights/6")
     with entered(config, begun, resume=False):
-        number = identity(config.folder)
+        number = read_run_id(config.folder)
     assert read_start(config.folder) == begun
     again = settled(recipe(1e-3, "run.name=edited"))
     assert again == config
     with entered(again, begun, resume=False) as entry:
         assert entry.resumed
     assert read_start(config.folder) == begun
-    assert identity(config.folder) == number != ""
+    assert read_run_id(config.folder) == number != ""
 
     flow_run("a person's, the next morning")
     name = f"run.name={config.run.name}"
@@ -64,7 +64,7 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
             pass
     assert not begun_by_this_flow(RunFolder(config.folder))
     with entered(settled(recipe(1e-3, name)), RunStart(), resume=True):
-        assert load(RunFolder(config.folder).config).train.learning_rate == 1e-3
+        assert load_config(RunFolder(config.folder).config).train.learning_rate == 1e-3
 
 
 def test_a_second_process_of_a_flow_run_waits_while_the_first_one_trains(flow_run, recipe, monkeypatch):

@@ -4,7 +4,7 @@ import mlflow
 import pytest
 
 from engine.config import Config, Run
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.data import prepared
 from engine.run.files import write_json
 from tasks.prepare import REPORT, _settings, describe, page, prepare
@@ -18,7 +18,7 @@ def config(tmp_path):
     (tmp_path / "train.json").write_text(json.dumps(rows))
     (tmp_path / "heldout.json").write_text(json.dumps(rows[:3]))
     keys = {"data.train": tmp_path / "train.json", "data.heldout": tmp_path / "heldout.json", "run.output": tmp_path}
-    return load(None, ["run.name=mine", *(f"{key}={value}" for key, value in keys.items())])
+    return load_config(None, ["run.name=mine", *(f"{key}={value}" for key, value in keys.items())])
 
 
 def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
@@ -42,7 +42,7 @@ def test_the_page_shows_figures_reasons_and_overlaps(config):
 def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
     def settings(*overrides):
         given = [f"data.train={config.data.train}", f"data.heldout={config.data.heldout}"]
-        return _settings(load(None, [*given, *overrides]))
+        return _settings(load_config(None, [*given, *overrides]))
 
     base = settings()
     assert settings("train.steps=3", "run.seed=5", "evaluate.samples=2", "run.name=other") == base

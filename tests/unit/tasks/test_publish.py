@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import MetronomeError, TakenOver
 from engine.run import checkpoint_store as store
-from engine.run.checkpoint_files import complete, folder_of, partial_of, publish
+from engine.run.checkpoint_files import folder_of, is_complete, partial_of, publish_checkpoint
 from engine.run.fence import Fence
 from tasks.publish import copy_checkpoint
 
@@ -20,7 +20,7 @@ def a_checkpoint(root, step, **figures):
     (partial / "__0_0.distcp").write_bytes(b"weights" * 1000)
     (partial / ".metadata").write_bytes(b"index")
     (partial / "state.json").write_text(json.dumps({"step": step}))
-    publish(partial=partial, target=folder, step=step, figures=figures)
+    publish_checkpoint(partial=partial, target=folder, step=step, figures=figures)
     return folder
 
 
@@ -77,7 +77,7 @@ def test_a_published_checkpoint_is_whole(made, place):
 
 def test_what_the_trainer_has_published_is_not_sent_again(made, place):
     checkpoint, policy = made
-    store.upload(checkpoint, place)
+    store.upload_checkpoint(checkpoint, place)
     (checkpoint / "__0_0.distcp").write_bytes(b"changed" * 1000)
     copy_checkpoint(checkpoint, policy, place)
     files, root = fsspec.core.url_to_fs(place)
@@ -121,28 +121,28 @@ def test_a_launcher_that_was_taken_over_uploads_nothing_more(made, place, tmp_pa
 
 def test_the_newest_whole_one_is_found_fetched_and_the_last_and_best_are_kept(place, tmp_path):
     for step, reward in {2: 0.9, 4: 0.1, 6: 0.2, 8: 0.3, 10: 0.4}.items():
-        store.upload(a_checkpoint(tmp_path / "run", step, reward_mean=reward), f"{place}/step-{step:06d}")
+        store.upload_checkpoint(a_checkpoint(tmp_path / "run", step, reward_mean=reward), f"{place}/step-{step:06d}")
     files, root = fsspec.core.url_to_fs(place)
     files.rm_file(f"{root}/step-000010/_SUCCESS.json")
     files.pipe_file(f"{root}/step-000008/state.json", b"{}")
-    found, damaged, interrupted = store.survey(place)
+    found, damaged, interrupted = store.survey_place(place)
     assert sorted(found) == ["step-000002", "step-000004", "step-000006"]
     assert damaged == {"step-000008": "state.json has 2 bytes, _SUCCESS.json says 11"}
     assert interrupted == {"step-000010": "no _SUCCESS.json"}
-    fetched = store.download(place, "step-000006", found["step-000006"], tmp_path / "fetched")
-    assert complete(fetched)
+    fetched = store.download_checkpoint(place, "step-000006", found["step-000006"], tmp_path / "fetched")
+    assert is_complete(fetched)
     assert (fetched / "__0_0.distcp").read_bytes() == b"weights" * 1000
-    store.prune(place, 1, 1)
-    assert sorted(store.survey(place)[0]) == ["step-000002", "step-000006"]
+    store.prune_published(place, 1, 1)
+    assert sorted(store.survey_place(place)[0]) == ["step-000002", "step-000006"]
     assert not [name for name in files.find(root) if "step-000004" in name]
 
 
 def test_a_fetched_checkpoint_stays_in_its_folder_and_has_the_right_sizes(made, place, tmp_path):
     copy_checkpoint(*made, f"{place}/step-000002")
-    marker = store.survey(place)[0]["step-000002"]
+    marker = store.survey_place(place)[0]["step-000002"]
     (tmp_path / "a/.step-000002.partial").mkdir(parents=True)
     (tmp_path / "a/.step-000002.partial/written-00000.json").touch()  # of a save that was killed
-    fetched = store.download(place, "step-000002", marker, tmp_path / "a")
+    fetched = store.download_checkpoint(place, "step-000002", marker, tmp_path / "a")
     assert sorted(path.name for path in fetched.iterdir()) == [
         ".metadata",
         "_SUCCESS.json",
@@ -150,11 +150,13 @@ def test_a_fetched_checkpoint_stays_in_its_folder_and_has_the_right_sizes(made, 
         "state.json",
     ]
     outside = {"files": marker["files"] | {"../../escaped": 11}}
-    store.download(place, "step-000002", marker | outside, tmp_path / "b")
+    store.download_checkpoint(place, "step-000002", marker | outside, tmp_path / "b")
     assert not list(tmp_path.rglob("escaped"))
     with pytest.raises(MetronomeError, match=r"step-000002 failed: state.json has 11 bytes, _SUCCESS.json says 12"):
-        store.download(place, "step-000002", marker | {"files": marker["files"] | {"state.json": 12}}, tmp_path / "c")
-    assert not complete(tmp_path / "c/step-000002")
+        store.download_checkpoint(
+            place, "step-000002", marker | {"files": marker["files"] | {"state.json": 12}}, tmp_path / "c"
+        )
+    assert not is_complete(tmp_path / "c/step-000002")
 
 
 def test_a_failing_upload_leaves_no_marker(made, s3):

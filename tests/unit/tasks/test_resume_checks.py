@@ -41,7 +41,7 @@ def config(settings, model, monkeypatch):
     )
     with monkeypatch.context() as then:
         then.setattr(time, "time_ns", lambda: int(LAST_YEAR.timestamp() * 1e9))
-        identity.claim(config.folder, config, resume=False)
+        identity.claim_run_id(config.folder, config, resume=False)
     return config
 
 
@@ -58,17 +58,17 @@ def test_a_resume_on_another_day_trains_the_same_tokens(config):
     text = f"Today Date: 31 Dec 2025\n{prompt.problem}<think>"
     assert (prompt.text, bytes(prompt.token_ids).decode()) == (text, text)
     before = state(config)
-    identity.claim(config.folder, config, resume=True)
+    identity.claim_run_id(config.folder, config, resume=True)
     assert loader(config).batch(0) == [prompt, *_]
     _check_prompts(config, before)
 
 
 def test_a_run_whose_folder_is_lost_has_its_day_from_its_checkpoint(config, model):
     before = state(config)
-    a_checkpoint(model.parent / "place" / config.run.name, 1, identity.identity(config.folder))
+    a_checkpoint(model.parent / "place" / config.run.name, 1, identity.read_run_id(config.folder))
     shutil.rmtree(config.folder)
     _check_prompts(config, before)
-    identity.claim(config.folder, config, resume=True)
+    identity.claim_run_id(config.folder, config, resume=True)
     assert loader(config).fingerprint == before["prompts"]
 
 

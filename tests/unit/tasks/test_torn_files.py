@@ -12,10 +12,10 @@ from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
-from engine.run.identity import claim, identity
+from engine.run.identity import claim_run_id, read_run_id
 from engine.run.start import read_start
 from engine.run.trace import Trace
-from engine.tools.timeline import draw
+from engine.tools.timeline import draw_timeline
 from support.run_folders import finished, interrupted
 from tasks.compare import from_folder
 from tasks.finished_stages import Stages, count_attempt, last_end
@@ -45,7 +45,7 @@ def reads(path):
     folder = RunFolder(path)
     config = folder.read_config()
     last_end(folder)
-    claim(path, config, resume=True)
+    claim_run_id(path, config, resume=True)
     Fence.begin(path)
     Fence.begin(path, "flow")
     read_start(path)
@@ -53,15 +53,15 @@ def reads(path):
     Stages(folder).once("train", lambda: 4)
     from_folder(path)
     folder.create(config, resume=True)
-    found = newest_whole(folder.checkpoints, "", identity(path), lambda line: None)
+    found = newest_whole(folder.checkpoints, "", read_run_id(path), lambda line: None)
     step = 0 if found is None else step_of(found)
     folder.cut(step)
-    in_run_evaluation.cut(folder, step)
+    in_run_evaluation.cut_evaluations(folder, step)
     trace = Trace(folder.trace, "launcher")
     trace.add("sync", 50.0, 51.0, step=step)
     trace.flush()
     append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1})
-    draw(path)
+    draw_timeline(path)
     from_folder(path)
     return step
 

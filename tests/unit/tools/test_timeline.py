@@ -8,7 +8,7 @@ import pytest
 
 from engine.run.trace import Trace, read_spans
 from engine.tools import timeline
-from engine.tools.timeline import KINDS, draw, lane, lanes_of, legend, overlapped, rows_of
+from engine.tools.timeline import KINDS, draw_timeline, lane_text, lanes_of, legend_entries, overlapped_steps, rows_of
 
 
 def span(lane, name, start, end, **attributes):
@@ -29,16 +29,16 @@ def step(number, start, first_train):
 
 
 def test_overlap_is_training_before_the_last_rollout_ends():
-    assert overlapped(step(0, 0, 4) + step(1, 10, 7)) == {0: True, 1: False}
+    assert overlapped_steps(step(0, 0, 4) + step(1, 10, 7)) == {0: True, 1: False}
 
 
 def test_rollouts_of_an_evaluation_are_no_overlap():
     evaluation = [span("instance-0", "rollout", start, start + 5, step=0) for start in (-20, 30)]
-    assert overlapped(sorted(evaluation + step(0, 0, 7), key=lambda each: each["start"])) == {0: False}
+    assert overlapped_steps(sorted(evaluation + step(0, 0, 7), key=lambda each: each["start"])) == {0: False}
 
 
 def test_an_unfinished_step_is_not_counted():
-    assert overlapped(step(0, 0, 4)[:-1]) == {}
+    assert overlapped_steps(step(0, 0, 4)[:-1]) == {}
 
 
 def test_overlapping_spans_get_rows_of_their_own_and_rows_are_used_again():
@@ -79,7 +79,7 @@ def page(tmp_path):
     trace.flush()
     lines = [json.dumps({"step": number, "pool_size": 2 - number // 8}) for number in range(9)]
     (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
-    return draw(tmp_path)
+    return draw_timeline(tmp_path)
 
 
 def test_the_page_holds_every_lane_and_span_and_reports_the_overlap(page, tmp_path):
@@ -106,16 +106,16 @@ def test_the_page_says_what_each_lane_and_colour_shows(page):
     assert {kind["name"] for kind in data["kinds"]} <= said.keys()
     assert timeline.COLORS.keys() <= KINDS.keys()
     for name, _ in data["lanes"]:
-        assert lane(name) in said.values()
-    assert lane("trainer-3 bubble") != lane("trainer-3") != lane("instance-0")
-    assert lane("pool instance-0").startswith("the state")
-    assert lane("a-guest-of-another-host") == lane("instance-0")
-    assert "frozen model" in lane("scorer-reference-0")
-    assert legend(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane("instance-0"))]
+        assert lane_text(name) in said.values()
+    assert lane_text("trainer-3 bubble") != lane_text("trainer-3") != lane_text("instance-0")
+    assert lane_text("pool instance-0").startswith("the state")
+    assert lane_text("a-guest-of-another-host") == lane_text("instance-0")
+    assert "frozen model" in lane_text("scorer-reference-0")
+    assert legend_entries(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane_text("instance-0"))]
 
 
 def test_a_run_without_spans_gives_a_page(tmp_path):
-    assert "No step was finished." in draw(tmp_path).read_text()
+    assert "No step was finished." in draw_timeline(tmp_path).read_text()
 
 
 def many(folder, steps, responses):
@@ -139,7 +139,7 @@ def test_a_long_run_has_every_span_where_the_page_opens_and_one_bar_for_many_els
     monkeypatch.setattr(timeline, "MOST_SPANS", 1000)
     (tmp_path / "trace").mkdir()
     many(tmp_path / "trace", steps=20, responses=64)
-    text = draw(tmp_path).read_text()
+    text = draw_timeline(tmp_path).read_text()
     data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
     rollouts = Counter(step for _, _, kind, _, _, step, _ in data["spans"] if kind == "rollout")
     verified = Counter(step for _, _, kind, _, _, step, _ in data["spans"] if kind == "verify")
@@ -154,7 +154,7 @@ def test_many_lanes_and_steps_share_bars_and_none_reaches_over_the_steps_that_ar
     monkeypatch.setattr(timeline, "MOST_BARS", 500)
     (tmp_path / "trace").mkdir()
     many(tmp_path / "trace", steps=60, responses=64)
-    data = json.loads(re.search(r"const data = (.*);\n", draw(tmp_path).read_text()).group(1))
+    data = json.loads(re.search(r"const data = (.*);\n", draw_timeline(tmp_path).read_text()).group(1))
     bars = [(kind, start, start + length, step) for _, _, kind, start, length, step, _ in data["spans"]]
     first, last = data["window"]
     outside = [bar for bar in bars if not first - 10 <= bar[1] <= last + 10]

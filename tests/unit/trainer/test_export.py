@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.trainer.export import export
+from engine.trainer.export import export_policy
 from support.disk_order import disk_order
 from support.policies import a_policy
 
@@ -19,7 +19,7 @@ def test_a_policy_that_is_there_is_on_the_disk(settings, tiny_model, tmp_path, m
     """A stage that counts as done must find it whole after a power cut."""
     policy = a_policy(settings)
     noted = disk_order(monkeypatch)
-    export(policy.models, policy.ranks, Path(tiny_model), tmp_path / "policy")
+    export_policy(policy.models, policy.ranks, Path(tiny_model), tmp_path / "policy")
     named = noted.index("name policy")
     synced = {one.removeprefix("sync ") for one in noted[:named] if one.startswith("sync ")}
     assert synced == {".policy.partial", *(path.name for path in (tmp_path / "policy").iterdir())}
@@ -66,7 +66,7 @@ def test_the_folder_has_the_policys_weights_alone_and_says_their_type(settings, 
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(text)
     policy = a_policy(settings, train__dtype=dtype, train__ratio_gap_limit=0)
-    export(policy.models, policy.ranks, base, tmp_path / "policy")
+    export_policy(policy.models, policy.ranks, base, tmp_path / "policy")
     there = {str(path.relative_to(tmp_path / "policy")) for path in (tmp_path / "policy").rglob("*") if path.is_file()}
     assert not there & set(STALE)
     assert {name: (tmp_path / "policy" / name).read_text() for name in KEPT} == KEPT

@@ -77,7 +77,7 @@ def hf_step(folder, groups, loss, estimator, old_scale):
 @pytest.mark.parametrize("budget", [4096, 30])
 @pytest.mark.parametrize("loss", ESTIMATORS)
 def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_model, loss, budget):
-    from engine.model.hf_weights import export
+    from engine.model.hf_weights import export_weights
 
     estimator = ESTIMATORS[loss]
     policy = a_policy(
@@ -96,6 +96,6 @@ def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_mod
     policy.accumulate(groups)
     policy.reduce(12)
     grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
-    ours = dict(export(grads, policy.models.policy, policy.models.shape))
+    ours = dict(export_weights(grads, policy.models.policy, policy.models.shape))
     assert_same(ours, hf_step(folder=tiny_model, groups=groups, loss=loss, estimator=estimator, old_scale=1.01), 2e-5)
     assert policy.figures()["equal_groups"] == 1

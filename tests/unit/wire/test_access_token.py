@@ -4,14 +4,14 @@ import sys
 import pytest
 
 from engine.errors import BadInput
-from engine.wire.access_token import access_token, authorization, authorized, check_address
+from engine.wire.access_token import access_token, authorization_headers, check_address, is_authorized
 
 
 def test_the_header_that_is_sent_is_the_one_that_is_accepted():
-    header = authorization("s3cret")["Authorization"]
-    assert authorized(header, "s3cret")
-    assert authorized(header.encode(), "s3cret")
-    assert authorization(None) == {}
+    header = authorization_headers("s3cret")["Authorization"]
+    assert is_authorized(header, "s3cret")
+    assert is_authorized(header.encode(), "s3cret")
+    assert authorization_headers(None) == {}
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_the_header_that_is_sent_is_the_one_that_is_accepted():
     ],
 )
 def test_every_other_header_is_refused(header):
-    assert not authorized(header, "s3cret")
-    assert authorized(header, None)
+    assert not is_authorized(header, "s3cret")
+    assert is_authorized(header, None)
 
 
 def test_a_token_must_fit_a_header(monkeypatch):

@@ -13,7 +13,7 @@ from engine.config import Config
 from engine.errors import BadInput, MetronomeError
 from engine.launcher.server import Server, rendezvous_neighbour
 from engine.wire.certificate import CERTIFICATE, Certificate, own_certificate
-from engine.wire.invitation import INVITATION, invite, wait_for_invitation
+from engine.wire.invitation import INVITATION, wait_for_invitation, write_invitation
 from engine.wire.message import Done
 from engine.wire.messages import Heartbeat
 
@@ -81,7 +81,9 @@ def test_an_invitation_can_be_read_by_its_owner_alone_and_a_rank_finds_the_certi
         update={"parallel": config.parallel.model_copy(update={"rendezvous": "10.0.0.1:29500", "nodes": 2})}
     )
     public = Certificate.make().public
-    invite(config=config, folder=tmp_path, run_id="a", arguments=["--rank"], token="secret", certificate=public)
+    write_invitation(
+        config=config, folder=tmp_path, run_id="a", arguments=["--rank"], token="secret", certificate=public
+    )
     assert stat.S_IMODE((tmp_path / INVITATION).stat().st_mode) == 0o600
     found = wait_for_invitation(tmp_path, "", 1.0)
     assert (found.token, found.certificate, found.rendezvous) == ("secret", public, "10.0.0.1:29500")

@@ -11,7 +11,7 @@ from engine.trainer.rollouts import Replay
 from engine.types import BatchScores, Landed
 from engine.wire.columns import PackedLanded, open_group, open_landed, pack_group, pack_ids
 from engine.wire.messages import EarlyWork, Window
-from engine.wire.record import RecordWriter, check, plan, read
+from engine.wire.record import RecordWriter, check_record, read_record, record_settings
 from support.disk_order import disk_order
 from support.groups import numbered_group
 
@@ -20,7 +20,7 @@ MODEL = {"path": FOLDER.name}
 (Path(FOLDER.name) / "config.json").write_text("{}")
 CONFIG = Config(model=MODEL, parallel={"data": 2}, train={"prompts_per_step": 3})
 
-HEADER = msgpack.packb({"plan": plan(CONFIG)})
+HEADER = msgpack.packb({"plan": record_settings(CONFIG)})
 
 
 def group(index, step=0):
@@ -52,7 +52,7 @@ def indices(works):
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    check(path, CONFIG)
+    check_record(path, CONFIG)
     for step in (0, 1):
         assert indices(Replay(path, 0, 3, {}).work(step)) == [[0]]
         mine = list(Replay(path, 1, 3, {}).work(step))
@@ -79,7 +79,7 @@ def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
 def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     path = recorded(tmp_path / "record.msgpack", steps=3)
     RecordWriter(path, CONFIG, 1)
-    assert {entry.step for entry in read(path)} == {0}
+    assert {entry.step for entry in read_record(path)} == {0}
     recorded(path, steps=3, start=1)
     assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(3)] == [[["landed"], [2], [1]]] * 3
 
@@ -89,9 +89,9 @@ def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_pat
     other = Config(model=MODEL, parallel={"data": 1}, train={"prompts_per_step": 3})
     with pytest.raises(BadInput, match=r"--resume: parallel\.data is 1, but the record was taken with 2"):
         RecordWriter(path, other, 1)
-    assert len(list(read(path))) == 8  # and nothing is lost
+    assert len(list(read_record(path))) == 8  # and nothing is lost
     RecordWriter(path, other, 0)  # all steps are done again: a new record
-    assert list(read(path)) == []
+    assert list(read_record(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_replay_with_another_setting_is_refused_by_its_key(tmp_path, table, ch
     changed = Config(**(tables | {table: tables.get(table, {}) | change}))
     key = f"{table}.{list(change)[-1]}"
     with pytest.raises(BadInput, match=rf"{key} is .*, but the record was taken with .*config\.toml"):
-        check(path, changed)
+        check_record(path, changed)
 
 
 def test_one_recomputed_layer_is_not_all_of_them(tmp_path):
@@ -124,9 +124,9 @@ def test_one_recomputed_layer_is_not_all_of_them(tmp_path):
 
     path = tmp_path / "record.msgpack"
     RecordWriter(path, settings(True), 0).flush()
-    check(path, settings(True))
+    check_record(path, settings(True))
     with pytest.raises(BadInput, match=r"train\.recompute is 1, but the record was taken with True"):
-        check(path, settings(1))
+        check_record(path, settings(1))
 
 
 def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_path):
@@ -135,15 +135,15 @@ def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_
     copy.mkdir()
     (copy / "config.json").write_text("{}")
     moved = Config(model={"path": str(copy)}, parallel={"data": 2}, train={"prompts_per_step": 3})
-    check(path, moved)
+    check_record(path, moved)
     (copy / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(BadInput, match=r"content of model\.path is .*, but the record was taken with"):
-        check(path, moved)
+        check_record(path, moved)
 
 
 def test_settings_that_change_no_weight_may_differ(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    check(
+    check_record(
         path,
         Config(
             model=MODEL,
@@ -159,13 +159,13 @@ def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
     falling = {"prompts_per_step": 3, "schedule": "linear"}
     path = recorded(tmp_path / "record.msgpack", config=Config(model=MODEL, train=falling | {"steps": 2}))
     with pytest.raises(BadInput, match=r"train\.steps is 1, but the record was taken with 2"):
-        check(path, Config(model=MODEL, train=falling | {"steps": 1}))
+        check_record(path, Config(model=MODEL, train=falling | {"steps": 1}))
 
 
 def test_a_step_that_was_cut_off_is_refused(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes()[:-10])  # in the middle of the last entry
-    check(path, CONFIG)
+    check_record(path, CONFIG)
     assert indices(Replay(path, 0, 3, {}).work(0)) == [[0]]
     for step, groups in ((1, 2), (2, 0)):
         with pytest.raises(BadInput, match=f"holds {groups} groups of step {step}, train.prompts_per_step is 3"):
@@ -194,7 +194,7 @@ def test_a_group_with_a_flipped_byte_is_refused_by_step_and_group(tmp_path):
     with pytest.raises(
         BadInput, match=r"entry 7 is damaged \(step 1, group 1: \['responses'\] are not what was recorded"
     ):
-        check(path, CONFIG)
+        check_record(path, CONFIG)
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     content, said = DAMAGED[damage]
     (tmp_path / "record.msgpack").write_bytes(content)
     with pytest.raises(BadInput, match=said):
-        check(tmp_path / "record.msgpack", CONFIG)
+        check_record(tmp_path / "record.msgpack", CONFIG)
 
 
 def test_a_step_is_on_the_disk_when_it_is_flushed_and_a_record_before_it_has_its_name(tmp_path, monkeypatch):
@@ -212,7 +212,7 @@ def test_a_step_is_on_the_disk_when_it_is_flushed_and_a_record_before_it_has_its
     recorder.add(0, Window(0, (group(0),)))
     recorder.flush()
     assert noted[3:] == ["sync record.msgpack"]
-    assert len(list(read(tmp_path / "record.msgpack"))) == 1
+    assert len(list(read_record(tmp_path / "record.msgpack"))) == 1
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 4096, b"\xc1", b"\x85"], ids=["zeros", "no msgpack", "cut"])
@@ -220,7 +220,7 @@ def test_a_resume_leaves_out_what_a_power_cut_left_behind_the_steps_that_stay(tm
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes() + tail)
     RecordWriter(path, CONFIG, 2)
-    check(path, CONFIG)
+    check_record(path, CONFIG)
     assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(2)] == [[["landed"], [2], [1]]] * 2
 
 
@@ -232,7 +232,7 @@ def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):
         RecordWriter(path, CONFIG, 2)
     assert path.read_bytes() == damaged
     RecordWriter(path, CONFIG, 1)
-    assert {entry.step for entry in read(path)} == {0}
+    assert {entry.step for entry in read_record(path)} == {0}
 
 
 @pytest.mark.parametrize("start", [0, 1])
@@ -244,16 +244,16 @@ def test_an_empty_record_is_named_or_made_anew_where_all_steps_are_done_again(tm
             RecordWriter(path, CONFIG, start)
     else:
         RecordWriter(path, CONFIG, start)
-        assert list(read(path)) == []
+        assert list(read_record(path)) == []
 
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(BadInput, match="no such file"):
-        check(tmp_path / "record.msgpack", CONFIG)
+        check_record(tmp_path / "record.msgpack", CONFIG)
 
 
 def test_an_entry_of_another_release_is_refused_and_not_taken_for_an_empty_one(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes() + msgspec.msgpack.encode({"unit": 0, "step": 0, "sealed": [b"group"]}))
     with pytest.raises(BadInput, match=r"entry \d+ is damaged, or of another release: .*`sealed`"):
-        check(path, CONFIG)
+        check_record(path, CONFIG)

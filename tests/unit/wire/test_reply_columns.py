@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from engine.instance.replies import Result, completion_columns, completion_reply
 from engine.launcher.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
-from engine.launcher.pool.reply_check import Asked, BrokenRule, checked
+from engine.launcher.pool.reply_check import Asked, BrokenRule, check_reply
 from engine.types import Prompt
 from engine.wire.columns import open_response
-from engine.wire.reply_columns import CONTENT_TYPE, read
+from engine.wire.reply_columns import CONTENT_TYPE, read_reply
 from engine.wire.rollout_messages import CompletionReply
 
 RESULT = Result([8, 3, 5], [-0.5, -0.25, -1.75], "length", 7)
@@ -29,7 +29,7 @@ def written(result=RESULT):
 @given(st.lists(st.tuples(st.integers(0, 49), st.floats(-9999, 0)), max_size=5))
 def test_they_are_the_reply_in_json_with_its_numbers_behind_it(pairs):
     result = Result([token for token, _ in pairs], [logprob for _, logprob in pairs], "abort", 7)
-    head, token_ids, logprobs = read(written(result))
+    head, token_ids, logprobs = read_reply(written(result))
     whole = completion_reply(4, "model", [1, 2], result)
     found = json.loads(head)
     assert found["choices"][0]["token_ids"] == found["choices"][0]["logprobs"]["token_logprobs"] == []
@@ -48,7 +48,7 @@ def test_a_reply_with_any_flipped_bit_is_not_taken_or_says_the_same(at):
     body[at // 8] ^= 1 << at % 8
     try:
         found = CompletionReply.of_columns(bytes(body))
-        response = open_response(checked(found, ASKED, 0, "instance-0"))
+        response = open_response(check_reply(found, ASKED, 0, "instance-0"))
     except (ValueError, BrokenRule):  # msgspec.DecodeError is a ValueError
         return
     assert (response.token_ids, response.logprobs) == (RESULT.token_ids, RESULT.logprobs)
@@ -58,7 +58,7 @@ def test_a_reply_with_any_flipped_bit_is_not_taken_or_says_the_same(at):
 @pytest.mark.parametrize("cut", [1, 7, 8, 15])
 def test_numbers_that_are_cut_off_are_refused(cut):
     with pytest.raises(ValueError, match=f"{3 * 16 - cut} bytes of numbers, which must be 16 for each token"):
-        read(written()[:-cut])
+        read_reply(written()[:-cut])
 
 
 @pytest.mark.parametrize("spoil", [None, "numbers", "cut", "no head"])

@@ -13,7 +13,7 @@ from engine.client.publish.transports import Snapshots
 from engine.wire.sync_messages import BucketInfo
 from engine.wire.weights import bucket_file
 from engine.wire.weights.bucket_file import BucketFile, wire_of
-from engine.wire.weights.buckets import Buffers, pack, specs_of
+from engine.wire.weights.buckets import Buffers, pack_buckets, specs_of
 from support.runs import wait_for
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ ACTIONS = st.sampled_from(
 def copy(copies, version, count=4):
     """Copy the first buckets of a version, one for each tensor, whose memory is used again at once."""
     tensors = {f"t{number}": torch.full((size,), float(version)) for number, size in enumerate(SIZES)}
-    for bucket in itertools.islice(pack(tensors.items(), None, 1, Buffers(9, 1.0)), count):
+    for bucket in itertools.islice(pack_buckets(tensors.items(), None, 1, Buffers(9, 1.0)), count):
         info = BucketInfo(transport="gloo", version=version, stage=0, bucket=bucket.number, **bucket.wire())
         copies.copy(bucket, info)
         bucket.tensors[0].fill_(-1.0)
@@ -50,9 +50,9 @@ class Stand:
         self.over = False
         self.memory = 0
         """Bytes that the copies have taken; they keep them."""
-        self._write = bucket_file.write
+        self._write = bucket_file.write_bucket
         self._empty = torch.empty
-        patch.setattr(bucket_file, "write", self.write)
+        patch.setattr(bucket_file, "write_bucket", self.write)
         patch.setattr(torch, "empty", self.empty)
         self.copies = HostCopies(0, self.snapshots, self.is_wanted, CPU)
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.launcher.pool.instance_client import InstanceGone
-from engine.wire.weights.groups import Rendezvous, join
+from engine.wire.weights.groups import Rendezvous, join_group
 from support.late_communicator import late
 from support.weights_double import TIMEOUT_S, Model, base_folder, publisher, starting, weights
 
@@ -87,7 +87,9 @@ def members(backend, world, timeout_s, device=HOST):
     meeting = Rendezvous("127.0.0.1", backend, timeout_s, device)
     off = threading.Event()
     ended = {}
-    joined = partial(join, meeting.address, world=world, backend=backend, timeout_s=timeout_s, off=off, device=device)
+    joined = partial(
+        join_group, meeting.address, world=world, backend=backend, timeout_s=timeout_s, off=off, device=device
+    )
 
     def member(rank):
         try:

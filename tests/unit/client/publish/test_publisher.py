@@ -210,13 +210,13 @@ def test_a_snapshot_that_outlives_its_parameters_is_never_shown_as_whole(tmp_pat
 def slow_files(monkeypatch):
     """A file system on which every file takes as long as one wants: until the event is set."""
     event = threading.Event()
-    write = bucket_file.write
+    write = bucket_file.write_bucket
 
     def slow(*arguments):
         assert event.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(bucket_file, "write", slow)
+    monkeypatch.setattr(bucket_file, "write_bucket", slow)
     yield event
     event.set()
 

@@ -9,11 +9,11 @@ from engine.client.publish.transports import Snapshots
 from engine.errors import BadInput
 from engine.wire.sync_messages import BucketInfo
 from engine.wire.weights.bucket_file import BucketFile, wire_of
-from engine.wire.weights.buckets import Buffers, pack, specs_of
+from engine.wire.weights.buckets import Buffers, pack_buckets, specs_of
 
 
 def write(snapshots, version, stage, tensors, limit=100):
-    for bucket in pack(tensors.items(), None, limit, Buffers(9, 1.0)):
+    for bucket in pack_buckets(tensors.items(), None, limit, Buffers(9, 1.0)):
         info = BucketInfo(transport="file", version=version, stage=stage, bucket=bucket.number, **bucket.wire())
         snapshots.write(bucket, info)
 

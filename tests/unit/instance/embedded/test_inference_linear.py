@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.instance.embedded.rollout_model import ROWS, available, linear
+from engine.instance.embedded.rollout_model import ROWS, onednn_available, onednn_linear
 
 SIZES = [(128, 1024), (48, 61), (80, 48), (17, 3), (512, 128)]
 
@@ -17,7 +17,7 @@ def _threads(request):
 
 
 def test_this_torch_has_the_operator():
-    assert available()
+    assert onednn_available()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -30,7 +30,7 @@ def test_equals_the_product_in_fp64(sizes, rows, biased):
     bias = torch.randn(sizes[1]) if biased else None
     expected = x.double() @ weight.double().T + (bias.double() if biased else 0.0)
     with torch.inference_mode():
-        found = linear(x, weight, bias)
+        found = onednn_linear(x, weight, bias)
     assert torch.norm(found - expected) < 1e-6 * torch.norm(expected)
 
 
@@ -42,11 +42,11 @@ def test_a_row_depends_neither_on_the_others_nor_on_its_place(sizes, rows):
     x = torch.randn(rows, sizes[0])
     weight = torch.randn(*sizes[::-1])
     with torch.inference_mode():
-        row = linear(x, weight, None)[5]
+        row = onednn_linear(x, weight, None)[5]
         for place in range(rows):
             other = torch.randn(rows, sizes[0])
             other[place] = x[5]
-            assert torch.equal(linear(other, weight, None)[place], row)
+            assert torch.equal(onednn_linear(other, weight, None)[place], row)
 
 
 def test_rows_of_a_fused_weight_are_read_where_they_lie():
@@ -55,6 +55,6 @@ def test_rows_of_a_fused_weight_are_read_where_they_lie():
     x = torch.randn(ROWS, 32)
     joint = torch.randn(96, 32)
     with torch.inference_mode():
-        torch.testing.assert_close(linear(x, joint[40:72], None), x @ joint[40:72].T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(onednn_linear(x, joint[40:72], None), x @ joint[40:72].T, rtol=1e-5, atol=1e-5)
         joint[50] = 0.0
-        assert linear(x, joint[40:72], None)[:, 10].abs().max() == 0.0
+        assert onednn_linear(x, joint[40:72], None)[:, 10].abs().max() == 0.0

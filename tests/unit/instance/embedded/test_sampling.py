@@ -1,18 +1,18 @@
 import pytest
 import torch
 
-from engine.instance.embedded.sampling import Sampling, sample
+from engine.instance.embedded.sampling import Sampling, sample_tokens
 
 
 def draw(logits, count, **settings):
     """`count` draws from one row of logits: tokens and log-probabilities."""
     params = Sampling(max_tokens=count, seed=7, **settings)
-    return sample(logits.expand(count, -1), [params] * count, params.uniforms())
+    return sample_tokens(logits.expand(count, -1), [params] * count, params.uniforms())
 
 
 def test_greedy_takes_the_most_likely_token():
     logits = torch.randn(20, 33, generator=torch.Generator().manual_seed(0))
-    tokens, logprobs = sample(logits, [Sampling(1, temperature=0.0)] * 20, [0.999] * 20)
+    tokens, logprobs = sample_tokens(logits, [Sampling(1, temperature=0.0)] * 20, [0.999] * 20)
     assert tokens == logits.argmax(-1).tolist()
     torch.testing.assert_close(torch.tensor(logprobs), logits.log_softmax(-1).amax(-1))
 
@@ -59,15 +59,15 @@ def test_a_row_does_not_depend_on_the_others():
         Sampling(1, temperature=2.0),
     ]
     uniforms = torch.rand(9, generator=torch.Generator().manual_seed(2)).tolist()
-    tokens, logprobs = sample(logits, params, uniforms)
+    tokens, logprobs = sample_tokens(logits, params, uniforms)
     for row in range(9):
-        alone = sample(logits[row : row + 1], params[row : row + 1], uniforms[row : row + 1])
+        alone = sample_tokens(logits[row : row + 1], params[row : row + 1], uniforms[row : row + 1])
         assert alone == ([tokens[row]], [logprobs[row]])
 
 
 def test_the_ends_of_the_unit_interval_never_pick_an_impossible_token():
     logits = torch.tensor([[-float("inf"), 0.0, 0.0, -float("inf")]]).expand(2, -1)
-    assert sample(logits, [Sampling(1)] * 2, [0.0, 1.0])[0] == [1, 2]
+    assert sample_tokens(logits, [Sampling(1)] * 2, [0.0, 1.0])[0] == [1, 2]
 
 
 def test_uniforms_depend_on_the_seed_alone():

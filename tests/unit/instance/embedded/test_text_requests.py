@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.data.tokenizer import Tokenizer
-from engine.instance.embedded.text_routes import KEYS, MOST, ONLY, ReplyForm, SampledToken, _pieces, parse
+from engine.instance.embedded.text_routes import KEYS, MOST, ONLY, ReplyForm, SampledToken, _pieces, parse_request
 from engine.instance.protocol import SEEDS, RequestLimits
 from engine.instance.refusals import Refusal
 from support.fuzz_requests import values
@@ -31,7 +31,7 @@ def read(tokenizer):
 
 
 def parsed(body, chat, tokenizer):
-    return parse(body=body, chat=chat, model="tiny", tokenizer=tokenizer, limits=LIMITS)
+    return parse_request(body=body, chat=chat, model="tiny", tokenizer=tokenizer, limits=LIMITS)
 
 
 def test_each_response_has_a_seed_of_its_own_and_stops_at_the_tokenizers_end(read):

@@ -16,7 +16,7 @@ from engine.instance.embedded.engine_thread import EngineThread
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 from engine.wire.weights import bucket_file
-from engine.wire.weights.buckets import Buffers, pack
+from engine.wire.weights.buckets import Buffers, pack_buckets
 from engine.wire.weights.groups import Rendezvous
 from support.tiny_models import save
 
@@ -45,7 +45,7 @@ async def served(folders):
 def buckets(folder, tmp_path, **fields):
     """update_infos of a folder's tensors in several bucket files, and the buckets."""
     found = []
-    for bucket in pack(load_file(folder / "model.safetensors").items(), None, 40_000, Buffers(99, 1.0)):
+    for bucket in pack_buckets(load_file(folder / "model.safetensors").items(), None, 40_000, Buffers(99, 1.0)):
         info = {
             "transport": "file",
             "version": 1,
@@ -55,7 +55,7 @@ def buckets(folder, tmp_path, **fields):
             "path": str(tmp_path / f"{bucket.number}.safetensors"),
             **fields,
         }
-        bucket_file.write(Path(info["path"]), bucket, bucket.wire())
+        bucket_file.write_bucket(Path(info["path"]), bucket, bucket.wire())
         found.append((bucket, info))
     assert len(found) > 2
     return found

@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import BadInput, DeadlineError
 from engine.instance.vllm import batch_invariance, serve
-from engine.instance.vllm.batch_invariance import check, difference, requests
+from engine.instance.vllm.batch_invariance import check_invariance, first_difference, invariance_requests
 
 ALONE, AGAIN, TOGETHER, LATE = range(4)
 SLOTS = 3
@@ -68,7 +68,7 @@ class Instance:
 
 def test_equal_bits_pass_and_the_batch_is_full():
     instance = Instance()
-    check(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
+    check_invariance(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
     assert instance.probed == 4
     assert instance.asked.count(("POST", "/v1/completions")) == 4 + SLOTS
     order = [path for _, path in instance.asked if path not in ("/v1/completions", "/load")]
@@ -90,7 +90,7 @@ def test_the_last_bit_of_one_log_probability_is_a_refusal(spoilt, situation):
 
     instance = Instance(spoil)
     with pytest.raises(BadInput) as refusal:
-        check(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
+        check_invariance(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
     message = str(refusal.value)
     assert "\n" not in message  # the launcher shows a line
     assert message.startswith(
@@ -114,17 +114,17 @@ def test_the_last_bit_of_one_log_probability_is_a_refusal(spoilt, situation):
     ],
 )
 def test_what_differs_is_named(other, said):
-    assert difference(reply([4, 5, 6], [-1.0, -2.0, -3.0]), other) == said
+    assert first_difference(reply([4, 5, 6], [-1.0, -2.0, -3.0]), other) == said
 
 
 def test_signs_of_zeros_are_bits_too():
-    assert difference(reply([4], [0.0]), reply([4], [-0.0]))
+    assert first_difference(reply([4], [0.0]), reply([4], [-0.0]))
 
 
 @pytest.mark.parametrize("context", [2, 3, 5, CONTEXT, 4096])
 @pytest.mark.parametrize("slots", [1, 256])
 def test_every_request_has_room_in_the_context(slots, context):
-    request, others = requests(slots, context)
+    request, others = invariance_requests(slots, context)
     assert len(others) == slots
     assert len(request["prompt"]) + request["max_tokens"] <= context
     assert all(1 <= len(one["prompt"]) < context and one["max_tokens"] >= 1 for one in others)
@@ -138,7 +138,7 @@ def test_requests_that_never_wait_are_named_and_let_go(monkeypatch):
     monkeypatch.setattr(batch_invariance, "WAIT_S", 0.1)
     instance = Instance(holds=False)
     with pytest.raises(DeadlineError, match=r"0 of 4 requests of the probe wait at the instance after 0\.1 s"):
-        check(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
+        check_invariance(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
     assert instance.open.is_set()
 
 

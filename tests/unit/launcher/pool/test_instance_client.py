@@ -17,7 +17,7 @@ from engine.launcher.pool.instance_client import (
     InstanceGone,
     Refused,
     SamplingSettings,
-    joined,
+    join_responses,
 )
 from engine.types import Prompt, Response
 from engine.wire.columns import open_ids, open_response, pack_response
@@ -317,10 +317,10 @@ def test_a_response_and_its_continuation_keep_the_version_of_each_token():
         )
         return pack_response(whole)
 
-    first = joined(None, part((1, 2), ((0, 3),), "abort"))
-    same = joined(first, part((3,), ((0, 3),), "abort"))
-    newer = joined(same, part((4, 5), ((0, 4),), "abort"))
-    last = joined(newer, part((6, 7), ((0, 4), (1, 5)), "stop"))  # as vLLM says it where it can't tell
+    first = join_responses(None, part((1, 2), ((0, 3),), "abort"))
+    same = join_responses(first, part((3,), ((0, 3),), "abort"))
+    newer = join_responses(same, part((4, 5), ((0, 4),), "abort"))
+    last = join_responses(newer, part((6, 7), ((0, 4), (1, 5)), "stop"))  # as vLLM says it where it can't tell
     whole = open_response(last)
     assert whole.token_ids == (1, 2, 3, 4, 5, 6, 7)
     assert whole.logprobs == tuple(-float(token) for token in whole.token_ids)

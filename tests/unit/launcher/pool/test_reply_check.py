@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.launcher.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
-from engine.launcher.pool.reply_check import ROUNDING, Asked, BrokenRule, checked
+from engine.launcher.pool.reply_check import ROUNDING, Asked, BrokenRule, check_reply
 from engine.types import Prompt
-from engine.wire.reply_digest import digest
+from engine.wire.reply_digest import compute_digest
 from engine.wire.rollout_messages import CompletionReply
 from support.replies import reply
 from support.scripted import Scripted
@@ -47,7 +47,7 @@ def signed(found):
     """The reply with the digest that belongs to it: an enemy computes it, too."""
     choice = found["choices"][0]
     with contextlib.suppress(OverflowError, TypeError, ValueError):  # it has none
-        found["digest"] = digest(
+        found["digest"] = compute_digest(
             choice["token_ids"],
             choice["logprobs"]["token_logprobs"],
             found["weight_versions"],
@@ -60,7 +60,7 @@ def wrong(found):
     """What is wrong with a reply as the launcher reads it; "" if it is taken."""
     try:
         read = msgspec.json.decode(json.dumps(found).encode(), type=CompletionReply)
-        checked(read, ASKED, 0, "instance-0")
+        check_reply(read, ASKED, 0, "instance-0")
     except (msgspec.DecodeError, BrokenRule) as error:
         return str(error)
     return ""
@@ -82,7 +82,7 @@ def test_a_reply_of_every_length_up_to_the_one_that_was_asked_for_is_taken(count
 def test_a_log_probability_is_a_finite_number_also_where_a_decoder_lets_others_pass(value):
     read = msgspec.convert(reply([1], [value], "length", [(0, 0)]), CompletionReply)
     with pytest.raises(BrokenRule, match="log-probability 0 is"):
-        checked(read, ASKED, 0, "instance-0")
+        check_reply(read, ASKED, 0, "instance-0")
 
 
 def test_an_aborted_response_may_be_empty():
@@ -217,7 +217,7 @@ def test_a_log_probability_may_exceed_0_by_rounding():
 
 def test_the_digest_is_what_the_protocol_says():
     """docs/protocol.md has these numbers."""
-    assert digest([8, 3], [-0.7, -2.1], [[0, 4]], "length") == "447f1d631b6c2e5a2ed051c43b969ed9"
+    assert compute_digest([8, 3], [-0.7, -2.1], [[0, 4]], "length") == "447f1d631b6c2e5a2ed051c43b969ed9"
 
 
 @pytest.mark.parametrize("what", ["token -7", "logprob nan", "no versions", "another length"])
@@ -252,6 +252,6 @@ def test_the_check_costs_less_than_to_read_the_reply():
         return best
 
     parse_s = fastest(lambda: decoder.decode(raw))
-    check_s = fastest(lambda: checked(decoder.decode(raw), asked, 0, "instance-0")) - parse_s
+    check_s = fastest(lambda: check_reply(decoder.decode(raw), asked, 0, "instance-0")) - parse_s
     print(f"8192 tokens: read {1e3 * parse_s:.2f} ms, check {1e3 * check_s:.2f} ms", file=sys.stderr)
     assert check_s < parse_s

@@ -9,7 +9,7 @@ import torch
 from engine.errors import MetronomeError, WeightSyncError
 from engine.instance.receiver import OUTPUT
 from engine.launcher.pool.instance_client import InstanceFault, InstanceGone
-from engine.launcher.weight_sync.probe import probe
+from engine.launcher.weight_sync.probe import make_probe
 from engine.wire.sync_messages import ConnectSync, MeetingPlace, OpenSync
 from support.runs import wait_for
 from support.weights_double import TIMEOUT_S, Model, base_folder, publisher, starting, weights
@@ -253,7 +253,7 @@ def test_without_a_member_the_publish_fails_with_the_pools_reason(start, tmp_pat
 
 
 def made(vocabulary, count, text):
-    return probe(vocabulary=vocabulary, count=count, max_context=64, dtype="float32", text=text)
+    return make_probe(vocabulary=vocabulary, count=count, max_context=64, dtype="float32", text=text)
 
 
 def test_the_probes_last_token_differs_and_none_that_is_perturbed_is_an_input():
@@ -266,14 +266,14 @@ def test_the_probes_last_token_differs_and_none_that_is_perturbed_is_an_input():
             assert not set(found.perturb) & set(found.token_ids[:-1])
             assert max(found.perturb) < vocabulary
             assert found == made(vocabulary, count, iter(text))
-        assert len(set(probe(vocabulary, count, 64, "float32").token_ids)) == min(count, vocabulary // 2)
+        assert len(set(make_probe(vocabulary, count, 64, "float32").token_ids)) == min(count, vocabulary // 2)
     assert made(99, 4, [7, 7, 9, 7, 9, 5]).token_ids == (7, 7, 9, 5)  # 7 and 9 are inputs
-    assert probe(100, 32, 10, "float32").request().prompt == list(probe(100, 9, 99, "float32").token_ids)
-    assert probe(100, 0, 64, "float32") is None
+    assert make_probe(100, 32, 10, "float32").request().prompt == list(make_probe(100, 9, 99, "float32").token_ids)
+    assert make_probe(100, 0, 64, "float32") is None
 
 
 def test_the_difference_that_counts_depends_on_the_dtype_and_nan_is_never_small():
-    exact, coarse = (probe(61, 4, 64, dtype) for dtype in ("float32", "bfloat16"))
+    exact, coarse = (make_probe(61, 4, 64, dtype) for dtype in ("float32", "bfloat16"))
     assert exact.difference([0.0, 0.0], [0.5, 0.1]) == 0.5
     assert coarse.difference([0.0, 0.0], [0.5, 0.1]) == pytest.approx(0.3)
     assert not coarse.difference([0.0, 0.0], [float("nan"), 0.0]) <= 1.0

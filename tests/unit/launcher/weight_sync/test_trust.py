@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.launcher.pool.instance_client import InstanceGone
-from engine.launcher.weight_sync.probe import LEAST, MOST, probe
+from engine.launcher.weight_sync.probe import LEAST, MOST, make_probe
 from support.weights_double import PROBE, Model, base_folder, publisher, starting
 
 COMPLETIONS = "/v1/completions"
@@ -53,7 +53,7 @@ class Apart(Model):
         return [value + shift for value, shift in zip(super().probe(token_ids), self.shifts, strict=True)]
 
 
-COARSE = probe(64, 6, 64, "bfloat16")
+COARSE = make_probe(64, 6, 64, "bfloat16")
 
 
 def base(*shifts):
@@ -65,7 +65,7 @@ def base(*shifts):
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3, 0.004])
 def test_later_versions_may_be_apart_by_three_times_what_version_0_is(start, tmp_path, dtype, noise):
     """Whatever the model's and the engines' rounding is, down to a least limit."""
-    fixed = probe(64, 6, 64, dtype)
+    fixed = make_probe(64, 6, 64, dtype)
     launcher = start(1, fixed=fixed)
     sender = publisher(launcher, "file", tmp_path)
     sender.publish(base(*[noise] * 5), 0)
@@ -96,14 +96,14 @@ def test_without_weights_that_both_hold_the_limit_is_what_rounding_never_makes(s
 
 def test_nothing_is_measured_with_weights_that_are_not_version_0(start, tmp_path):
     """A later version may be close to the first weights, and the difference is then no rounding."""
-    launcher = start(1, fixed=probe(64, 6, 64, "float32"))
+    launcher = start(1, fixed=make_probe(64, 6, 64, "float32"))
     with pytest.raises(WeightSyncError, match="largest difference 0.002, limit 0.0001;"):
         publisher(launcher, "file", tmp_path).publish(base(*[0.002] * 5), 3)
 
 
 @pytest.mark.parametrize("recorded", [0.0, 0.002])
 def test_a_resumed_run_knows_what_was_measured_before(start, tmp_path, recorded):
-    launcher = start(1, fixed=probe(64, 6, 64, "float32", recorded=recorded))
+    launcher = start(1, fixed=make_probe(64, 6, 64, "float32", recorded=recorded))
     sender = publisher(launcher, "file", tmp_path)
     if not recorded:
         with pytest.raises(WeightSyncError, match="largest difference 0.002, limit 0.0001"):
@@ -117,7 +117,7 @@ def test_a_resumed_run_knows_what_was_measured_before(start, tmp_path, recorded)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_version_0_that_arrives_changed_is_seen_although_nothing_was_measured_before(start, tmp_path, dtype):
     """The trainer agrees with what the instance computed before the sync, not with what it computes after it."""
-    launcher = start(1, fixed=probe(64, 6, 64, dtype))
+    launcher = start(1, fixed=make_probe(64, 6, 64, dtype))
     sender = publisher(launcher, "file", tmp_path)
 
     class Changed(Model):

@@ -3,15 +3,15 @@
 import pytest
 from prefect.utilities.callables import parameter_schema
 
-from engine.config.keys import flatten
-from engine.config.recipe import load
+from engine.config.keys import flatten_keys
+from engine.config.recipe import load_config
 from flows import settings as flow_settings
 from flows.pipeline import pipeline
 from flows.settings import Settings
 from flows.stages import join_training
 from tasks.cluster.form import with_defaults
 
-VALUES = flatten(load("infra/recipes/quickstart.toml", ["train.steps=7"]).model_dump(mode="json"))
+VALUES = flatten_keys(load_config("infra/recipes/quickstart.toml", ["train.steps=7"]).model_dump(mode="json"))
 
 
 def fields(schema):

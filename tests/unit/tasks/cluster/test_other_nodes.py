@@ -8,7 +8,7 @@ import pytest
 from prefect import states
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.run.files import append_line, read_lines
 from tasks.cluster import other_nodes
 
@@ -83,7 +83,7 @@ def test_instances_that_evaluate_load_the_model_and_meet_at_a_place_of_their_own
     assert deployment == other_nodes.INSTANCES
     assert (given["join"], given["instances"]) == (str(meeting / "rollout.address"), 3)
     assert (given["overrides"], given["settings"]) == ([], {})
-    recipe = load(given["recipe"])
+    recipe = load_config(given["recipe"])
     assert (recipe.model.path, recipe.rollout.max_context, recipe.rollout.instances) == (str(policy), 4096, 0)
 
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from engine.config import Config, Rollout
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput, DeadlineError
 from engine.run import vllm_command
 from tasks.cluster import rollout_node
@@ -79,7 +79,9 @@ def test_each_instance_is_started_with_its_own_and_none_of_the_runs(monkeypatch)
     monkeypatch.setattr(
         rollout_node,
         "_instance",
-        lambda recipe, join, host, name, environment: started.append((environment, load(recipe).rollout.devices)),
+        lambda recipe, join, host, name, environment: started.append(
+            (environment, load_config(recipe).rollout.devices)
+        ),
     )
     monkeypatch.setattr(rollout_node, "_accompany", lambda children, join, rollout: None)
     monkeypatch.setattr(rollout_node, "stop_all", lambda children, within_s: None)

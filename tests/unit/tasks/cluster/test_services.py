@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from engine.errors import BadInput, ProcessDied
-from engine.run.guard import guarded
+from engine.run.guard import guarded_command
 from support.runs import ROOT, wait_for
 from tasks.cluster.services import PASSWORD, Service, Services, Watchdog, check_port, free_port, password_of
 
@@ -125,7 +125,7 @@ def test_a_watchdog_waits_for_a_server_that_is_not_there_yet(tmp_path):
 
 
 def test_a_guarded_program_ends_with_its_parent(tmp_path):
-    sleeper = guarded([sys.executable, "-c", "import time; time.sleep(600)"])
+    sleeper = guarded_command([sys.executable, "-c", "import time; time.sleep(600)"])
     code = (
         "from engine.run.process import Child; import time; "
         f"print(Child('x', {sleeper!r}).pid, flush=True); time.sleep(600)"
@@ -144,4 +144,7 @@ def test_a_guarded_program_ends_with_its_parent(tmp_path):
 
 
 def test_a_guard_passes_the_exit_status_on():
-    assert subprocess.run(guarded([sys.executable, "-c", "raise SystemExit(7)"]), cwd=ROOT, timeout=30).returncode == 7
+    assert (
+        subprocess.run(guarded_command([sys.executable, "-c", "raise SystemExit(7)"]), cwd=ROOT, timeout=30).returncode
+        == 7
+    )

@@ -12,12 +12,12 @@ import mlflow
 import pytest
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.evaluation.benchmarks import EncodedBenchmark
-from engine.evaluation.results import Subject, record
-from engine.launcher.in_run_evaluation import dropped
+from engine.evaluation.results import Subject, record_evaluation
+from engine.launcher.in_run_evaluation import dropped_file
 from engine.run.files import append_line, read_lines
-from engine.run.folder import RunFolder, dump
+from engine.run.folder import RunFolder, dump_config
 from engine.run.start import RunStart
 from engine.types import Group, Prompt, Response, Score
 from tasks import code_version
@@ -80,12 +80,12 @@ def finished(output, name, right, **evaluate):
     folder.create(config, resume=False)
     folder.policy.mkdir()
     (folder.policy / "config.json").write_text("{}")
-    dump(config, folder.config)
+    dump_config(config, folder.config)
     for model, version, counts in ((output / "base", 0, [0] * len(right)), (folder.policy, 2, right)):
         groups = [group(index, count) for index, count in enumerate(counts)]
         subject = Subject(str(model.resolve()), version)
         asyncio.run(
-            record(
+            record_evaluation(
                 config=config,
                 folder=folder,
                 subject=subject,
@@ -125,11 +125,11 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert "metronome.continued_from" not in version.tags
 
     with tracked_run.tracked(
-        load(output / "first/config.toml")
+        load_config(output / "first/config.toml")
     ):  # killed behind the alias: done again, it says the same
         folder = RunFolder(output / "first")
         again = tracked_run.register("model", folder.policy)
-        verdict = crown("model", again, folder, load(folder.config))
+        verdict = crown("model", again, folder, load_config(folder.config))
     assert (again, verdict.wins, verdict.reason) == (str(version.version), True, first.reason)
 
     close, version, champion = registered(*finished(output, "close", [1, 2, 2, 0, 2, 1, 1, 1, 2, 0]))
@@ -233,7 +233,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
         more = {"in_run": True, "seconds": 2.0, "exposed_s": 0.5}
         subject = Subject(str(output / "base"), 1)
         asyncio.run(
-            record(
+            record_evaluation(
                 config=config,
                 folder=folder,
                 subject=subject,
@@ -243,7 +243,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
                 more=more,
             )
         )
-        append_line(dropped(folder), {"weight_version": 2, "reason": "too late", "exposed_s": 3.0})
+        append_line(dropped_file(folder), {"weight_version": 2, "reason": "too late", "exposed_s": 3.0})
         evaluated()
         evaluated()
     said = capsys.readouterr().out

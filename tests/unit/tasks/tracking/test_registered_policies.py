@@ -6,10 +6,10 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from engine.config.recipe import find, load
+from engine.config.recipe import find_file, load_config
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
-from engine.run.folder import dump
+from engine.run.folder import dump_config
 from engine.run.start import RunStart
 from engine.types import Prompt
 from support.runs import config_of
@@ -44,7 +44,7 @@ def register(config, name="metronome-nightly", alias=None, start="base"):
 def keep(config, start):
     """What the flow leaves in the run folder."""
     start.write(config.folder)
-    dump(config, config.folder / "config.toml")
+    dump_config(config, config.folder / "config.toml")
 
 
 def first_batch(config):
@@ -102,8 +102,8 @@ def test_runs_on_other_data_than_the_recipes_have_a_registered_model_of_their_ow
             recipe, config.model_copy(update={"data": config.data.model_copy(update={"train": data})})
         )
 
-    assert named(load(recipe).data.train) == "metronome-quickstart"
-    assert named(str(find(load(recipe).data.train).resolve())) == "metronome-quickstart"
+    assert named(load_config(recipe).data.train) == "metronome-quickstart"
+    assert named(str(find_file(load_config(recipe).data.train).resolve())) == "metronome-quickstart"
     assert named("my data/my-train.jsonl") == "metronome-quickstart-my-train"
     assert named("my data/my train.jsonl") == "metronome-quickstart-my-train-990062"  # another set than that
     assert named("s3://bucket/sums.parquet") == "metronome-quickstart-sums"

@@ -11,7 +11,7 @@ from engine.config import Checkpoint, Config, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.run.identity import claim, identity
+from engine.run.identity import claim_run_id, read_run_id
 from engine.run.lock import hold_lock
 from engine.types import StepReport
 from flows.here import train_here
@@ -168,15 +168,15 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     """By the number in its published checkpoint; a new run of the same name, with a number of its own, does not."""
     place = Checkpoint(path=str(tmp_path))
     other = config.model_copy(update={"run": Run(name="lost", output=config.run.output), "checkpoint": place})
-    claim(other.folder, other, resume=False)
+    claim_run_id(other.folder, other, resume=False)
     with tracked_run.tracked(other) as first:
         for step in range(3):
             append_line(other.folder / "steps.jsonl", {"step": step, "loss": float(step)})
     published = tmp_path / "lost/step-000002"
     published.mkdir(parents=True)
-    (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": identity(other.folder)}))
+    (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": read_run_id(other.folder)}))
     shutil.rmtree(other.folder)
-    claim(other.folder, other, resume=True)
+    claim_run_id(other.folder, other, resume=True)
     with tracked_run.tracked(other) as second:
         for step in (2, 3):
             append_line(other.folder / "steps.jsonl", {"step": step, "loss": 10.0 + step})
@@ -186,7 +186,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
 
     shutil.rmtree(other.folder)
     anew = other.model_copy(update={"checkpoint": Checkpoint()})
-    claim(anew.folder, anew, resume=False)
+    claim_run_id(anew.folder, anew, resume=False)
     with tracked_run.tracked(anew) as third:
         assert third != first
 

@@ -8,7 +8,7 @@ import torch
 
 from engine import platform
 from engine.model.kernels import KERNELS
-from engine.model.kernels.reference import masked
+from engine.model.kernels.reference import masked_attention
 from engine.model.norm import RMSNorm
 from engine.tools.acceptance import device_parts
 from engine.tools.acceptance.comparisons import Comparison, compare_attention, compare_operations
@@ -36,7 +36,7 @@ def test_not_a_number_is_wrong():
 
 def test_a_kernel_that_is_wrong_is_named_and_the_others_are_compared(task, monkeypatch):
     def too_large(q, k, v, layout, scale=None):
-        return 1.1 * masked(q, k, v, layout)
+        return 1.1 * masked_attention(q, k, v, layout)
 
     monkeypatch.setattr("engine.tools.acceptance.comparisons.compare_model", lambda *a: iter(()))  # seconds
     monkeypatch.setitem(KERNELS, "cpu", too_large)
@@ -62,7 +62,9 @@ def rounded(bits):
 
         backward = forward
 
-    return lambda q, k, v, layout, scale=None: Cut.apply(masked(Cut.apply(q), Cut.apply(k), Cut.apply(v), layout))
+    return lambda q, k, v, layout, scale=None: Cut.apply(
+        masked_attention(Cut.apply(q), Cut.apply(k), Cut.apply(v), layout)
+    )
 
 
 @pytest.mark.parametrize(("bits", "right"), [(11, True), (7, False)])
@@ -78,13 +80,13 @@ def test_where_only_fp32_is_wrong_it_is_said_what_that_means(task, monkeypatch, 
     """On a device, which trains in bf16."""
 
     def less_exact(q, k, v, layout, scale=None):
-        return masked(q, k, v, layout) * (1.01 if q.dtype == torch.float32 else 1.0)
+        return masked_attention(q, k, v, layout) * (1.01 if q.dtype == torch.float32 else 1.0)
 
     monkeypatch.setattr("engine.tools.acceptance.comparisons.compare_model", lambda *a: iter(()))  # seconds
     monkeypatch.setitem(KERNELS, "cpu", less_exact)
     monkeypatch.setattr(device_parts, "complete_platform", lambda given: SimpleNamespace(name=name, attention="cpu"))
-    single = platform.single
-    monkeypatch.setattr(platform, "single", lambda machine: single(platform.PLATFORMS["cpu"]))
+    single = platform.single_session
+    monkeypatch.setattr(platform, "single_session", lambda machine: single(platform.PLATFORMS["cpu"]))
     with pytest.raises(PartFailed, match="attention cpu, float32; attention cpu, prompt not shared, float32: dif") as e:
         device_parts.kernels(task)
     assert e.value.remedy.startswith(said) if said else not e.value.remedy

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from engine import platform
-from engine.config.keys import flatten
+from engine.config.keys import flatten_keys
 from engine.tools.acceptance import run_parts, runs
 from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartTask
 from engine.tools.acceptance.reward import even
 from engine.tools.acceptance.runs import configuration, embedded_on_cpu, rollout_choice
 from engine.verifier.reward_function import load_reward
-from engine.wire.record import check, read
+from engine.wire.record import check_record, read_record
 
 CPU = platform.PLATFORMS["cpu"]
 CUDA = platform.PLATFORMS["cuda"]
@@ -130,9 +130,9 @@ def test_a_training_step_is_replayed_from_a_record_that_fits(task, launched):
     run_parts.training_step(task)
     (config,) = launched.configs
     (file,) = launched.records
-    check(file, config)
-    assert sorted({entry.step for entry in read(file)}) == [0, 1, 2, 3]
-    assert all(entry.size == config.train.prompts_per_step for entry in read(file))
+    check_record(file, config)
+    assert sorted({entry.step for entry in read_record(file)}) == [0, 1, 2, 3]
+    assert all(entry.size == config.train.prompts_per_step for entry in read_record(file))
     found = Notes.read(task.folder / "notes.jsonl")
     assert found.figures["tokens_per_s"] == pytest.approx(2 * 4 * 128 / 2.5)
     assert found.figures["mfu"] is None
@@ -174,7 +174,7 @@ def test_both_modes_train_the_same_work_and_the_same_weights(task, launched):
 
 
 def differing(one, other):
-    mine, theirs = (flatten(config.model_dump()) for config in (one, other))
+    mine, theirs = (flatten_keys(config.model_dump()) for config in (one, other))
     return {key for key in mine if mine[key] != theirs[key]}
 
 

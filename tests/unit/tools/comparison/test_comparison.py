@@ -7,26 +7,28 @@ import re
 
 import pytest
 
-from engine.evaluation.intervals import interval
+from engine.evaluation.intervals import mean_interval
 from engine.tools.comparison import accuracy, page, run_figures
-from engine.tools.comparison.run_figures import ComparedRun, Interval, once
-from engine.tools.comparison.verdict import _more, differences, verdicts
+from engine.tools.comparison.run_figures import ComparedRun, Interval, steps_once
+from engine.tools.comparison.verdict import _more, config_differences, judge_runs
 from support.compared_runs import evaluation, run, step
 
 
 def test_speed_is_tokens_by_time_and_not_the_mean_of_speeds():
     rows = [step(0, seconds=10, tokens=1000), step(1, seconds=90, tokens=1000)]
-    assert run_figures.speed(rows) == pytest.approx(2000 / 100)
+    assert run_figures.mean_speed(rows) == pytest.approx(2000 / 100)
 
 
 def test_a_steps_time_adds_up():
-    means = run_figures.breakdown(run())
+    means = run_figures.step_breakdown(run())
     assert sum(means[key] for key in (*run_figures.PARTS, "other_s")) == pytest.approx(means["step_s"])
     assert means["other_s"] == pytest.approx(0.5)
 
 
 def test_of_a_redone_step_the_last_line_counts():
-    assert [row["step_s"] for row in once([step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)])] == [
+    assert [
+        row["step_s"] for row in steps_once([step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)])
+    ] == [
         10,
         7,
         8,
@@ -34,7 +36,7 @@ def test_of_a_redone_step_the_last_line_counts():
 
 
 def test_elapsed_time_of_a_run_whose_first_steps_are_missing_starts_there():
-    assert run_figures.elapsed(ComparedRun("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
+    assert run_figures.elapsed_seconds(ComparedRun("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
 
 
 def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
@@ -69,7 +71,7 @@ def slow_noise(seconds, seed, alike=0.8, noise=0.2):
 
 @pytest.mark.parametrize("steps", [1, 5, 6, 7, 11, 39, 200])
 def test_blocks_are_few_and_take_each_step_once(steps):
-    found = run_figures.blocks(range(steps))
+    found = run_figures.split_blocks(range(steps))
     assert [step for block in found for step in block] == list(range(steps))
     assert len(found) == min(steps, 6)
     assert max(map(len, found)) - min(map(len, found)) <= 1
@@ -79,24 +81,24 @@ def test_blocks_are_few_and_take_each_step_once(steps):
     ("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "not enough steps to be sure")]
 )
 def test_the_verdict_on_speed(seconds, word):
-    found = verdicts([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
+    found = judge_runs([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
     assert word in found.sentences[0]
     assert "periodic" in found.sentences[0]
 
 
 def test_few_steps_and_no_common_steps_give_no_interval():
-    few = verdicts([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
+    few = judge_runs([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
     assert "4 common steps after the warm-up are too few" in few.sentences[0]
     late = ComparedRun("periodic", "p", {}, [step(n) for n in range(100, 120)])
-    none = verdicts([run("sync"), late])[0]
+    none = judge_runs([run("sync"), late])[0]
     assert "no steps in common" in none.sentences[0]
 
 
 def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
     bare = ComparedRun("bare", "bare", {}, [{"step": n} for n in range(20)])
-    found = page.write([run("sync"), bare], tmp_path / "page.html")
+    found = page.write_page([run("sync"), bare], tmp_path / "page.html")
     assert "no steps in common" in found[0].sentences[0]
-    assert page.summary([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
+    assert page.summary_table([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
 
 
 def test_a_paired_difference_sees_what_the_intervals_do_not():
@@ -108,28 +110,30 @@ def test_a_paired_difference_sees_what_the_intervals_do_not():
         for name, row, found in zip(("sync", "periodic"), rows, means, strict=True)
     ]
     plain = [run(name, evaluations=[row]) for name, row in zip(("sync", "periodic"), rows, strict=True)]
-    assert "periodic was better" in verdicts(tables)[0].sentences[1]
-    told = verdicts(tables)[0].sentences[1]
+    assert "periodic was better" in judge_runs(tables)[0].sentences[1]
+    told = judge_runs(tables)[0].sentences[1]
     assert told.startswith("Evaluation on ")  # not "Accuracy": scores may be partial
     assert "paired over 100 problems" in told
-    assert "no difference shown" in verdicts(plain)[0].sentences[1]
-    assert "unpaired" in verdicts(plain)[0].sentences[1]
+    assert "no difference shown" in judge_runs(plain)[0].sentences[1]
+    assert "unpaired" in judge_runs(plain)[0].sentences[1]
 
 
 def test_the_difference_of_two_wilson_intervals_is_newcombes():
     """Newcombe 1998, table II (a): 56/70 - 48/80 = 0.2, method 10 gives 0.0524 to 0.3339."""
-    wilson = [interval([1.0] * right + [0.0] * (n - right)) for right, n in ((56, 70), (48, 80))]
-    found = accuracy.unpaired(evaluation(0.8, *wilson[0]), evaluation(0.6, *wilson[1]), 0.95)
+    wilson = [mean_interval([1.0] * right + [0.0] * (n - right)) for right, n in ((56, 70), (48, 80))]
+    found = accuracy.unpaired_interval(evaluation(0.8, *wilson[0]), evaluation(0.6, *wilson[1]), 0.95)
     assert (found.low, found.high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))
 
 
 def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     base = {**evaluation(0.1, 0.05, 0.2), "step": 0, "weight_version": 0}
-    assert accuracy.difference(run(evaluations=[base]), run(evaluations=[base]), "b", 0.95) is None
+    assert accuracy.accuracy_difference(run(evaluations=[base]), run(evaluations=[base]), "b", 0.95) is None
     twice = [evaluation(0.5, 0.4, 0.6), evaluation(0.6, 0.5, 0.7)]
-    assert accuracy.last(run(evaluations=twice), "b")["avg_at_k"] == 0.6, "evaluated again: the newest counts"
+    assert accuracy.last_evaluation(run(evaluations=twice), "b")["avg_at_k"] == 0.6, (
+        "evaluated again: the newest counts"
+    )
     late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
-    found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
+    found = judge_runs([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
     assert "on b (not evaluated alike), compared" in found.answer
 
@@ -138,7 +142,7 @@ def test_a_part_whose_figures_mlflow_did_not_get_is_in_other():
     whole = run()
     rows = [{key: row[key] for key in row if key != "check_s"} for row in whole.steps]
     less = ComparedRun(whole.name, whole.source, whole.config, rows)
-    assert run_figures.breakdown(less)["other_s"] == pytest.approx(0.8)
+    assert run_figures.step_breakdown(less)["other_s"] == pytest.approx(0.8)
     assert [dict(bar["parts"]).get("compare weights") for bar in page._bars([run(), less])] == [
         pytest.approx(0.3),
         None,
@@ -147,35 +151,35 @@ def test_a_part_whose_figures_mlflow_did_not_get_is_in_other():
 
 def test_several_runs_widen_the_intervals():
     runs = [run(name, noise=0.1, seed=seed) for seed, name in enumerate(("a", "b", "c"))]
-    assert "97.5% interval" in verdicts(runs)[0].sentences[0]
-    assert verdicts(runs)[0].speed.low < verdicts(runs[:2])[0].speed.low
+    assert "97.5% interval" in judge_runs(runs)[0].sentences[0]
+    assert judge_runs(runs)[0].speed.low < judge_runs(runs[:2])[0].speed.low
 
 
 def test_several_benchmarks_widen_the_intervals_of_accuracy(tmp_path):
     """Two others and three benchmarks: of speed each has 1 - 0.05 / 2, of accuracy each 1 - 0.05 / 6."""
     rows = [evaluation(0.5, 0.4, 0.6, benchmark=name) for name in ("b", "c", "d")]
     runs = [run(name, noise=0.1, seed=seed, evaluations=rows) for seed, name in enumerate(("one", "two", "three"))]
-    found = verdicts(runs)[0]
+    found = judge_runs(runs)[0]
     assert "97.5% interval" in found.sentences[0]
     assert [one.level for one in found.accuracy] == [pytest.approx(1 - 0.05 / 6)] * 3
     assert all("99.2% interval" in sentence for sentence in found.sentences[1:4])
-    [alone] = verdicts([run(name, evaluations=rows[:1]) for name in ("one", "two")])
+    [alone] = judge_runs([run(name, evaluations=rows[:1]) for name in ("one", "two")])
     assert found.accuracy[0].interval.low < alone.accuracy[0].interval.low
-    page.write(runs, tmp_path / "page.html")
+    page.write_page(runs, tmp_path / "page.html")
     assert "c: difference from one, with 99.2% intervals" in (tmp_path / "page.html").read_text()
 
 
 def test_other_settings_are_named_and_places_are_not():
     one = ComparedRun("a", "a", {"train.mode": "sync", "run.seed": "0", "run.output": "x"}, [step(0)])
     other = ComparedRun("b", "b", {"train.mode": "periodic", "run.seed": "1", "run.output": "y"}, [step(0)])
-    assert differences([one, other]) == {"train.mode": ["sync", "periodic"], "run.seed": ["0", "1"]}
-    assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].cautions)
+    assert config_differences([one, other]) == {"train.mode": ["sync", "periodic"], "run.seed": ["0", "1"]}
+    assert "also differ in run.seed" in " ".join(judge_runs([one, other])[0].cautions)
 
 
 def test_the_key_that_two_runs_were_meant_to_differ_in_is_no_caution():
     def pair(base, other):
         runs = [ComparedRun(str(n), str(n), keys, [step(0)]) for n, keys in enumerate((base, other))]
-        found = verdicts(runs)[0]
+        found = judge_runs(runs)[0]
         return " ".join(found.cautions), found.sentences[-1]
 
     cautions, last = pair(
@@ -230,11 +234,11 @@ def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
         )
         for name, length, solved in (("sync", 10.0, 75), ("periodic", seconds, right))
     ]
-    assert verdicts(runs)[0].answer == f"periodic was {answer}, compared with sync."
+    assert judge_runs(runs)[0].answer == f"periodic was {answer}, compared with sync."
 
 
 def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
-    found = verdicts([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
+    found = judge_runs([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
     assert (
         "was of unknown speed (too few common steps), and of unknown quality by its reward in training" in found.answer
     )
@@ -245,19 +249,23 @@ def test_runs_that_did_not_end_well_are_marked(tmp_path):
     whole = ComparedRun("whole", "whole", planned, [step(n) for n in range(12)])
     dead = ComparedRun("dead", "dead", planned, [step(n) for n in range(7)], failure="the trainer died")
     cut = ComparedRun("cut", "cut", planned, [step(n) for n in range(3)])
-    found = page.write([whole, dead, cut], tmp_path / "page.html")
+    found = page.write_page([whole, dead, cut], tmp_path / "page.html")
     assert "dead failed after 7 of 12 steps: the trainer died" in found[0].cautions
     assert "cut has only 3 of 12 steps: it is still running, or it was stopped." in found[1].cautions
     assert not any(
         "whole failed" in caution or "whole has only" in caution for one in found for caution in one.cautions
     )
-    assert [row[2] for row in page.summary([whole, dead, cut])[1]] == ["12", "7 of 12, failed", "3 of 12, unfinished"]
+    assert [row[2] for row in page.summary_table([whole, dead, cut])[1]] == [
+        "12",
+        "7 of 12, failed",
+        "3 of 12, unfinished",
+    ]
 
 
 def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
     target = tmp_path / "deep" / "page.html"
     long = run("</script><b>", steps=3000)
-    page.write([run("sync", evaluations=[evaluation(0.5, 0.4, 0.6)]), long], target)
+    page.write_page([run("sync", evaluations=[evaluation(0.5, 0.4, 0.6)]), long], target)
     text = target.read_text()
     assert not re.search(r'(src|href)="?http', text)
     assert text.count("</script>") == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from support.paper_recipes import DEVICES
 
 # Periodic Asynchrony §6.2: "evaluated 8 times", "temperature = 0.7, top_p = 0.95, and top_k = 20", "limit of 32k"
@@ -151,7 +151,7 @@ STATED |= {
 
 @pytest.mark.parametrize("name", STATED)
 def test_what_a_paper_states_is_what_its_recipe_says(name):
-    tables = load(f"infra/recipes/papers/{name}.toml").model_dump(mode="json")
+    tables = load_config(f"infra/recipes/papers/{name}.toml").model_dump(mode="json")
     found = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in STATED[name]}
     assert found == STATED[name]
 

@@ -4,13 +4,13 @@ all without devices or weights."""
 import pytest
 from typer.testing import CliRunner
 
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, load_config
 from engine.config.training import Parallel
 from engine.errors import BadInput
 from engine.platform import PLATFORMS
 from engine.run import limits
 from engine.run.sizes import rank_parameters, total_parameters
-from engine.tools.dry_run import plan, sections
+from engine.tools.dry_run import plan_run, plan_sections
 from engine.tools.dry_run.known_models import KNOWN, shape_of
 from support.paper_recipes import DEVICES
 
@@ -33,7 +33,7 @@ PARAMETERS = {  # as transformers counts them in the published models, tied outp
 
 
 def recipe(name, *overrides):
-    return load(f"{PAPERS}/{name}.toml", overrides)
+    return load_config(f"{PAPERS}/{name}.toml", overrides)
 
 
 def test_every_paper_recipe_is_known_here():
@@ -54,7 +54,7 @@ def test_every_number_says_where_it_comes_from(name):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_paper_recipes_can_run(name):
-    made = plan(recipe(name))
+    made = plan_run(recipe(name))
     training, rollouts = DEVICES[name]
     assert made.config.parallel.ranks == training
     assert made.instances * made.config.rollout.tensor == rollouts
@@ -66,7 +66,7 @@ def test_paper_recipes_can_run(name):
 
 @pytest.mark.parametrize("name", ["quickstart", "aime"])
 def test_the_other_recipes_can_run(name):
-    assert plan(load(f"infra/recipes/{name}.toml")).trainer.fits
+    assert plan_run(load_config(f"infra/recipes/{name}.toml")).trainer.fits
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -156,21 +156,21 @@ SHORT = "too little memory on a trainer rank"
 )
 def test_impossible_ones_are_refused_with_the_reason(name, overrides, said):
     with pytest.raises(BadInput) as caught:
-        plan(recipe(name, *overrides))
+        plan_run(recipe(name, *overrides))
     for part in said:
         assert part in str(caught.value)
 
 
 def test_all_reasons_are_given_at_once():
     with pytest.raises(BadInput) as caught:
-        plan(recipe(BASE, "train.micro_batch_tokens=8192", "platform.devices=8"))
+        plan_run(recipe(BASE, "train.micro_batch_tokens=8192", "platform.devices=8"))
     assert "micro_batch_tokens" in str(caught.value)
     assert "platform.devices" in str(caught.value)
 
 
 def test_recomputation_offload_and_shared_states_need_less():
     def trainer(*overrides):
-        return plan(recipe("periodic-qwen3-8b-32npu-paper", "platform.memory_gib=640", *overrides)).trainer.total
+        return plan_run(recipe("periodic-qwen3-8b-32npu-paper", "platform.memory_gib=640", *overrides)).trainer.total
 
     plain = trainer("train.distributed_optimizer=false")
     assert trainer() < plain
@@ -219,19 +219,20 @@ def test_the_command_refuses_with_2(tmp_path, monkeypatch):
     [(BASE, 1, 1), ("periodic-qwen3-8b-64npu", 4, 4), (LARGE, 4, 2), ("asyncflow-qwen2.5-32b-512npu", 16, 16)],
 )
 def test_nodes_are_counted(name, training, rollouts):
-    nodes = sections(plan(recipe(name)))["Devices"]["nodes"]
+    nodes = plan_sections(plan_run(recipe(name)))["Devices"]["nodes"]
     assert f"{training} for training" in nodes
     assert f"{rollouts} for rollouts" in nodes
 
 
 def test_places_are_said():
-    assert sections(plan(recipe(BASE)))["Devices"]["places"] == (
+    assert plan_sections(plan_run(recipe(BASE)))["Devices"]["places"] == (
         "trainer ranks on devices 0 to 7 of their nodes; 4 instances that join on other nodes"
     )
     assert (
-        "own instances on devices [4, 5, 6, 7] of the first node" in sections(plan(recipe(NODE)))["Devices"]["places"]
+        "own instances on devices [4, 5, 6, 7] of the first node"
+        in plan_sections(plan_run(recipe(NODE)))["Devices"]["places"]
     )
-    assert "places" not in sections(plan(load("infra/recipes/quickstart.toml")))["Devices"]
+    assert "places" not in plan_sections(plan_run(load_config("infra/recipes/quickstart.toml")))["Devices"]
 
 
 def test_nothing_that_trains_takes_a_dry_run():
@@ -243,7 +244,7 @@ def test_nothing_that_trains_takes_a_dry_run():
 
 
 def test_tables_name_every_term():
-    tables = sections(plan(recipe("gac-qwen3-8b")))
+    tables = plan_sections(plan_run(recipe("gac-qwen3-8b")))
     memory = tables["Memory of a trainer rank of stage 1 of 1"]
     assert set(memory) >= {
         "weights",
@@ -260,11 +261,11 @@ def test_tables_name_every_term():
 
 def test_what_this_machine_has_too_little_of_is_refused_as_by_the_launcher(monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "reachable_limit", lambda: 64)
-    config = load("infra/recipes/quickstart.toml", [f"run.output={tmp_path}"])
+    config = load_config("infra/recipes/quickstart.toml", [f"run.output={tmp_path}"])
     with pytest.raises(BadInput) as launcher:
         limits.check_limits(config, 0)
     with pytest.raises(BadInput) as dry:
-        plan(config)
+        plan_run(config)
     assert str(dry.value) == f"this can't run as it stands: {launcher.value}"
     assert "open files: the run needs" in str(dry.value)
 
@@ -272,8 +273,8 @@ def test_what_this_machine_has_too_little_of_is_refused_as_by_the_launcher(monke
 def test_a_plan_for_devices_that_are_not_here_only_shows_the_limits_of_this_machine(monkeypatch):
     monkeypatch.setattr(limits, "reachable_limit", lambda: 64)
     monkeypatch.setattr(PLATFORMS["npu"], "present", lambda: False, raising=False)
-    shown = sections(plan(recipe(BASE)))["Limits of this machine"]["open files"]
+    shown = plan_sections(plan_run(recipe(BASE)))["Limits of this machine"]["open files"]
     assert shown.endswith("there are 64: TOO LITTLE if the run were here")
     monkeypatch.setattr(PLATFORMS["npu"], "present", lambda: True, raising=False)
     with pytest.raises(BadInput, match="open files: the run needs"):
-        plan(recipe(BASE))
+        plan_run(recipe(BASE))

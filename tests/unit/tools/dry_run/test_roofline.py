@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, load_config
 from engine.config.training import Parallel
-from engine.tools.dry_run import plan, sections
+from engine.tools.dry_run import plan_run, plan_sections
 from engine.tools.dry_run.known_models import KNOWN
-from engine.tools.dry_run.roofline import DEVICES, estimate, estimated
+from engine.tools.dry_run.roofline import DEVICES, estimate_run, estimate_training
 from support.paper_recipes import DEVICES as RECIPES
 
 WIDE = Parallel(tensor=4, sequence=True)
@@ -31,7 +31,7 @@ PERIODIC = {"visible": 4500, "scoring": 2}
 )
 def test_the_first_estimates_are_met(device, parallel, keys, alone, with_scoring):
     """To 2 points: the elementwise passes are counted more coarsely here, the gradients' traffic is counted too."""
-    found = estimate(KNOWN["Qwen3-8B"], parallel, DEVICES[device], **keys)
+    found = estimate_training(KNOWN["Qwen3-8B"], parallel, DEVICES[device], **keys)
     assert 100 * found.mfu == pytest.approx(alone, abs=2)
     assert 100 * found.mfu_with_scoring == pytest.approx(with_scoring, abs=2)
 
@@ -41,7 +41,7 @@ def test_recomputation_costs_what_it_makes_again():
     and SwiGLU's 12,288 are read and written, over all 36 layers and 4 ranks, at 0.78 · 3.35 TB/s."""
     settings = (False, "selective", 9, True)
     none, selective, part, whole = (
-        estimate(KNOWN["Qwen3-8B"], WIDE, DEVICES["h100"], rows=16384, recompute=setting, **GAC).ns
+        estimate_training(KNOWN["Qwen3-8B"], WIDE, DEVICES["h100"], rows=16384, recompute=setting, **GAC).ns
         for setting in settings
     )
     assert selective - none == pytest.approx(36 * 2 * 3 * 20480 / 4 / (0.78 * 3350), rel=1e-3)
@@ -52,7 +52,7 @@ def test_recomputation_costs_what_it_makes_again():
 def test_frozen_models_on_the_host_are_copied_for_each_row():
     """4.1e9 bf16 weights of two models in each row of 8,192 tokens, at 8 GB/s."""
     here, there = (
-        estimate(KNOWN["Qwen3-8B"], MANY, DEVICES["910c"], rows=8192, offload=offload, **PERIODIC)
+        estimate_training(KNOWN["Qwen3-8B"], MANY, DEVICES["910c"], rows=8192, offload=offload, **PERIODIC)
         for offload in (False, True)
     )
     assert there.mfu == here.mfu
@@ -62,7 +62,10 @@ def test_frozen_models_on_the_host_are_copied_for_each_row():
 def test_a_mesh_gives_a_pair_of_ranks_one_of_its_links():
     """Eight 910B are joined pairwise: two tensor ranks have a seventh of the bandwidth of eight."""
     mesh, switched = (
-        [estimate(KNOWN["Qwen3-8B"], layout, DEVICES[name], rows=16384, **PERIODIC).mfu for layout in (NODE, MANY)]
+        [
+            estimate_training(KNOWN["Qwen3-8B"], layout, DEVICES[name], rows=16384, **PERIODIC).mfu
+            for layout in (NODE, MANY)
+        ]
         for name in ("910b", "910c")
     )
     assert mesh[0] == pytest.approx(switched[0], rel=0.01)
@@ -71,8 +74,8 @@ def test_a_mesh_gives_a_pair_of_ranks_one_of_its_links():
 
 def test_a_pipeline_waits_while_it_fills():
     """Four micro-batches a stage and window: (4p + p − 1) / 4p of the time of the fullest stage."""
-    whole = estimate(KNOWN["Qwen2.5-32B"], Parallel(), DEVICES["h100"], rows=16384, visible=1024)
-    split = estimate(KNOWN["Qwen2.5-32B"], Parallel(pipeline=2), DEVICES["h100"], rows=16384, visible=1024)
+    whole = estimate_training(KNOWN["Qwen2.5-32B"], Parallel(), DEVICES["h100"], rows=16384, visible=1024)
+    split = estimate_training(KNOWN["Qwen2.5-32B"], Parallel(pipeline=2), DEVICES["h100"], rows=16384, visible=1024)
     assert 1 < whole.mfu / split.mfu < 1.25
     assert whole.mfu / split.mfu > 9 / 8
 
@@ -81,12 +84,12 @@ def test_every_recipe_says_its_estimate_and_fits():
     """Beside its layout, to the point."""
     folder = HOME / "infra/recipes/papers"
     for name in RECIPES:
-        made = plan(load(folder / f"{name}.toml"))
+        made = plan_run(load_config(folder / f"{name}.toml"))
         text = (folder / f"{name}.toml").read_text()
         said = {device: f"{one} %, {other} %" for device, one, other in SAID.findall(text)}
         assert said, name
         assert {DEVICES[device].memory_gib for device in said} == {made.config.platform.memory_gib}, name
-        found = {device: estimated(made.shape, made.config, DEVICES[device]) for device in said}
+        found = {device: estimate_run(made.shape, made.config, DEVICES[device]) for device in said}
         assert said == {
             device: f"{100 * one.mfu:.0f} %, {100 * one.mfu_with_scoring:.0f} %" for device, one in found.items()
         }, name
@@ -96,7 +99,9 @@ SAID = re.compile(r"(\w+): (\d+) %, (\d+) % with scoring")
 
 
 def test_the_dry_run_prints_it():
-    shown = sections(plan(load("infra/recipes/papers/gac-qwen3-8b.toml")))["Estimated MFU, not measured"]
+    shown = plan_sections(plan_run(load_config("infra/recipes/papers/gac-qwen3-8b.toml")))[
+        "Estimated MFU, not measured"
+    ]
     assert set(shown) == {"a100", "h100", "h20", "h200"}
     assert re.fullmatch(
         r"\d+ % of 989 TFLOP/s, \d+ % with the scoring passes \(1\); [\d.]+ µs a token of a replica", shown["h100"]
@@ -105,11 +110,13 @@ def test_the_dry_run_prints_it():
 
 def test_a_layout_of_our_own_is_at_least_as_fast_as_the_papers():
     for name in (one for one in RECIPES if one.endswith("-paper")):
-        ours, papers = (plan(load(f"infra/recipes/papers/{one}.toml")) for one in (name.removesuffix("-paper"), name))
+        ours, papers = (
+            plan_run(load_config(f"infra/recipes/papers/{one}.toml")) for one in (name.removesuffix("-paper"), name)
+        )
         for device in (one for one in DEVICES.values() if one.platform == ours.config.platform.device):
-            faster, slower = (estimated(made.shape, made.config, device) for made in (ours, papers))
+            faster, slower = (estimate_run(made.shape, made.config, device) for made in (ours, papers))
             assert faster.mfu_with_scoring > 0.99 * slower.mfu_with_scoring, (name, device.name)
 
 
 def test_a_cpu_has_none():
-    assert "Estimated MFU, not measured" not in sections(plan(load("infra/recipes/quickstart.toml")))
+    assert "Estimated MFU, not measured" not in plan_sections(plan_run(load_config("infra/recipes/quickstart.toml")))

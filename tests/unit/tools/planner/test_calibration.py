@@ -9,8 +9,8 @@ import pytest
 
 from engine.errors import BadInput
 from engine.tools.planner import planning
-from engine.tools.planner.calibration import fitted, read_run
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.calibration import fit_costs, read_run
+from engine.tools.planner.simulation import simulate_run
 from support.simulated_runs import COSTS, LENGTHS, config, simulated_run, with_model
 
 
@@ -19,7 +19,7 @@ def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
     runs = [
         read_run(simulated_run(config(name, tmp_path, concurrency=how[0], budget=how[1]))) for name, *how in settings
     ]
-    found = fitted(runs)
+    found = fit_costs(runs)
     assert found.sync == pytest.approx(0.1)
     assert found.update == pytest.approx(0.05)
     assert found.overhead == pytest.approx(0.02)
@@ -30,25 +30,27 @@ def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
     assert found.figures()["launcher_token"][1] == "prior"
     for mode, concurrency, budget in (("sync", 4, 4096), ("periodic", 8, 3000), ("one_step_off", 2, 8192)):
         other = config("other", tmp_path, mode, concurrency=concurrency, budget=budget)
-        predicted = fmean(simulate(other, found, LENGTHS, seed).step_s for seed in (5, 6))
-        real = fmean(simulate(other, COSTS, LENGTHS, seed).step_s for seed in (5, 6))
+        predicted = fmean(simulate_run(other, found, LENGTHS, seed).step_s for seed in (5, 6))
+        real = fmean(simulate_run(other, COSTS, LENGTHS, seed).step_s for seed in (5, 6))
         assert predicted == pytest.approx(real, rel=0.04)
 
 
 def test_an_update_costs_what_one_of_a_steps_updates_takes(tmp_path):
-    found = fitted([read_run(simulated_run(config("a", tmp_path, updates=4)))])
+    found = fit_costs([read_run(simulated_run(config("a", tmp_path, updates=4)))])
     assert found.update == pytest.approx(COSTS.update)
 
 
 def test_one_run_predicts_itself(tmp_path):
     made = config("a", tmp_path)
-    found = fitted([read_run(simulated_run(made))])
-    assert simulate(made, found, LENGTHS).step_s == pytest.approx(simulate(made, COSTS, LENGTHS).step_s, rel=0.03)
+    found = fit_costs([read_run(simulated_run(made))])
+    assert simulate_run(made, found, LENGTHS).step_s == pytest.approx(
+        simulate_run(made, COSTS, LENGTHS).step_s, rel=0.03
+    )
 
 
 def test_a_run_whose_sides_share_nothing_has_no_slowdown(tmp_path):
     apart = replace(COSTS, train_slowdown=1.0, rollout_slowdown=1.0)
-    found = fitted([read_run(simulated_run(config("a", tmp_path), apart))])
+    found = fit_costs([read_run(simulated_run(config("a", tmp_path), apart))])
     assert found.train_slowdown <= 1.02
     assert found.rollout_slowdown <= 1.02
 
@@ -60,12 +62,12 @@ def test_what_is_no_run_or_too_short_is_refused(tmp_path):
     with pytest.raises(BadInput, match="sizes of 0 responses and 0 windows"):
         read_run(folder)
     with pytest.raises(BadInput, match="few: 512 responses and 1 windows after the first step, and at least 8"):
-        fitted([read_run(simulated_run(config("few", tmp_path, "sync", budget=120_000), steps=2))])
+        fit_costs([read_run(simulated_run(config("few", tmp_path, "sync", budget=120_000), steps=2))])
 
 
 def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tmp_path, tiny_model):
     slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
-    told = planning.advice(slow)
+    told = planning.run_advice(slow)
     assert told.startswith("rollout (")
     assert "predicted" in told
     assert 'train.mode="periodic"' in told
@@ -75,7 +77,7 @@ def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tm
     good = read_run(slow, last=2)
     assert len(good.steps) == 2
     with pytest.raises(BadInput, match="no config.toml"):
-        planning.advice(tmp_path / "nothing")
+        planning.run_advice(tmp_path / "nothing")
 
 
 def test_the_advice_of_a_run_whose_instances_all_joined_predicts_nothing(tmp_path, tiny_model):
@@ -84,27 +86,27 @@ def test_the_advice_of_a_run_whose_instances_all_joined_predicts_nothing(tmp_pat
     text, count = re.subn(r"(?m)^instances = \d+$", "instances = 0", recipe.read_text())
     recipe.write_text(text)
     assert count == 1
-    assert re.fullmatch(r"rollout \(\d+% of a step\)", planning.advice(folder))
+    assert re.fullmatch(r"rollout \(\d+% of a step\)", planning.run_advice(folder))
 
 
 def test_the_advice_of_a_long_run_rests_on_its_last_steps_alone(tmp_path, tiny_model, monkeypatch):
     """Neither the figures of the steps before them nor their spans, of which a long run has gigabytes."""
     monkeypatch.setattr(planning, "ADVISED", 3)
     folder = simulated_run(with_model(config("long", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
-    told = planning.advice(folder)
+    told = planning.run_advice(folder)
     trace = folder / "trace/all.jsonl"
     spans = [json.loads(line) for line in trace.read_text().splitlines()]
     early = [span | {"end": span["end"] + 100.0} if span["step"] < 3 else span for span in spans]
     assert early != spans
     trace.write_text("".join(json.dumps(span) + "\n" for span in early))
-    assert planning.advice(folder) == told
+    assert planning.run_advice(folder) == told
 
 
 def test_ranks_that_share_a_units_tokens_count_them_once(tmp_path):
     """Two context ranks trace their halves of each window, and their tensor neighbours nothing."""
     made = config("shared", tmp_path)
     run = read_run(simulated_run(made))
-    whole = fitted([run])
+    whole = fit_costs([run])
     layout = made.parallel.model_copy(update={"context": 2, "tensor": 2})
     halves = [span | {"computed_tokens": span["computed_tokens"] / 2} for span in run.trained]
     nothing = [span | {"computed_tokens": 0, "micro_batches": 0} for span in run.trained]
@@ -113,7 +115,7 @@ def test_ranks_that_share_a_units_tokens_count_them_once(tmp_path):
         config=made.model_copy(update={"parallel": layout}),
         spans=[*run.sampled, *halves, *[span | {"lane": "trainer-1"} for span in halves], *nothing],
     )
-    found = fitted([shared])
+    found = fit_costs([shared])
     for name in ("window", "micro_batch", "token", "square"):
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6)
 
@@ -122,6 +124,6 @@ def test_a_run_whose_prompts_take_all_the_time_still_has_decode_steps(tmp_path):
     """Least squares may say that decoding costs nothing; then nothing could be simulated."""
     made = config("prompts", tmp_path)
     costs = replace(COSTS, decode_step=1e-9, decode_response=0.0, decode_context=0.0, prefill_token=1e-3)
-    found = fitted([read_run(simulated_run(made, costs))])
+    found = fit_costs([read_run(simulated_run(made, costs))])
     assert found.decode_step >= found.prefill_token > 0
-    assert simulate(made, found, LENGTHS).step_s > 0
+    assert simulate_run(made, found, LENGTHS).step_s > 0

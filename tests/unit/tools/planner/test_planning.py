@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config.recipe import load
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.page import WIDTH, write
-from engine.tools.planner.planning import on_cores, planned, prior, prior_model, scaled, sensitivity
-from engine.tools.planner.search import Ranked, bound_s, changed, search, settings
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.page import WIDTH, write_plan
+from engine.tools.planner.planning import find_plan, on_cores, plan_sensitivity, prior_costs, prior_model, scale_costs
+from engine.tools.planner.search import Ranked, bound_s, candidate_settings, change_config, search_settings
+from engine.tools.planner.simulation import simulate_run
 from tasks.plan import make_plan
 
 RECIPE = "infra/recipes/papers/periodic-qwen3-8b-16npu.toml"
@@ -22,7 +22,7 @@ LENGTHS = Lengths.drawn(3000, 12000, 200, 14336, count=256)
 
 @pytest.fixture(scope="module")
 def recipe():
-    return load(RECIPE)
+    return load_config(RECIPE)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def shape(recipe):
 
 
 def test_every_setting_uses_the_devices_and_no_more(recipe, shape):
-    found = list(settings(recipe, shape, 16))
+    found = list(candidate_settings(recipe, shape, 16))
     assert len(found) > 500
     for keys in found:
         ranks = keys["parallel.tensor"] * keys["parallel.pipeline"] * keys["parallel.context"] * keys["parallel.data"]
@@ -44,8 +44,8 @@ def test_every_setting_uses_the_devices_and_no_more(recipe, shape):
 
 def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     device = DEVICES["910b"]
-    best, looked = search(
-        recipe, shape, 16, costs_of=lambda config: prior(shape, config, device), lengths=LENGTHS, kept=6
+    best, looked = search_settings(
+        recipe, shape, 16, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS, kept=6
     )
     assert looked > 500
     times = [one.step_s for one in best]
@@ -54,15 +54,20 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     assert all(one.devices <= 16 for one in best)
     assert all(one.candidate.bound_s <= one.step_s * 1.1 for one in best)
     with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: there is no layout of so few"):
-        search(recipe, shape, 1, costs_of=lambda config: prior(shape, config, device), lengths=LENGTHS)
+        search_settings(recipe, shape, 1, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS)
 
 
 def test_the_settings_that_are_simulated_are_those_of_the_best_bounds(recipe, shape, monkeypatch):
     monkeypatch.setattr("engine.tools.planner.search.ranked_of", lambda one, *_: Ranked(one, one.bound_s, None))
     monkeypatch.setattr("engine.tools.planner.search.plan", lambda config: None)  # all fit
     few, many = (
-        search(
-            recipe, shape, 8, costs_of=lambda config: prior(shape, config, DEVICES["910b"]), lengths=LENGTHS, kept=kept
+        search_settings(
+            recipe,
+            shape,
+            8,
+            costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]),
+            lengths=LENGTHS,
+            kept=kept,
         )[0]
         for kept in (6, 10**6)
     )
@@ -71,38 +76,42 @@ def test_the_settings_that_are_simulated_are_those_of_the_best_bounds(recipe, sh
 
 
 def test_a_layout_that_does_not_fit_into_memory_is_left_out(recipe, shape):
-    small = changed(recipe, {"platform.memory_gib": 30.0})
+    small = change_config(recipe, {"platform.memory_gib": 30.0})
     with pytest.raises(BadInput, match=r"--devices 4: none of \d+ settings works: .*too little memory"):
-        search(small, shape, 4, costs_of=lambda config: prior(shape, config, DEVICES["910b"]), lengths=LENGTHS)
+        search_settings(
+            small, shape, 4, costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]), lengths=LENGTHS
+        )
 
 
 def test_the_bound_is_below_the_simulation(recipe, shape):
-    for keys in list(settings(recipe, shape, 16))[::97]:
-        made = changed(recipe, keys)
-        costs = prior(shape, made, DEVICES["910b"])
-        assert bound_s(made, costs, LENGTHS) <= 1.15 * simulate(made, costs, LENGTHS).step_s
+    for keys in list(candidate_settings(recipe, shape, 16))[::97]:
+        made = change_config(recipe, keys)
+        costs = prior_costs(shape, made, DEVICES["910b"])
+        assert bound_s(made, costs, LENGTHS) <= 1.15 * simulate_run(made, costs, LENGTHS).step_s
 
 
 def test_priors_follow_the_arithmetic(recipe, shape):
     """Qwen3-8B: 8.19e9 parameters, 36 layers, 8 key-value heads of 128."""
     keys = {"parallel.tensor": 1, "parallel.context": 1, "parallel.sequence": False, "rollout.tensor": 1}
-    alone = changed(recipe, keys | {"algorithm.old_policy": "behavior", "algorithm.kl_coef": 0})
-    made = prior(shape, alone, DEVICES["h100"])
+    alone = change_config(recipe, keys | {"algorithm.old_policy": "behavior", "algorithm.kl_coef": 0})
+    made = prior_costs(shape, alone, DEVICES["h100"])
     active = 8.19e9 - 151936 * 4096
     assert made.token == pytest.approx(6 * active / (989e12 * 0.35), rel=0.02)
     assert made.decode_response == pytest.approx(2 * active / (989e12 * 0.4), rel=0.02)
     assert made.decode_context == pytest.approx(2 * 2 * 36 * 8 * 128 / (3.35e12 * 0.7))
     assert made.decode_step == pytest.approx(2 * 8.19e9 / (3.35e12 * 0.7) + 36 * 5e-6, rel=0.02)
-    wide = prior(
-        shape, changed(alone, {"rollout.tensor": 4, "parallel.tensor": 4, "parallel.sequence": True}), DEVICES["h100"]
+    wide = prior_costs(
+        shape,
+        change_config(alone, {"rollout.tensor": 4, "parallel.tensor": 4, "parallel.sequence": True}),
+        DEVICES["h100"],
     )
     assert wide.decode_response == pytest.approx(made.decode_response / 4)
     assert made.token / 4 < wide.token < made.token
     for setting, passes in (("selective", 6), (9, 6.5), (True, 8)):
-        again = prior(shape, changed(alone, {"train.recompute": setting}), DEVICES["h100"])
+        again = prior_costs(shape, change_config(alone, {"train.recompute": setting}), DEVICES["h100"])
         assert again.token == pytest.approx(passes / 6 * made.token)
     measured = Costs(**{**vars(made), "token": 2 * made.token, "exceptions": {}, "source": "measured: a"})
-    other = scaled(measured, made, wide)
+    other = scale_costs(measured, made, wide)
     assert other.token == pytest.approx(2 * wide.token)
     assert other.source == "measured: a, scaled by prior, h100"
 
@@ -118,7 +127,7 @@ def test_costs_on_other_cores_are_in_inverse_proportion():
 
 
 def test_what_a_plan_needs_is_said():
-    config = load(RECIPE)
+    config = load_config(RECIPE)
     nothing = {"count": 0, "out": None, "page": None}
     with pytest.raises(BadInput, match="--from RUN .* or --device .* and --lengths MEAN,P99"):
         make_plan(config, [], kind="", lengths="", **nothing)
@@ -129,20 +138,20 @@ def test_what_a_plan_needs_is_said():
 
 
 def test_a_recipe_for_any_machine_is_planned_for_the_device_that_is_named(recipe, tmp_path):
-    anywhere = changed(recipe, {"platform.device": "auto", "platform.memory_gib": 1.0})
+    anywhere = change_config(recipe, {"platform.device": "auto", "platform.memory_gib": 1.0})
     out = tmp_path / "plan.toml"
     make_plan(anywhere, [], count=16, kind="h200", lengths="300,900", out=out)
-    made = load(out)
+    made = load_config(out)
     assert (made.platform.device, made.platform.memory_gib) == ("cuda", 141.0)
     assert made.parallel.ranks + made.dry_run.joining * made.rollout.tensor <= 16
 
 
 def test_the_plan_says_what_it_rests_on_and_what_else_would_be_best(recipe):
     model = prior_model(recipe, DEVICES["910b"], LENGTHS)
-    plan = planned(model, 16, kept=3)
+    plan = find_plan(model, 16, kept=3)
     assert model.assumptions["token"].endswith(" s (prior, 910b)")
     assert "given" in model.assumptions["lengths"]
-    found = {one.name: one for one in sensitivity(plan)}
+    found = {one.name: one for one in plan_sensitivity(plan)}
     assert len(found) == 6
     assert min(one.gain for one in found.values()) >= 1
     assert found["responses twice as long"].today.step_s > plan.today.step_s
@@ -150,9 +159,9 @@ def test_the_plan_says_what_it_rests_on_and_what_else_would_be_best(recipe):
 
 
 def test_the_page_has_the_table_the_bars_and_the_timelines(recipe, tmp_path):
-    plan = planned(prior_model(recipe, DEVICES["910b"], LENGTHS), 16, kept=2)
-    changes = list(sensitivity(plan))
-    page = write(plan, plan.best[0], changes, tmp_path).read_text()
+    plan = find_plan(prior_model(recipe, DEVICES["910b"], LENGTHS), 16, kept=2)
+    changes = list(plan_sensitivity(plan))
+    page = write_plan(plan, plan.best[0], changes, tmp_path).read_text()
     assert page.count("<rect") == 3 * len(changes)
     longest = max(max(one.today.step_s, one.chosen.step_s, one.best.step_s) for one in changes)
     widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="10"', page)]

@@ -7,7 +7,7 @@ import pytest
 from engine.config import Config
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.simulation import simulate
+from engine.tools.planner.simulation import simulate_run
 
 COSTS = Costs(
     decode_step=0.01,
@@ -50,7 +50,7 @@ REST = 0.25 + 0.5 + 0.05
 
 
 def test_sync_is_the_sum_of_its_parts():
-    found = simulate(config(), replace(COSTS, token=0.002), EQUAL)
+    found = simulate_run(config(), replace(COSTS, token=0.002), EQUAL)
     training = PROMPTS * 0.82 + 3 * 0.1  # all groups wait: windows of four, three and, since it might grow, one
     assert found.step_s == pytest.approx(GENERATION + training + REST)
     assert found.mean("wait_s") == pytest.approx(GENERATION)
@@ -62,28 +62,28 @@ def test_sync_is_the_sum_of_its_parts():
 
 def test_periodic_trains_while_groups_arrive():
     """Two groups come each second and take 1.02 s to train: the trainer falls behind by 0.02 s each time."""
-    found = simulate(config("periodic"), COSTS, EQUAL)
+    found = simulate_run(config("periodic"), COSTS, EQUAL)
     assert found.step_s == pytest.approx(GENERATION / 4 + PROMPTS * WINDOW + REST)
     assert found.mean("wait_s") == pytest.approx(GENERATION / 4)
 
 
 def test_a_slow_generation_bounds_periodic_by_its_last_group():
-    found = simulate(config("periodic"), replace(COSTS, token=0.0001), EQUAL)
+    found = simulate_run(config("periodic"), replace(COSTS, token=0.0001), EQUAL)
     window = 0.1 + 0.0001 * 410
     assert found.step_s == pytest.approx(GENERATION + 2 * window + REST)  # the last two groups come together
     assert found.bound_by == "rollout"
 
 
 def test_more_instances_and_replicas_share_the_work():
-    both = simulate(config(instances=2, parallel={"data": 2}), COSTS, EQUAL)
+    both = simulate_run(config(instances=2, parallel={"data": 2}), COSTS, EQUAL)
     assert both.step_s == pytest.approx(GENERATION / 2 + PROMPTS / 2 * WINDOW + REST)
 
 
 def test_one_step_off_generates_the_next_batch_meanwhile():
-    found = simulate(config("one_step_off"), COSTS, EQUAL, steps=6)
+    found = simulate_run(config("one_step_off"), COSTS, EQUAL, steps=6)
     assert found.mean("wait_s") == 0
     assert found.step_s == pytest.approx(max(GENERATION, PROMPTS * WINDOW) + REST, rel=0.2)
-    assert found.step_s < simulate(config("periodic"), COSTS, EQUAL).step_s
+    assert found.step_s < simulate_run(config("periodic"), COSTS, EQUAL).step_s
 
 
 MODES = [
@@ -110,7 +110,7 @@ def test_every_mode_trains_each_group_once_with_accepted_versions(more, units, o
     """An unaccepted version, a second lease and steps that stand still raise."""
     tables = more | {"train": more.get("train", {}) | {"consume": order}}
     made = config(**tables, instances=3, parallel={"data": units})
-    found = simulate(made, replace(COSTS, verify=0.01, launcher_token=1e-5), UNEQUAL, seed=3, steps=5)
+    found = simulate_run(made, replace(COSTS, verify=0.01, launcher_token=1e-5), UNEQUAL, seed=3, steps=5)
     assert len(found.steps) == 4
     sampled = [span for span in found.spans if span["name"] == "rollout"]
     assert len(sampled) == len({(span["step"], span["group"], span["number"]) for span in sampled}) == 5 * PROMPTS * 4
@@ -123,20 +123,20 @@ def test_every_mode_trains_each_group_once_with_accepted_versions(more, units, o
 
 
 def test_no_mode_is_slower_than_sync_nor_faster_than_its_busiest_side():
-    sync = simulate(config(), COSTS, UNEQUAL)
-    periodic = simulate(config("periodic"), COSTS, UNEQUAL)
+    sync = simulate_run(config(), COSTS, UNEQUAL)
+    periodic = simulate_run(config("periodic"), COSTS, UNEQUAL)
     assert periodic.step_s <= sync.step_s
     assert periodic.step_s >= max(periodic.mean("train_s"), periodic.mean("rollout_s"))
 
 
 def test_a_launcher_that_is_full_is_named():
-    found = simulate(config("periodic"), replace(COSTS, launcher_token=0.01), EQUAL)
+    found = simulate_run(config("periodic"), replace(COSTS, launcher_token=0.01), EQUAL)
     assert found.bound_by == "launcher"
     assert found.step_s >= PROMPTS * 400 * 0.01
 
 
 def test_work_on_the_same_cores_slows_both_sides():
-    alone = simulate(config("periodic"), COSTS, EQUAL).step_s
+    alone = simulate_run(config("periodic"), COSTS, EQUAL).step_s
     shared = replace(COSTS, train_slowdown=1.5, rollout_slowdown=1.5)
-    assert simulate(config("periodic"), shared, EQUAL).step_s > 1.2 * alone
-    assert simulate(config(), shared, EQUAL).step_s == simulate(config(), COSTS, EQUAL).step_s  # never at once
+    assert simulate_run(config("periodic"), shared, EQUAL).step_s > 1.2 * alone
+    assert simulate_run(config(), shared, EQUAL).step_s == simulate_run(config(), COSTS, EQUAL).step_s  # never at once

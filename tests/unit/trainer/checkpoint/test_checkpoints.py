@@ -201,5 +201,5 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(buil
     train(other, 2)
     assert_same(policy, other)
     assert train(policy, 3) == train(other, 3)
-    assert files.complete(save(again, 2))
+    assert files.is_complete(save(again, 2))
     assert (file.parent.with_name("damaged-step-000002") / file.name).read_bytes() == bytes(data)

@@ -41,7 +41,7 @@ def test_training_goes_on_while_files_are_written(build, monkeypatch):
     checkpoints.save(1)
     train(policy, 2)
     checkpoints.poll()
-    assert files.latest(checkpoints._root) is None
+    assert files.latest_checkpoint(checkpoints._root) is None
     with pytest.raises(DeadlineError, match=r"waited 0 s for checkpoint step-000001 to be written"):
         checkpoints.finish(0.1)
     go.set()
@@ -68,7 +68,7 @@ def test_a_failed_write_fails_the_next_call_by_name(build, monkeypatch):
             MetronomeError, match=r"checkpoint step-000001 could not be saved: .*No space left.*__0_0\.distcp"
         ):
             call()
-    assert list(files.incomplete(checkpoints._root).values()) == [
+    assert list(files.incomplete_checkpoints(checkpoints._root).values()) == [
         "checkpoint step-000001 is incomplete (no _SUCCESS.json), ignored"
     ]
 
@@ -113,7 +113,7 @@ def test_a_failed_publication_fails_the_next_call_by_name(build, tmp_path):
         MetronomeError, match=r"step-000001 could not be saved: .*publishing the checkpoint to .*/file/run"
     ):
         save(checkpoints, 1)
-    assert files.complete(checkpoints._root / "step-000001")
+    assert files.is_complete(checkpoints._root / "step-000001")
 
 
 def test_the_last_and_the_best_are_kept(build):
@@ -123,7 +123,7 @@ def test_the_last_and_the_best_are_kept(build):
     for step, reward in rewards.items():
         save(checkpoints, step, reward_mean=reward)
     assert sorted(os.listdir(checkpoints._root)) == ["step-000001", "step-000003", "step-000005", "step-000006"]
-    assert files.step_of(files.latest(checkpoints._root)) == 6
+    assert files.step_of(files.latest_checkpoint(checkpoints._root)) == 6
     save(checkpoints, 6)  # taken already
     assert files.read_marker(checkpoints._root / "step-000006")["figures"] == {"reward_mean": 0.3}
     save(build()[1], 6)  # but not by this run
@@ -163,7 +163,7 @@ def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, 
     other, elsewhere = build(root=tmp_path / "elsewhere", **kept)
     assert elsewhere.resume() == 3
     assert_same(policy, other)
-    assert files.complete(tmp_path / "elsewhere/step-000003")
+    assert files.is_complete(tmp_path / "elsewhere/step-000003")
     (place / "run/step-000003/__0_0.distcp").write_bytes(b"cut")
     assert build(root=tmp_path / "third", **kept)[1].resume() == 2
     assert f"checkpoint {place}/run/step-000003: __0_0.distcp has 3 bytes" in capsys.readouterr().out

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from engine.errors import BadInput, DeadlineError
 from engine.wire.weights import bucket_file
 from engine.wire.weights.bucket_file import BucketFile
-from engine.wire.weights.buckets import Buffers, pack, small_first, specs_of
-from engine.wire.weights.checksum import checksum
+from engine.wire.weights.buckets import Buffers, pack_buckets, small_first, specs_of
+from engine.wire.weights.checksum import tensor_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=12)
@@ -32,14 +32,14 @@ def test_every_tensor_is_in_exactly_one_bucket_of_bounded_size(shapes, limit):
     tensors = named(shapes)
     buffers = Buffers(1, 1.0)
     found = {}
-    for bucket in pack(tensors.items(), None, limit, buffers):
+    for bucket in pack_buckets(tensors.items(), None, limit, buffers):
         assert sum(len(piece) for piece in bucket.pieces()) <= limit or len(bucket.specs) == 1
         wire = bucket.wire()
         assert specs_of(wire) == bucket.specs
         for spec, tensor, known in zip(bucket.specs, bucket.tensors, wire["checksums"], strict=True):
             assert spec.name not in found
             found[spec.name] = tensor.clone()
-            assert checksum(tensor) == known == checksum(tensors[spec.name])
+            assert tensor_checksum(tensor) == known == tensor_checksum(tensors[spec.name])
         buffers.give(bucket.buffer)
     assert list(found) == list(tensors)
     assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in tensors.items())
@@ -47,13 +47,13 @@ def test_every_tensor_is_in_exactly_one_bucket_of_bounded_size(shapes, limit):
 
 def test_tensors_are_cast_to_the_instances_dtype_and_transposed_ones_written_row_by_row():
     tensors = {"a": torch.randn(5, 3).T, "b": torch.randn(7)}
-    (bucket,) = pack(tensors.items(), torch.bfloat16, 1000, Buffers(1, 1.0))
+    (bucket,) = pack_buckets(tensors.items(), torch.bfloat16, 1000, Buffers(1, 1.0))
     assert all(
         torch.equal(found, tensors[spec.name].bfloat16())
         for spec, found in zip(bucket.specs, bucket.tensors, strict=True)
     )
     with pytest.raises(BadInput, match=r"b is torch.int64; weights travel as"):
-        list(pack({"b": torch.arange(3)}.items(), None, 1000, Buffers(1, 1.0)))
+        list(pack_buckets({"b": torch.arange(3)}.items(), None, 1000, Buffers(1, 1.0)))
 
 
 def test_memory_is_used_again_and_bounded():
@@ -75,9 +75,9 @@ def test_memory_is_used_again_and_bounded():
 def test_a_file_is_safetensors_and_knows_its_checksums(tmp_path_factory, shapes):
     path = tmp_path_factory.mktemp("bucket") / "bucket.safetensors"
     tensors = named(shapes)
-    (bucket,) = pack(tensors.items(), None, 10**6, Buffers(1, 1.0))
+    (bucket,) = pack_buckets(tensors.items(), None, 10**6, Buffers(1, 1.0))
     wire = bucket.wire()
-    bucket_file.write(path, bucket, wire)
+    bucket_file.write_bucket(path, bucket, wire)
     if all(tensor.numel() for tensor in tensors.values()):  # load_file itself stumbles over empty tensors at odd places
         loaded = load_file(path)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -160,7 +160,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 
 def test_a_file_that_is_written_over_a_longer_one_is_no_longer_than_a_new_one(tmp_path):
     for name, shapes in (("again", [[9, 9], [7]]), ("again", [[3]]), ("new", [[3]])):
-        (bucket,) = pack(named(shapes).items(), None, 10_000, Buffers(1, 1.0))
-        bucket_file.write(tmp_path / name, bucket, bucket.wire())
+        (bucket,) = pack_buckets(named(shapes).items(), None, 10_000, Buffers(1, 1.0))
+        bucket_file.write_bucket(tmp_path / name, bucket, bucket.wire())
     assert (tmp_path / "again").read_bytes() == (tmp_path / "new").read_bytes()
     assert torch.equal(load_file(tmp_path / "again")["t0"], named([[3]])["t0"])

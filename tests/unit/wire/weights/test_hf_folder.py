@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import BadInput
 from engine.wire.weights import hf_folder
-from engine.wire.weights.hf_folder import INDEX, join, open_folder, write_sharded
+from engine.wire.weights.hf_folder import INDEX, join_folders, open_folder, write_sharded
 from support.tiny_models import reference, save
 
 
@@ -133,7 +133,7 @@ def test_parts_of_several_writers_become_one_folder(sharded, tmp_path):
         names = sorted(files.names)
         for part, mine in zip(parts, (names[:11], names[11:]), strict=True):
             write_sharded(part, ((name, files.read(name)) for name in mine), shard_bytes=50_000)
-    join(tmp_path, parts)
+    join_folders(tmp_path, parts)
     assert not any(part.exists() for part in parts)
     expected = reference(str(sharded)).state_dict()
     found = reference(str(tmp_path)).state_dict()
