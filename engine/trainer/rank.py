@@ -87,12 +87,12 @@ class MemoryWatch:
             return f"{readable_bytes(held)} were held {when}, where the dry run counts {self._listed(states)}"
         if most > expected + sum(term.bytes for term in working):
             return (
-                f"{readable_bytes(most)} were needed, {readable_bytes(held)} of them at the step's begin, as the dry run "
-                f"counts; for the work of a step it counts {self._listed(working)}"
+                f"{readable_bytes(most)} were needed, {readable_bytes(held)} of them at the step's begin, as the dry "
+                f"run counts; for the work of a step it counts {self._listed(working)}"
             )
         return (
-            f"{readable_bytes(most)} were needed, no more than the dry run counts: the device has less, another process "
-            f"uses it, or its memory is fragmented. It counts {self._listed((*states, *working))}"
+            f"{readable_bytes(most)} were needed, no more than the dry run counts: the device has less, another "
+            f"process uses it, or its memory is fragmented. It counts {self._listed((*states, *working))}"
         )
 
     def _listed(self, terms: Sequence[Term]) -> str:
