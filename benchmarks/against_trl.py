@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CACHE, QUICKSTART_MODEL, byte_tokenizer, run_launcher
+from common import CACHE, QUICKSTART_MODEL, byte_tokenizer, run_orchestrator
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config.recipe import HOME
@@ -240,8 +240,8 @@ def check_lengths(side: str, means: list[float]) -> None:
 
 
 def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dict[str, Any]) -> list[Step]:
-    """Run the launcher once; returns its steady steps."""
-    config = run_launcher(
+    """Run the orchestrator once; returns its steady steps."""
+    config = run_orchestrator(
         {
             "run.output": folder,
             "model.path": model,

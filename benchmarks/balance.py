@@ -2,8 +2,8 @@
 
 Two rules of the ledger in arrival order are compared. "guided" is today's: towards the end of a step windows get
 smaller, and under a pipeline they are equal parts of the units' shares. "greedy" hands out as many groups as fit into
-the budget until none are left. In this process the launcher uses them in turn: "greedy" in even steps, "guided" in odd
-ones. The first step of each does not count.
+the budget until none are left. In this process the orchestrator uses them in turn: "greedy" in even steps, "guided" in
+odd ones. The first step of each does not count.
 
 * measured: a real run of two replicas, a core each, in mode "sync". A random model samples responses whose lengths have
   an exponential distribution, of 28 tokens in the mean. In the median of the steps: `imbalance` is how much longer the
@@ -30,9 +30,9 @@ from common import byte_tokenizer, random_qwen3, result
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.launcher import table
-from engine.launcher.launch import launch_run
-from engine.launcher.ledger import Ledger, Windows
+from engine.orchestrator import table
+from engine.orchestrator.launch import launch_run
+from engine.orchestrator.ledger import Ledger, Windows
 from engine.run.trace import read_spans
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths

@@ -1,4 +1,4 @@
-"""Functions that several benchmarks use: models, runs of the launcher, and access to internals of the engine."""
+"""Functions that several benchmarks use: models, runs of the orchestrator, and access to internals of the engine."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(QUICKSTART_MODEL, model_max_length=context)
 
 
-def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:
-    """Run the real launcher, in processes of its own, to its end. Returns its config; raises if it fails."""
+def run_orchestrator(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:
+    """Run the real orchestrator, in processes of its own, to its end. Returns its config; raises if it fails."""
     config = load_config(recipe, [f"{key}={value}" for key, value in settings.items()])
     path = Path(config.run.output) / f"{config.run.name}.toml"
     dump_config(config, path)
-    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(path)]
+    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(path)]
     subprocess.run(command, check=True, timeout=timeout_s, cwd=HOME, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return config
 

@@ -1,10 +1,11 @@
-"""What the launcher's core carries: `python benchmarks/data_plane.py [--against OTHER_CHECKOUT]`
+"""What the orchestrator's core carries: `python benchmarks/data_plane.py [--against OTHER_CHECKOUT]`
 
-The launcher's own parts run in one process. Around them, in processes of their own, are an instance that answers at
+The orchestrator's own parts run in one process. Around them, in processes of their own, are an instance that answers at
 once with responses that were made before, verifiers (`reward.function = "exact"`), and a unit of the trainer that
 leases the windows and acknowledges them. Nothing is sampled or trained. Printed are
 
-* tokens per launcher CPU-second: the response tokens of a step through the CPU seconds of the launcher's process, all
+* tokens per orchestrator CPU-second: the response tokens of a step through the CPU seconds of the orchestrator's
+process, all
   threads, from the step's start to its last acknowledgement, without the measuring of the queue;
 * queue bytes per token: the size of all Python objects that the full queue holds, each counted once;
 * verifier CPU per token: of the verifier processes.
@@ -58,12 +59,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="that are measured, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="the instance answers in JSON")
-    parser.add_argument("--role", choices=["launcher", "instance", "unit"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["orchestrator", "instance", "unit"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--store", default="launcher", help=argparse.SUPPRESS)
+    parser.add_argument("--store", default="orchestrator", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.role == "launcher":
-        print(json.dumps(asyncio.run(launcher(arguments))), flush=True)
+    if arguments.role == "orchestrator":
+        print(json.dumps(asyncio.run(orchestrator(arguments))), flush=True)
     elif arguments.role == "instance":
         asyncio.run(instance(arguments))
     elif arguments.role == "unit":
@@ -82,7 +83,7 @@ def compare(arguments: argparse.Namespace) -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for number in range(arguments.repeats):
         for name, checkout in sides.items():
-            arguments.store = "transferqueue" if name == TRANSFERQUEUE else "launcher"
+            arguments.store = "transferqueue" if name == TRANSFERQUEUE else "orchestrator"
             found[name].append(measured(arguments, checkout))
             print(f"{number}, {name}: {found[name][-1]}", flush=True)
     figures: dict[str, Any] = {
@@ -102,7 +103,7 @@ def compare(arguments: argparse.Namespace) -> None:
 def measured(arguments: argparse.Namespace, checkout: Path) -> dict[str, float]:
     """The figures of one checkout, whose `engine` a process of its own imports."""
     with tempfile.TemporaryDirectory() as folder:
-        line = command(arguments, "launcher", Path(folder))
+        line = command(arguments, "orchestrator", Path(folder))
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         done = subprocess.check_output(line, text=True, timeout=1800, cwd=folder, env=environment)
     return dict(json.loads(done.splitlines()[-1]))
@@ -112,7 +113,7 @@ def command(arguments: argparse.Namespace, role: str, folder: Path) -> list[str]
     """The command line of one process of a measurement."""
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("prompts", "group", "length", "steps")]
     sizes += ["--json"] if arguments.json else []
-    sizes += ["--store", arguments.store] if arguments.store != "launcher" else []
+    sizes += ["--store", arguments.store] if arguments.store != "orchestrator" else []
     return [sys.executable, str(HERE / "data_plane.py"), "--role", role, "--folder", str(folder), *sizes]
 
 
@@ -133,11 +134,11 @@ def model_folder() -> Path:
     return MODEL
 
 
-# the launcher -------------------------------------------------------------------------------------
+# the orchestrator -------------------------------------------------------------------------------------
 
 
-async def launcher(arguments: argparse.Namespace) -> dict[str, float]:
-    """Run the launcher's parts, and measure them."""
+async def orchestrator(arguments: argparse.Namespace) -> dict[str, float]:
+    """Run the orchestrator's parts, and measure them."""
     async with running_plane(arguments) as plane:
         steps = [await measured_step(arguments, plane, step) for step in range(arguments.steps + 1)]
     tokens = arguments.prompts * arguments.group * arguments.length
@@ -152,11 +153,11 @@ async def launcher(arguments: argparse.Namespace) -> dict[str, float]:
 
 @asynccontextmanager
 async def running_plane(arguments: argparse.Namespace):  # noqa: ANN201
-    """The launcher's parts, with the instance and the server for the trainer, within the block."""
+    """The orchestrator's parts, with the instance and the server for the trainer, within the block."""
     from engine.data.loader import PromptLoader
-    from engine.launcher.plane import Plane
-    from engine.launcher.rollout_service import rollout_service
-    from engine.launcher.server import Server
+    from engine.orchestrator.plane import Plane
+    from engine.orchestrator.rollout_service import rollout_service
+    from engine.orchestrator.server import Server
     from engine.run.folder import RunFolder
     from engine.run.process import hold_lifeline
     from engine.run.trace import Trace
@@ -167,7 +168,7 @@ async def running_plane(arguments: argparse.Namespace):  # noqa: ANN201
     config = run_config(arguments)
     folder = RunFolder(arguments.folder)
     folder.logs.mkdir(parents=True)
-    trace = Trace(folder.trace, "launcher")
+    trace = Trace(folder.trace, "orchestrator")
     prompts = [Prompt(f"p{n}", "", "1", tuple(range(n, n + PROMPT))) for n in range(arguments.prompts)]
     loader = PromptLoader(prompts, 0, arguments.prompts)
     async with (
@@ -185,7 +186,7 @@ async def running_plane(arguments: argparse.Namespace):  # noqa: ANN201
         server = Server(config)
         async with server.listening(folder.path):
             plane = Plane(config=config, folder=folder, trace=trace, loader=loader, service=service, **store)
-            gc.freeze()  # as engine.launcher.opening does
+            gc.freeze()  # as engine.orchestrator.opening does
             server.serve(plane)
             with process(arguments, "instance"):
                 service.pool.enter("instance-0", await address(arguments.folder))
@@ -196,10 +197,10 @@ async def running_plane(arguments: argparse.Namespace):  # noqa: ANN201
 @asynccontextmanager
 async def store_of(config: Any, folder: Any):  # noqa: ANN201, ANN401
     """What the plane needs for another store than its own."""
-    if config.queue.store == "launcher":
+    if config.queue.store == "orchestrator":
         yield {}
         return
-    from engine.launcher.column_store import starting_store
+    from engine.orchestrator.column_store import starting_store
 
     async with starting_store(config, folder.path) as starting:
         yield {"store": await starting}
@@ -211,7 +212,7 @@ def run_config(arguments: argparse.Namespace):  # noqa: ANN201
 
     other_store = {"queue": {"store": arguments.store, "unauthenticated": True, "timeout_s": 120}}
     return Config(
-        **(other_store if arguments.store != "launcher" else {}),
+        **(other_store if arguments.store != "orchestrator" else {}),
         model={"path": str(model_folder())},
         reward={"function": "exact", "workers": 2},
         rollout={
@@ -232,7 +233,7 @@ class MeasuredStep(NamedTuple):
     queue_bytes: int
     """Size of the full queue; 0 for all steps but the first."""
     cpu_s: float
-    """CPU seconds of the launcher's process."""
+    """CPU seconds of the orchestrator's process."""
     verifier_s: float
     """CPU seconds of the verifier processes."""
 
@@ -292,7 +293,7 @@ def deep_size(objects: Iterable[object]) -> int:
 
 @contextmanager
 def process(arguments: argparse.Namespace, role: str, *more: str):  # noqa: ANN201
-    """Run one of the processes around the launcher within the block."""
+    """Run one of the processes around the orchestrator within the block."""
     child = subprocess.Popen(command(arguments, role, arguments.folder), env={**os.environ, "STEP": "".join(more)})
     try:
         yield child
@@ -378,7 +379,7 @@ def unit(arguments: argparse.Namespace) -> None:
 
     at, token = ((arguments.folder / name).read_text().strip() for name in (ADDRESS_FILE, TOKEN_FILE))
     client = Connection(f"http://{at}", token, "unit 0", 600.0, ours=True)
-    bodies = StoredBodies("unit 0", 120.0) if arguments.store != "launcher" else None
+    bodies = StoredBodies("unit 0", 120.0) if arguments.store != "orchestrator" else None
     asked = {"unit": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
     asked |= {"fetches": True} if bodies is not None else {}
     done: tuple[int, ...] = ()

@@ -1,5 +1,5 @@
-"""The trainer's loop with an embedded engine in the same process: no launcher, no HTTP, one core, no start-up for each
-run.
+"""The trainer's loop with an embedded engine in the same process: no orchestrator, no HTTP, one core, no start-up for
+each run.
 
 The loop, the policy, the losses and the engine are those of `metronome train`; only their connection is direct. A batch
 is generated when the loop starts it, with the weights that were just published, so batch t has version max(0, t − s)

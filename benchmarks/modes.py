@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import byte_tokenizer, random_qwen3, result, run_launcher
+from common import byte_tokenizer, random_qwen3, result, run_orchestrator
 
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
@@ -95,7 +95,7 @@ def steps_of(mode: str, number: int, model: Path, folder: Path, arguments: argpa
         "checkpoint.every": 0,
         **MODES[mode],
     }
-    config = run_launcher({key: _toml(value) for key, value in settings.items()})
+    config = run_orchestrator({key: _toml(value) for key, value in settings.items()})
     lines = list(read_lines(config.folder / "steps.jsonl"))[WARM_UP:]
     last = lines[-1]
     print(

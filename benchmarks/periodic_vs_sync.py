@@ -105,11 +105,11 @@ def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps:
 
 
 def run(settings: dict[str, Any], output: Path) -> list[Step]:
-    """Run the launcher once; returns its measured steps."""
+    """Run the orchestrator once; returns its measured steps."""
     config = load_config("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
     path = output / f"{config.run.name}.toml"
     dump_config(config, path)
-    subprocess.run([sys.executable, "-m", "engine.launcher.launch", "--config", str(path)], check=True, timeout=600)
+    subprocess.run([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(path)], check=True, timeout=600)
     spans = read_spans(config.folder / "trace")
     lines = list(read_lines(config.folder / "steps.jsonl"))
     return [read_step(line, [span for span in spans if span.get("step") == line["step"]]) for line in lines[WARM_UP:]]

@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import QUICKSTART_MODEL, result, run_launcher
+from common import QUICKSTART_MODEL, result, run_orchestrator
 from scipy.stats import kendalltau
 
 from engine.config import Config
@@ -74,7 +74,7 @@ def settings() -> list[dict[str, Any]]:
 
 
 class Runs:
-    """Runs the launcher, each time under a new name."""
+    """Runs the orchestrator, each time under a new name."""
 
     def __init__(self, output: Path, steps: int) -> None:
         self.model = QUICKSTART_MODEL
@@ -98,7 +98,7 @@ class Runs:
         folder = RunFolder(config.folder)
         if folder.policy.exists() and folder.read_config() == config:
             return config
-        return run_launcher(wanted)
+        return run_orchestrator(wanted)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def launch(checkout: Path, settings: dict[str, object], *arguments: str) -> None
         "-W",
         "ignore",
         "-c",
-        "from flows.start import main; main()",
+        "from flows.main import main; main()",
         "train",
         *given,
         *arguments,

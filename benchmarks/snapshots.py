@@ -63,7 +63,7 @@ class Model:
         return []
 
 
-class Launcher:
+class Orchestrator:
     """Answers the publisher; sending a bucket takes `send_s`."""
 
     def __init__(self, send_s: float) -> None:
@@ -94,8 +94,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         before = sync_with_files(Path(folder) / "files", bucket_bytes, arguments.send_ms / 1000)
         print(f"with each bucket's file in the way: {before:.2f} s", flush=True)
-        launcher = Launcher(arguments.send_ms / 1000)
-        figures = sync(launcher, Path(folder) / "copies", bucket_bytes)
+        orchestrator = Orchestrator(arguments.send_ms / 1000)
+        figures = sync(orchestrator, Path(folder) / "copies", bucket_bytes)
         print(f"as it is: {figures['sync_s']:.2f} s", flush=True)
         print(
             f"beside a late instance: {figures['sync_beside_s']:.2f} s; that waits {figures['late_s']:.1f} s",
@@ -134,10 +134,10 @@ def sync_with_files(folder: Path, bucket_bytes: int, send_s: float) -> float:
     return taken
 
 
-def sync(launcher: Launcher, folder: Path, bucket_bytes: int) -> dict[str, float]:
+def sync(orchestrator: Orchestrator, folder: Path, bucket_bytes: int) -> dict[str, float]:
     """Seconds of a sync, of a late instance, and of the sync beside it."""
     publisher = Publisher(
-        connection=launcher,  # type: ignore[arg-type]
+        connection=orchestrator,  # type: ignore[arg-type]
         ranks=one_of_two(),
         transport=partial(open_transport, "gloo", TIMEOUT_S, torch.device("cpu")),
         folder=folder,
@@ -152,7 +152,7 @@ def sync(launcher: Launcher, folder: Path, bucket_bytes: int) -> dict[str, float
     for version in (0, 1, 2, 3):
         if version == 3:
             began = time.perf_counter()
-            launcher.late.set()
+            orchestrator.late.set()
             time.sleep(1.0)
         seconds.append(publisher.publish(model, version))
         publisher.verify(model, version)

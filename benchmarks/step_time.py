@@ -1,9 +1,9 @@
 """Compares the time of the quickstart's steps with that of another checkout of this repository: `python
 benchmarks/step_time.py --against OTHER_CHECKOUT [--pairs 4] [--steps 14]`
 
-Each pair runs the launcher of both checkouts, in turn, on the same model and with the same keys. A run's figure is the
-median of step_s (steps.jsonl) without the first two steps, in which processes warm up. Printed is each pair's ratio,
-this checkout over the other: below 1, this one is faster. Last line: RESULT {json}.
+Each pair runs the orchestrator of both checkouts, in turn, on the same model and with the same keys. A run's figure is
+the median of step_s (steps.jsonl) without the first two steps, in which processes warm up. Printed is each pair's
+ratio, this checkout over the other: below 1, this one is faster. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common import QUICKSTART_MODEL, result
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
 
-RUN = "import json, sys; from common import run_launcher; print(run_launcher(json.loads(sys.argv[1])).folder)"
+RUN = "import json, sys; from common import run_orchestrator; print(run_orchestrator(json.loads(sys.argv[1])).folder)"
 WARM_UP = 2
 
 

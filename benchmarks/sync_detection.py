@@ -2,10 +2,11 @@
 
 `python benchmarks/sync_detection.py [--model DIR] [--data FILE] [--tokens N]...` gives the same weights to the trainer
 (Megatron) and to another engine (transformers), in fp32 and in bf16. What they differ by is the noise, from which the
-launcher's own rule makes the limit. Then a part of the other engine's weights gets a random change of a relative size
-(norm of the change over norm of the tensor): one layer, half of one matrix (a tensor-parallel slice), or a bucket of
-tensors in a row. The detection limit is the smallest size, in steps of √2, at which 99 % of the changes are above the
-limit. Wrong weights of another kind are tried too: the matrix of the layer before, and zeros. Last line: RESULT {json}.
+orchestrator's own rule makes the limit. Then a part of the other engine's weights gets a random change of a relative
+size (norm of the change over norm of the tensor): one layer, half of one matrix (a tensor-parallel slice), or a bucket
+of tensors in a row. The detection limit is the smallest size, in steps of √2, at which 99 % of the changes are above
+the limit. Wrong weights of another kind are tried too: the matrix of the layer before, and zeros. Last line: RESULT
+{json}.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine import platform
 from engine.config.recipe import HOME, load_config
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
-from engine.launcher.weight_sync.probe import Probe, make_probe
+from engine.orchestrator.weight_sync.probe import Probe, make_probe
 from engine.ranks.models import open_models
 from engine.wire.weights.buckets import DTYPES
 

@@ -3,7 +3,7 @@ transfer.
 
 `python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer
 rank to embedded instances in processes of their own, over each transport to 1 and 2 instances. It uses the trainer's
-publisher and the launcher's handlers. `sync_s` ends when all instances serve the version, with every byte checked.
+publisher and the orchestrator's handlers. `sync_s` ends when all instances serve the version, with every byte checked.
 `verify_s` is the comparison of the fixed tokens, which follows while they generate (their responses wait for it). In
 turn with every sync, the same bytes in buckets of the same sizes are moved by a bare transfer: gloo by broadcast, file
 by writing and reading. "Staged" measures the same while the instance generates, and the share of the sync in which it
@@ -47,11 +47,11 @@ from engine.client.publish.transports import open_transport
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import MetronomeError
-from engine.launcher.plane import Plane
-from engine.launcher.pool.health import HealthMonitor
-from engine.launcher.pool.pool import Pool
-from engine.launcher.server import Server
 from engine.model.tri_model import TriModel
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.process import SHARED_MEMORY, drop_lifeline
 from engine.run.trace import Trace
@@ -155,7 +155,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
     bare_side = bare_transfer(
         transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
     )
-    with launcher(config, folder) as side, bare_side as (bare, pids):
+    with orchestrator(config, folder) as side, bare_side as (bare, pids):
         plane = Connection(side.url, side.key, "trainer", TIMEOUT_S, ours=True)
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
@@ -202,7 +202,7 @@ def seconds_of_checks(models: TriModel) -> float:
 
 
 def one_round(
-    side: Launcher,
+    side: Orchestrator,
     publisher: Publisher,
     models: TriModel,
     bare: Callable[[], float],
@@ -252,10 +252,10 @@ def bucket_sizes(models: TriModel, limit: int) -> list[int]:
     return sizes
 
 
-# the launcher's side, in a thread of this process -------------------------------------------------
+# the orchestrator's side, in a thread of this process -------------------------------------------------
 
 
-class Launcher:
+class Orchestrator:
     """The plane's handlers with real instances."""
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -286,7 +286,7 @@ class Launcher:
         plane = Plane(
             config=self.config,
             folder=RunFolder(self.folder),
-            trace=Trace(self.folder / "trace", "launcher"),
+            trace=Trace(self.folder / "trace", "orchestrator"),
             loader=SimpleNamespace(),
             service=SimpleNamespace(pool=self.pool),
         )
@@ -356,15 +356,15 @@ class Launcher:
 
 
 @contextmanager
-def launcher(config: Config, folder: Path) -> Iterator[Launcher]:
+def orchestrator(config: Config, folder: Path) -> Iterator[Orchestrator]:
     folder.mkdir()
-    side = Launcher(config, folder)
+    side = Orchestrator(config, folder)
     thread = threading.Thread(target=side.run)
     thread.start()
     side.ready.wait(TIMEOUT_S)
     try:
         if side.failure is not None:
-            raise MetronomeError(f"the launcher failed: {side.failure!r}")
+            raise MetronomeError(f"the orchestrator failed: {side.failure!r}")
         yield side
     finally:
         side.stop.set()

@@ -23,7 +23,7 @@ class Stopped(MetronomeError):
 
 
 class TakenOver(MetronomeError):
-    """Another launcher, or another flow, writes the run folder now, so this one stops."""
+    """Another orchestrator, or another flow, writes the run folder now, so this one stops."""
 
 
 class DeadlineError(MetronomeError):

@@ -89,7 +89,7 @@ class BatchScores:
 @dataclass(frozen=True)
 class Group:
     """A prompt with all its responses and scores, and the columns that further stages have given it. On its way from
-    the launcher to the trainer it is a row (engine.wire.columns)."""
+    the orchestrator to the trainer it is a row (engine.wire.columns)."""
 
     step: int
     index: int
@@ -169,7 +169,7 @@ class UpdateFigures(TypedDict):
 
 
 class StepFigures(TrainingFigures, UpdateFigures):
-    """What the trainer reports of a step; the launcher's own complete it to a `StepReport`."""
+    """What the trainer reports of a step; the orchestrator's own complete it to a `StepReport`."""
 
     sync_s: float
     check_s: float

@@ -15,9 +15,9 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
-from tasks import console, how_far, interruption
+from tasks import console, interruption, stage_progress
 from tasks.dry_run import dry_run
-from tasks.live import showing
+from tasks.progress_display import showing
 from tasks.resume import Resumed
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
@@ -67,7 +67,7 @@ def run(
         check_inputs(config)
         check_address(config)
         with local_server(Path(config.run.output)) as server:
-            with showing("start", how_far.since_now("starting Prefect")):
+            with showing("start", stage_progress.since_now("starting Prefect")):
                 from flows.pipeline import pipeline  # seconds, while the server starts
 
                 log_prefect_to(Path(config.run.output) / "prefect.log")
@@ -94,7 +94,7 @@ def train(
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
     from engine.wire import record
-    from flows.here import train_here
+    from flows.local import train_here
     from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
     from tasks.resume_checks import check_resume
     from tasks.tracking.tracked_run import check_usable
@@ -133,7 +133,7 @@ def evaluate(
 ) -> None:
     """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
     from engine.run.served_model import model_folder
-    from flows.here import evaluate_here
+    from flows.local import evaluate_here
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
@@ -156,7 +156,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="address to listen on; others than loopback need METRONOME_TOKEN")
     ] = "127.0.0.1",
-    join: Annotated[str, typer.Option(help="join this run: its launcher's host:port, or its run folder")] = "",
+    join: Annotated[str, typer.Option(help="join this run: its orchestrator's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
     """Run one rollout instance of the recipe in the foreground. With --model a policy to talk to. On Ctrl-C it leaves
@@ -186,7 +186,7 @@ def serve(
 def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync for a trainer or programs of your own, in the
     foreground."""
-    from engine.launcher.serve import run_service as serve_programs
+    from engine.orchestrator.serve import run_service as serve_programs
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():

@@ -10,8 +10,8 @@ from engine.run.folder import RunFolder
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
 from tasks import summary
+from tasks.cluster.flow_log import story
 from tasks.cluster.flow_names import name_flow_run
-from tasks.cluster.story import story
 from tasks.console import stage
 from tasks.evaluate import evaluate_once
 from tasks.flow_entry import crashed_without_tracking, settled

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
-from engine.run.start import ContinueFrom
+from engine.run.run_start import ContinueFrom
 from flows.settings import Settings
 from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.flow_names import name_flow_run, name_of

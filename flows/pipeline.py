@@ -9,24 +9,24 @@ from prefect import flow
 from engine.config import Config
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
-from engine.run.start import ContinueFrom
+from engine.run.run_start import ContinueFrom
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
-from tasks import console, how_far, summary
+from tasks import console, stage_progress, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
+from tasks.cluster.flow_log import story
 from tasks.cluster.other_nodes import other_nodes
-from tasks.cluster.story import story
 from tasks.code_version import code_hash
 from tasks.console import stage
 from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.flow_entry import Entry
-from tasks.live import showing
 from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
+from tasks.progress_display import showing
 from tasks.publish import publish
 from tasks.register import register
 from tasks.train import train
@@ -101,13 +101,16 @@ def pipeline(
 def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
     """The stages before training, up to the accuracy of the untrained model. Returns the config with the model's
     folder."""
-    with stage("prepare data") as say, showing("prepare data", how_far.since_now("reading and comparing the problems")):
+    with (
+        stage("prepare data") as say,
+        showing("prepare data", stage_progress.since_now("reading and comparing the problems")),
+    ):
         say(describe(entry.once("prepare data", lambda: prepare_data(config))))
     with stage("base model") as say:
         config = base_model(config)
         say(config.model.path)
     model = Path(config.model.path)
-    with stage("encode") as say, showing("encode", how_far.since_now("encoding the prompts")):
+    with stage("encode") as say, showing("encode", stage_progress.since_now("encoding the prompts")):
         say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
     with stage("convert") as say:
         say(describe_conversion(entry.once("convert", lambda: _converted(config, model))))
@@ -116,7 +119,7 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
 
 
 def _converted(config: Config, model: Path) -> JsonObject:
-    with showing("convert", how_far.since_now("reading the model's files")):
+    with showing("convert", stage_progress.since_now("reading the model's files")):
         digest = content_hash(model)
     return convert(str(model), digest, code_hash("model", "platform"), RunFolder(config.folder).logs / "convert.log")
 

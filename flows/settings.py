@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from tasks.cluster.form import shown_values
+from tasks.cluster.deployment_form import shown_values
 
 Recipe = str
 Overrides = Sequence[str]

@@ -12,9 +12,9 @@ from engine.run.folder import RunFolder
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
+from tasks.cluster.flow_log import story
 from tasks.cluster.other_nodes import run_node
 from tasks.cluster.rollout_node import serve_until_the_run_ends
-from tasks.cluster.story import story
 from tasks.code_version import code_hash
 from tasks.console import say
 from tasks.convert import convert as convert_task
@@ -68,7 +68,7 @@ def serve_rollouts(
     """Rollout instances on this flow's work pool that join a running run and end when the run ends.
 
     Args:
-        join: The run: host:port of its launcher, or its run folder if this node sees it.
+        join: The run: host:port of its orchestrator, or its run folder if this node sees it.
         recipe: The run's recipe; those that ship are found by infra/recipes/NAME.toml.
         overrides: The run's other keys, one KEY=VALUE each.
         settings: The run's settings.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from prefect import flow
 
-from engine.run.start import ContinueFrom
+from engine.run.run_start import ContinueFrom
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
+from tasks.cluster.flow_log import story
 from tasks.cluster.other_nodes import other_nodes
-from tasks.cluster.story import story
 from tasks.console import stage
 from tasks.publish import publish
 from tasks.train import train as train_task

@@ -24,9 +24,9 @@ from engine.tools.comparison import page
 from engine.tools.comparison.run_figures import ComparedRun, steps_once
 from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
-from tasks import how_far
+from tasks import stage_progress
 from tasks.finished_stages import last_end
-from tasks.live import showing
+from tasks.progress_display import showing
 from tasks.summary import bound
 from tasks.tracking.retry import STORE_ERRORS, first_line
 
@@ -188,7 +188,9 @@ def _evaluations(
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}
     with tempfile.TemporaryDirectory(prefix="metronome-compare-") as scratch:
-        with showing("compare", how_far.fetched(f"fetching the evaluations of {run.info.run_name}", Path(scratch))):
+        with showing(
+            "compare", stage_progress.fetched(f"fetching the evaluations of {run.info.run_name}", Path(scratch))
+        ):
             for name in (ROWS, EVALUATIONS):
                 download_artifacts(run_id=run.info.run_id, artifact_path=name, dst_path=scratch, tracking_uri=store)
         return _with_tables(Path(scratch))

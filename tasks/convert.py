@@ -16,10 +16,10 @@ from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.commands import conversion_command
 from engine.run.process import Child
 from engine.types import JsonObject
-from tasks import how_far
+from tasks import stage_progress
 from tasks.artifact_cells import markdown
-from tasks.launcher_process import last_error
-from tasks.live import showing
+from tasks.orchestrator_process import last_error
+from tasks.progress_display import showing
 
 LIMIT_S = 1800.0
 """Time limit of the conversion. A tiny model takes 10 s; a large one is read from disk three times."""
@@ -33,7 +33,7 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
     """
     child = Child("convert", conversion_command(model), log)
     try:
-        with showing("convert", how_far.conversion(log)):
+        with showing("convert", stage_progress.conversion(log)):
             code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the conversion of {model} is not done after {LIMIT_S:.0f} s; its log: {log}") from None

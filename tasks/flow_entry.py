@@ -15,7 +15,7 @@ from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
-from engine.run.start import RunStart
+from engine.run.run_start import RunStart
 from tasks.console import complain, say
 from tasks.fenced import fenced
 from tasks.finished_stages import Stages, count_attempt, last_end

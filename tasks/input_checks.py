@@ -19,17 +19,17 @@ from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
-from engine.launcher.checks import check_instances, check_rollouts, check_training
-from engine.launcher.server import check_listens, listen_address
-from engine.launcher.verifier_pool import VerifierPool
 from engine.model.shape import read_shape
+from engine.orchestrator.checks import check_instances, check_rollouts, check_training
+from engine.orchestrator.server import check_listens, listen_address
+from engine.orchestrator.verifier_pool import VerifierPool
 from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
-from tasks import how_far
+from tasks import stage_progress
 from tasks.console import say
-from tasks.live import showing
+from tasks.progress_display import showing
 
 TRIED = 256
 """Rows of a problem set that are encoded before the start; all, if none of these is a prompt."""
@@ -43,14 +43,14 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     """
     folder = RunFolder(config.folder)
     _check_checkpoint_path(config.checkpoint.path)
-    with showing("check", how_far.since_now(f"looking for checkpoints in {place_of(config)}")):
+    with showing("check", stage_progress.since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
     check_not_held(folder.lock, f"run folder {folder.path}")
 
 
 def check_address(config: Config) -> None:
-    """Raise BadInput unless the run's launcher can listen on `rollout.listen`. Not for a flow that is started again:
-    its launcher of before may still have the address."""
+    """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Not for a flow that is started
+    again: its orchestrator of before may still have the address."""
     check_listens(config.rollout.listen)
 
 
@@ -82,7 +82,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
-    with showing("check", how_far.since_now("reading the problem sets")):
+    with showing("check", stage_progress.since_now("reading the problem sets")):
         problems = prepare_problems(config).train if training else None
         benchmarks = read_benchmarks(config)
     if problems is not None:
@@ -122,7 +122,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         _check_device(config)
     else:
         check_rollouts(config)
-    with showing("check", how_far.since_now("encoding the prompts")):
+    with showing("check", stage_progress.since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
 
 

@@ -110,7 +110,7 @@ def how_on() -> str:
     )
     return (
         f"\n  saved       {saved}\n  go on with  {_resume_command(config, command)}\n"
-        f"  log         {log if (log := folder.logs / 'launcher.log').exists() else folder.logs}"
+        f"  log         {log if (log := folder.logs / 'orchestrator.log').exists() else folder.logs}"
     )
 
 

@@ -19,7 +19,7 @@ from engine.tools.planner.probes import measured_step_s, probe_run, probe_settin
 from engine.tools.planner.search import Ranked, change_config, count_devices
 from tasks import console
 from tasks.compare import aligned
-from tasks.launcher_process import run_training
+from tasks.orchestrator_process import run_training
 
 SHOWN = 8
 """Settings in the table."""

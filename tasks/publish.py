@@ -12,9 +12,9 @@ from prefect.cache_policies import NO_CACHE
 from engine.config import Config
 from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload_checkpoint
-from tasks import how_far
+from tasks import stage_progress
 from tasks.fenced import run_folder
-from tasks.live import showing
+from tasks.progress_display import showing
 
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
@@ -51,6 +51,6 @@ def copy_checkpoint(
 
 def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], None]) -> None:
     sizes: list[int] = []
-    whole = how_far.size_of(checkpoint) + how_far.size_of(policy)
-    with showing("publish", how_far.copied("uploaded", lambda: sum(sizes), whole)):
+    whole = stage_progress.size_of(checkpoint) + stage_progress.size_of(policy)
+    with showing("publish", stage_progress.copied("uploaded", lambda: sum(sizes), whole)):
         copy_checkpoint(checkpoint=checkpoint, policy=policy, place=place, fence=fence, sent=sizes.append)

@@ -16,7 +16,7 @@ from engine.config.keys import flatten_keys
 from engine.config.recipe import find_file, load_config, override_keys, recipe_keys
 from engine.errors import BadInput
 from engine.run.folder import RunFolder, check_same_run
-from engine.run.start import read_start
+from engine.run.run_start import read_start
 from engine.types import JsonObject
 from tasks.console import say
 

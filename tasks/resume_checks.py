@@ -20,14 +20,14 @@ from engine.run.fence import check_readable
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import known_number, published_checkpoints, read_run_id, run_began
-from engine.run.start import read_start
+from engine.run.run_start import read_start
 from engine.types import JsonObject
 from engine.wire import record
-from tasks import how_far
+from tasks import stage_progress
 from tasks.console import say
 from tasks.finished_stages import Stages
 from tasks.input_checks import with_model_folder
-from tasks.live import showing
+from tasks.progress_display import showing
 from tasks.resume import differing
 from tasks.tracking.tracked_run import check_known
 
@@ -67,7 +67,7 @@ def check_resume(config: Config) -> Config:
             f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}; give "
             f"train.steps = {start} or more"
         )
-    with showing("resume", how_far.since_now("comparing model and prompts")):
+    with showing("resume", stage_progress.since_now("comparing model and prompts")):
         _check_model(config, state)
         _check_prompts(config, state)
     if config.train.record:

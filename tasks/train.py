@@ -1,4 +1,4 @@
-"""Train: runs the launcher, sends its steps to the console, MLflow and Prefect, and starts it again if it dies.
+"""Train: runs the orchestrator, sends its steps to the console, MLflow and Prefect, and starts it again if it dies.
 
 In the Prefect UI the training has a progress bar, and a page with step, reward, speed and time left. A thread sends
 them every 10 s, so a server that is slow or does not answer delays neither training nor MLflow.
@@ -37,7 +37,7 @@ from engine.types import JsonObject
 from tasks.console import StepLines, duration, say
 from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
-from tasks.launcher_process import run_training
+from tasks.orchestrator_process import run_training
 from tasks.tracking.evaluations import InRun
 
 UPDATE_S = 10.0
@@ -182,6 +182,6 @@ def train(config: Config, resume: bool = False) -> int:
         except TakenOver:
             raise  # the folder is another's now
         except MetronomeError as error:
-            folder.fail(error)  # also what the launcher could not write: how it died
+            folder.fail(error)  # also what the orchestrator could not write: how it died
             raise
     return config.train.steps

@@ -1,4 +1,4 @@
-"""A stage's connection to the plane: requests to POST /ask of the launcher's server, each with a deadline."""
+"""A stage's connection to the plane: requests to POST /ask of the orchestrator's server, each with a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_H
 
 
 class Connection:
-    """Asks one launcher. It may be used by several threads, and keeps connections open between requests."""
+    """Asks one orchestrator. It may be used by several threads, and keeps connections open between requests."""
 
     def __init__(
         self,
@@ -40,25 +40,25 @@ class Connection:
                 **({OURS_HEADER: "1"} if ours else {}),
             },
             verify=client_context(certificate) if certificate is not None else url.startswith("https:"),
-            trust_env=False,  # a proxy of the machine's does not lead to the launcher
+            trust_env=False,  # a proxy of the machine's does not lead to the orchestrator
             limits=httpx.Limits(keepalive_expiry=None),
         )
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Send a request and return its reply.
 
-        Raises DeadlineError without a reply in time, MetronomeError if the launcher is not reached, and the error with
-        which it answers.
+        Raises DeadlineError without a reply in time, MetronomeError if the orchestrator is not reached, and the error
+        with which it answers.
         """
         what = type(request).__name__
         try:
             answer = self._http.post(f"{self.url}/ask", content=pack(request), timeout=self.timeout_s)
         except httpx.TimeoutException:
             raise DeadlineError(
-                f"{self._name}: no answer from the launcher at {self.url} to {what} in {self.timeout_s:.0f} s"
+                f"{self._name}: no answer from the orchestrator at {self.url} to {what} in {self.timeout_s:.0f} s"
             ) from None
         except httpx.TransportError as error:
-            raise MetronomeError(f"{self._name}: the launcher at {self.url} is not reached: {error}") from None
+            raise MetronomeError(f"{self._name}: the orchestrator at {self.url} is not reached: {error}") from None
         try:
             reply = read_message(answer.content)
         except msgspec.DecodeError:
@@ -70,12 +70,12 @@ class Connection:
         return cast(Answer, reply)
 
     def tell_failure(self, error: MetronomeError, stage: str = TRAIN) -> None:
-        """Tell the plane that a stage ends with this error. Raises nothing: if the launcher is gone, this process's log
-        has the error."""
+        """Tell the plane that a stage ends with this error. Raises nothing: if the orchestrator is gone, this process's
+        log has the error."""
         try:
             self.ask(StageFailed(error=Failure.of(error), stage=stage))
         except MetronomeError as unheard:
-            print(f"{self._name} ends: {error} (not told to the launcher: {unheard})", file=sys.stderr, flush=True)
+            print(f"{self._name} ends: {error} (not told to the orchestrator: {unheard})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the connections; requests under way end."""

@@ -29,7 +29,7 @@ class Ranks(Protocol):
     """Number of the unit that the rank belongs to: the ranks that take windows together."""
     units: int
     leader: bool
-    """Whether this rank talks to the launcher for its unit."""
+    """Whether this rank talks to the orchestrator for its unit."""
     exports: bool
     """Whether this rank takes part in an export of the weights: all other ranks hold copies."""
     writes: bool

@@ -1,4 +1,4 @@
-"""The bodies of a leased window's columns, where they lie outside the launcher: a unit's leader fetches them."""
+"""The bodies of a leased window's columns, where they lie outside the orchestrator: a unit's leader fetches them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.wire.store_addresses import StoreAddresses
 from engine.wire.store_client import StoreClient, StoreFault
 
 BRIEFLY_S = 1.0
-"""Seconds after which the leader gives a sign of life to the launcher and to the ranks of its unit."""
+"""Seconds after which the leader gives a sign of life to the orchestrator and to the ranks of its unit."""
 
 
 class StoredBodies:

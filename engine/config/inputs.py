@@ -44,7 +44,7 @@ class DryRun(Table):
 
     joining: int = Field(default=0, ge=0)
     """Number of instances that will be started for the run on other nodes and join it (docs/several_nodes.md). The dry
-    run counts them beside the run's own, as does the check of how many files the launcher may open."""
+    run counts them beside the run's own, as does the check of how many files the orchestrator may open."""
 
 
 class Model(Table):

@@ -42,10 +42,10 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("algorithm.gac_low", "algorithm.gac_high", "algorithm.gac_skips"),
             f'algorithm.gradient_control = "{algorithm.gradient_control}", and only "gac" reads it',
         )
-    if config.queue.store == "launcher":
+    if config.queue.store == "orchestrator":
         yield (
             ("queue.address", "queue.unauthenticated", "queue.units", "queue.timeout_s"),
-            'queue.store = "launcher", and only "transferqueue" reads it',
+            'queue.store = "orchestrator", and only "transferqueue" reads it',
         )
     if not algorithm.overlong_buffer:
         yield ("algorithm.overlong_penalty",), "algorithm.overlong_buffer = 0, so no response is penalised"

@@ -133,7 +133,7 @@ class Rollout(Table):
     until it answers again."""
     wait_s: PositiveFloat = 60.0
     """Seconds that a run whose last instance died or left waits for another before it stops with a checkpoint, and that
-    an instance which joined waits for a launcher that does not answer."""
+    an instance which joined waits for an orchestrator that does not answer."""
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
@@ -156,25 +156,25 @@ class Rollout(Table):
 class Queue(Table):
     """Where the columns of a step's rows lie until the rows are trained."""
 
-    store: Literal["launcher", "transferqueue"] = "launcher"
-    """"launcher": in the launcher's memory. "transferqueue": in the storage units of TransferQueue, AsyncFlow's library
-    (`pip install metronome[transferqueue]`): processes on the launcher's machine, or on the nodes of a Ray cluster
-    (docs/rollouts.md). It needs unauthenticated = true."""
+    store: Literal["orchestrator", "transferqueue"] = "orchestrator"
+    """"orchestrator": in the orchestrator's memory. "transferqueue": in the storage units of TransferQueue, AsyncFlow's
+    library (`pip install metronome[transferqueue]`): processes on the orchestrator's machine, or on the nodes of a Ray
+    cluster (docs/rollouts.md). It needs unauthenticated = true."""
     address: str = ""
-    """Address "host:port" of a running Ray cluster whose nodes host the storage units; "auto": that of the launcher's
-    machine. The launcher's machine must be one of its nodes. Empty: Metronome starts Ray on loopback on the launcher's
-    machine."""
+    """Address "host:port" of a running Ray cluster whose nodes host the storage units; "auto": that of the
+    orchestrator's machine. The orchestrator's machine must be one of its nodes. Empty: Metronome starts Ray on loopback
+    on the orchestrator's machine."""
     unauthenticated: bool = False
-    """Allow a store without passwords: with "transferqueue" every user of the launcher's machine can read and change
-    the groups, and run code as the user of the run. With an address, so can whoever reaches the cluster's nodes over
-    the network, and code runs as the user of Ray there."""
+    """Allow a store without passwords: with "transferqueue" every user of the orchestrator's machine can read and
+    change the groups, and run code as the user of the run. With an address, so can whoever reaches the cluster's nodes
+    over the network, and code runs as the user of Ray there."""
     units: PositiveInt = 2
     """Number of TransferQueue's storage units, over which the groups are spread. With an address they are spread evenly
     over the cluster's nodes."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time in seconds of a call to TransferQueue. The launcher looks for what the trainer could not fetch in
-    time. After its own call a storage unit counts as lost: its groups are generated again. If the controller does not
-    answer either, the run fails."""
+    """Longest time in seconds of a call to TransferQueue. The orchestrator looks for what the trainer could not fetch
+    in time. After its own call a storage unit counts as lost: its groups are generated again. If the controller does
+    not answer either, the run fails."""
 
 
 class Weights(Table):

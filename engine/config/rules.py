@@ -277,7 +277,7 @@ def _check_partial(config: Tree) -> None:
 
 BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Names of the advantages whose statistics are over the whole batch. Its groups are held back until the last is there
-(engine.launcher.batches), in every mode but "periodic"."""
+(engine.orchestrator.batches), in every mode but "periodic"."""
 BATCH_SCOPE_LOSSES = ("m2po", "bapo")
 """Names of the losses whose statistics are over the whole batch. The trainer holds all windows of a step until the
 statistics are known, so off-policy modes can use these losses, too."""
@@ -425,14 +425,14 @@ def _check_vllm(config: Tree) -> None:
 
 
 def _check_store(config: Tree) -> None:
-    if config.queue.store == "launcher":
+    if config.queue.store == "orchestrator":
         return
     key = f'queue.store = "{config.queue.store}"'
     if not config.queue.unauthenticated:
         who = (
             "whoever reaches the Ray cluster's nodes"
             if config.queue.address
-            else "every user of the launcher's machine"
+            else "every user of the orchestrator's machine"
         )
         raise ValueError(
             f"{key} has no passwords: {who} can read and change the groups, and run code as the user of the storage "

@@ -105,8 +105,8 @@ class Train(Table):
     run's own instances, into `profile/` of the run folder: [5, 6] (docs/training.md). Empty: none. It slows these steps
     down, and changes no weight."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds without a sign of life between trainer and launcher after which the run fails. While the trainer loads
-    its models, it has rollout.timeout_s more."""
+    """Seconds without a sign of life between trainer and orchestrator after which the run fails. While the trainer
+    loads its models, it has rollout.timeout_s more."""
 
 
 class M2po(Table):
@@ -259,8 +259,8 @@ class Parallel(Table):
     """Machines that run trainer ranks, the same number of ranks on each. All must see the run folder
     (docs/several_nodes.md)."""
     rendezvous: str = ""
-    """Address host:port on the launcher's node at which the nodes meet; at the port after it the ranks reach the
-    launcher, over TLS. Needed with nodes above 1, else empty."""
+    """Address host:port on the orchestrator's node at which the nodes meet; at the port after it the ranks reach the
+    orchestrator, over TLS. Needed with nodes above 1, else empty."""
     sequence: bool = False
     """Share the norms' work and activations among the tensor ranks, too (sequence parallelism). Needs tensor above 1.
     Off by default, because it is slower on a CPU."""
@@ -291,7 +291,7 @@ class Parallel(Table):
             raise ValueError(f"parallel.nodes ({self.nodes}) must divide the number of ranks ({self.ranks})")
         if (self.nodes > 1) != bool(self.rendezvous):
             raise ValueError(
-                'parallel.nodes above 1 needs parallel.rendezvous = "host:port" (an address of the launcher\'s '
+                'parallel.nodes above 1 needs parallel.rendezvous = "host:port" (an address of the orchestrator\'s '
                 "node); one node needs none"
             )
         if self.sequence and self.tensor == 1:

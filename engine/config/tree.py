@@ -68,15 +68,15 @@ class Tree(Table):
     @property
     def leaders_fetch(self) -> bool:
         """Whether the leaders of the trainer's units fetch the bodies of columns from the store themselves: from the
-        nodes of a cluster, or from loopback where all ranks are on the launcher's node."""
-        return self.queue.store != "launcher" and (bool(self.queue.address) or self.parallel.nodes == 1)
+        nodes of a cluster, or from loopback where all ranks are on the orchestrator's node."""
+        return self.queue.store != "orchestrator" and (bool(self.queue.address) or self.parallel.nodes == 1)
 
     @property
     def transfer_timeout_s(self) -> float:
-        """Seconds that a trainer waits for the launcher, for other ranks or for a transfer.
+        """Seconds that a trainer waits for the orchestrator, for other ranks or for a transfer.
 
-        They are more than the launcher's own deadlines for an instance and its update, so that the launcher, which
-        knows the names, gives up first.
+        They are more than the orchestrator's own deadlines for an instance and its update, so that the orchestrator,
+        which knows the names, gives up first.
         """
         return self.train.timeout_s + self.rollout.timeout_s + self.rollout.wait_s
 

@@ -1,7 +1,7 @@
 """The order of prompts and the seeds of their responses, as pure functions of run seed and position.
 
 Nothing here has state. The position of a step follows from its number. Only with dynamic sampling it does not: then the
-launcher counts the used prompts.
+orchestrator counts the used prompts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the config to the training problems and the held-out problems of a run: read, clean, split, decontaminate.
 
-`prepare_problems` is a pure function of the config and the files. Launcher, evaluation and tasks each call it and get
-the same rows.
+`prepare_problems` is a pure function of the config and the files. Orchestrator, evaluation and tasks each call it and
+get the same rows.
 
 Split: problems are held out by their content, so that adding, removing or reordering rows moves no other row.
 

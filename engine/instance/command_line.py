@@ -21,8 +21,8 @@ from engine.wire.access_token import access_token, check_address
 from engine.wire.address import bracket_host
 
 KEEP_ALIVE_S = 75
-"""Seconds an idle connection is kept. The launcher keeps it for less (aiohttp: 15), so that the instance does not close
-a connection while the launcher sends."""
+"""Seconds an idle connection is kept. The orchestrator keeps it for less (aiohttp: 15), so that the instance does not
+close a connection while the orchestrator sends."""
 LEAST = {"slots": 1, "threads": 1, "tensor": 1, "max_context": 2, "port": 0, "open_requests": 1, "read_timeout": 1}
 """Smallest value of each option."""
 

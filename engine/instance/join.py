@@ -22,16 +22,23 @@ from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
 from engine.wire.access_token import access_token, authorization_headers, check_address
-from engine.wire.address import ADDRESS_FILE, bracket_host, http_url, launcher_address, reachable_host, split_address
+from engine.wire.address import (
+    ADDRESS_FILE,
+    bracket_host,
+    http_url,
+    orchestrator_address,
+    reachable_host,
+    split_address,
+)
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave
 
 CALL_S = 10.0
-"""What one call to the launcher may take."""
+"""What one call to the orchestrator may take."""
 SOON_S = 1.0
 """Time between two calls until it serves for the first time: whoever started it waits to read that."""
 TOO_EARLY = 425
-"""Status of a launcher that takes no instances yet."""
+"""Status of an orchestrator that takes no instances yet."""
 POLL_S = 0.2
 """How often a leaving instance asks whether it is free to go."""
 
@@ -40,14 +47,14 @@ Say = Callable[[str], None]
 
 
 class _Refused(NamedTuple):
-    """An answer of the launcher other than 200."""
+    """An answer of the orchestrator other than 200."""
 
     status: int
     message: str
 
 
 class _Left(Exception):
-    """The launcher was told, by somebody else, that this instance leaves."""
+    """The orchestrator was told, by somebody else, that this instance leaves."""
 
 
 def default_name() -> str:
@@ -68,19 +75,20 @@ def check_join(address: str) -> None:
         return
     if ":" not in address:
         raise BadInput(
-            f"--join {address}: there is no run folder {path.absolute()}; give one, or host:port of a run's launcher"
+            f"--join {address}: there is no run folder {path.absolute()}; give one, or host:port of a run's "
+            "orchestrator"
         )
     if split_address(address, "--join")[1] == 0:
-        raise BadInput(f"--join {address}: port 0 is nobody's; give the one at which the run's launcher listens")
+        raise BadInput(f"--join {address}: port 0 is nobody's; give the one at which the run's orchestrator listens")
 
 
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:
     """An instance that joins, stays until SIGTERM or Ctrl-C (the second one ends it at once), leaves, ends; the exit
     code.
 
-    `address` as for `check_join`. Raises BadInput for a launcher that refuses it, ProcessDied when the instance ends,
-    DeadlineError when the launcher does not answer: for rollout.timeout_s before the first time, so that an instance
-    may be started before its run, and for rollout.wait_s later.
+    `address` as for `check_join`. Raises BadInput for an orchestrator that refuses it, ProcessDied when the instance
+    ends, DeadlineError when the orchestrator does not answer: for rollout.timeout_s before the first time, so that an
+    instance may be started before its run, and for rollout.wait_s later.
     """
     return _run(
         _serve(
@@ -88,7 +96,7 @@ def serve_joined(config: Config, address: str, name: str, host: str, port: int, 
             name=name,
             host=host,
             port=port,
-            joins=lambda url: _LauncherClient(config=config, address=address, name=name, url=url, say=say),
+            joins=lambda url: _OrchestratorClient(config=config, address=address, name=name, url=url, say=say),
         )
     )
 
@@ -105,7 +113,7 @@ async def _serve(
     name: str,
     host: str,
     port: int,
-    joins: Callable[[str], _LauncherClient] | None,
+    joins: Callable[[str], _OrchestratorClient] | None,
     text: str = "",
 ) -> int:
     check_address(host, access_token())
@@ -130,7 +138,7 @@ async def _join_and_serve(
     port_file: Path,
     timeout_s: float,
     asked: asyncio.Event,
-    joins: Callable[[str], _LauncherClient] | None,
+    joins: Callable[[str], _OrchestratorClient] | None,
 ) -> int:
     try:
         address = await _unless(asked, InstanceProcess(0, child, port_file).serves(timeout_s))
@@ -139,8 +147,8 @@ async def _join_and_serve(
             raise
         return int(child.process.returncode)  # it has said why
     if address is not None and joins is not None:
-        async with joins(http_url(*address)) as launcher:
-            await launcher.stay(child, asked)
+        async with joins(http_url(*address)) as orchestrator:
+            await orchestrator.stay(child, asked)
         return 0
     await _unless(asked, asyncio.to_thread(child.process.wait))
     return 0 if asked.is_set() else int(child.process.returncode)
@@ -174,8 +182,8 @@ async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
             task.cancel()
 
 
-class _LauncherClient:
-    """Calls to the launcher of the run."""
+class _OrchestratorClient:
+    """Calls to the orchestrator of the run."""
 
     def __init__(self, config: Config, address: str, name: str, url: str, say: Say) -> None:
         self._rollout = config.rollout
@@ -188,10 +196,10 @@ class _LauncherClient:
         self._state = ""
         self._served = False
         self._met = False
-        """Whether the launcher has ever answered."""
+        """Whether the orchestrator has ever answered."""
         self._told = False
 
-    async def __aenter__(self) -> _LauncherClient:
+    async def __aenter__(self) -> _OrchestratorClient:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         self._session = aiohttp.ClientSession(timeout=timeout, headers=authorization_headers(access_token()))
         return self
@@ -201,7 +209,7 @@ class _LauncherClient:
         await self._session.close()
 
     async def stay(self, child: Child, asked: asyncio.Event) -> None:
-        """Say every rollout.heartbeat_s that it is there, which makes a launcher that does not know it take it in;
+        """Say every rollout.heartbeat_s that it is there, which makes an orchestrator that does not know it take it in;
         then leave."""
         try:
             while not asked.is_set():
@@ -225,14 +233,16 @@ class _LauncherClient:
         if isinstance(answer, _Refused) and answer.status == 410:
             raise _Left
         if isinstance(answer, _Refused):
-            raise BadInput(f"the launcher at {self._address} refuses {self._name}: {answer.status} {answer.message}")
+            raise BadInput(
+                f"the orchestrator at {self._address} refuses {self._name}: {answer.status} {answer.message}"
+            )
         if answer is not None and answer.state != self._state:
             self._state = answer.state
             self._served |= self._state == "serving"
             self._say(f"{self._name} at {self._advertised()} is {self._state} in the run at {self._address}")
 
     def _advertised(self) -> str:
-        """The URL under which the launcher reaches the instance."""
+        """The URL under which the orchestrator reaches the instance."""
         host, port = split_address(self._url.removeprefix("http://"), "url")
         return f"http://{bracket_host(reachable_host(host))}:{port}"
 
@@ -242,7 +252,7 @@ class _LauncherClient:
             await self._call(Leave(self._name))
 
     async def _drained(self, child: Child) -> None:
-        """Until the launcher no longer lists it, or is not there."""
+        """Until the orchestrator no longer lists it, or is not there."""
         deadline = time.monotonic() + self._rollout.timeout_s
         while child.alive and (reply := await self._call(GetStatus())) is not None:
             if isinstance(reply, _Refused) or self._name not in [one.name for one in reply.instances]:
@@ -255,18 +265,18 @@ class _LauncherClient:
 
     @property
     def _patience(self) -> tuple[float, str]:
-        """Seconds that the launcher may be silent, and the key that sets them."""
+        """Seconds that the orchestrator may be silent, and the key that sets them."""
         return self._rollout.patience(self._met)
 
     async def _call(self, request: InstanceRequest[Reply]) -> Reply | _Refused | None:
-        """The launcher's reply, or its refusal; None when it does not answer.
+        """The orchestrator's reply, or its refusal; None when it does not answer.
 
         Raises DeadlineError when it has not answered for rollout.wait_s, or for rollout.timeout_s since the start.
         """
         data = msgspec.json.encode(request) if request.method == "POST" else None
         try:
             assert self._session is not None, "calls are made within `async with`"
-            url = f"http://{launcher_address(self._address)}{request.path}"
+            url = f"http://{orchestrator_address(self._address)}{request.path}"
             async with self._session.request(request.method, url, data=data, allow_redirects=False) as answer:
                 raw = await answer.read()
                 if answer.status == TOO_EARLY:
@@ -288,7 +298,7 @@ class _LauncherClient:
             limit, key = self._patience
             if silence > limit:
                 raise DeadlineError(
-                    f"the launcher at {self._address} did not answer for {silence:.0f} s ({key}): "
+                    f"the orchestrator at {self._address} did not answer for {silence:.0f} s ({key}): "
                     f"{type(error).__name__} {error}"
                 ) from None
             return None

@@ -49,7 +49,7 @@ def parallel_session(
 
 @contextmanager
 def single_session(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
-    """`parallel_session` for a single process without a launcher and its environment."""
+    """`parallel_session` for a single process without an orchestrator and its environment."""
     platform.adapt_megatron()
     device = platform.set_device(0)
     with tempfile.TemporaryDirectory() as folder:

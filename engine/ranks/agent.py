@@ -2,8 +2,8 @@
 
 `python -m engine.ranks.agent --ranks N [--module MODULE] -- <rank arguments>`
 
-The agent is a process of its own. It ends with the launcher, and the ranks end with it (engine.run.process). Several
-nodes have one agent each; these meet at a store on the launcher's node (engine.ranks.nodes).
+The agent is a process of its own. It ends with the orchestrator, and the ranks end with it (engine.run.process).
+Several nodes have one agent each; these meet at a store on the orchestrator's node (engine.ranks.nodes).
 
 torch's own rendezvous listens on all addresses and unpickles what it finds in its store. Here the nodes are known in
 advance, the store listens on one address, and nothing that is read from it is more than text.
@@ -41,7 +41,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from engine.run.commands import TRAINER_RANK
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import split_address
-from engine.wire.store import serve_store
+from engine.wire.rendezvous_store import serve_store
 
 BACKEND = "metronome"
 """Name of this rendezvous in torch's registry."""
@@ -169,7 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, required=True, help="on this node")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--rendezvous", default="127.0.0.1:0", help="host:port on the launcher's node")
+    parser.add_argument("--rendezvous", default="127.0.0.1:0", help="host:port on the orchestrator's node")
     parser.add_argument("--run-id", default=uuid.uuid4().hex, help="what the nodes of a run have in common")
     parser.add_argument("--module", default=TRAINER_RANK, help="what each rank runs")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
@@ -203,7 +203,7 @@ def run_ranks(
     name = module.split(".")[1]
     register_rendezvous()
     _kill_soon()
-    os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
+    os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the orchestrator
     launch = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

@@ -1,7 +1,7 @@
-"""Trainer ranks on another node than the launcher's: `python -m engine.ranks.nodes RUN_FOLDER`.
+"""Trainer ranks on another node than the orchestrator's: `python -m engine.ranks.nodes RUN_FOLDER`.
 
-All nodes must share the run folder. The launcher writes an invitation into it (engine.wire.invitation). Each other node
-reads it and starts its ranks under an elastic agent of its own; all agents meet at `parallel.rendezvous`.
+All nodes must share the run folder. The orchestrator writes an invitation into it (engine.wire.invitation). Each other
+node reads it and starts its ranks under an elastic agent of its own; all agents meet at `parallel.rendezvous`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
     watch_lifeline()
     os.environ[LIFELINE] = hold_lifeline()
     parser = argparse.ArgumentParser(description="this node's trainer ranks of a run")
-    parser.add_argument("folder", type=Path, help="the run folder, shared with the launcher's node")
+    parser.add_argument("folder", type=Path, help="the run folder, shared with the orchestrator's node")
     parser.add_argument(
         "--wait", type=float, default=600.0, help="seconds to wait for the run to begin, or to begin again"
     )

@@ -3,7 +3,7 @@
 
 A *unit* is the ranks that take windows together: the tensor, pipeline and context ranks of a replica. Where experts are
 split over several replicas, the unit is all of these, since the experts' all-to-all needs each of them in every
-micro-batch. The unit's *leader* talks to the launcher and passes the replies on. The channel is gloo on the host on
+micro-batch. The unit's *leader* talks to the orchestrator and passes the replies on. The channel is gloo on the host on
 every platform, so waiting for a long response never runs into the time limit of a device collective.
 """
 

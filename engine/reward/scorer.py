@@ -10,7 +10,7 @@ from engine.wire.columns import PackedResponse
 
 
 class ResponseScorer(Protocol):
-    """Scores responses. engine.launcher.verifier_pool implements it with worker processes."""
+    """Scores responses. engine.orchestrator.verifier_pool implements it with worker processes."""
 
     @property
     def per_response(self) -> bool:

@@ -21,24 +21,24 @@ LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 
 
-def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
-    """Command line of the launcher. `config`: a resolved config file."""
+def orchestrator_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
+    """Command line of the orchestrator. `config`: a resolved config file."""
     arguments = ["--config", str(config), *(["--resume"] if resume else [])]
     return python_command(
-        "engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else [])
+        "engine.orchestrator.launch", *arguments, *(["--replay", str(replay)] if replay is not None else [])
     )
 
 
 def service_command(config: Path) -> list[str]:
     """Command line of the service. `config`: a resolved config file."""
-    return python_command("engine.launcher.serve", "--config", str(config))
+    return python_command("engine.orchestrator.serve", "--config", str(config))
 
 
 def rank_arguments(
     config: Config, folder: Path, plane: str, weights: Path, attempt: int, resume: bool, replay: Path | None
 ) -> list[str]:
-    """Arguments of every trainer rank. `plane`: URL of the launcher's server; `weights`: folder for snapshots of
-    the weights; `attempt`: number of the launcher's attempt (engine.run.fence)."""
+    """Arguments of every trainer rank. `plane`: URL of the orchestrator's server; `weights`: folder for snapshots of
+    the weights; `attempt`: number of the orchestrator's attempt (engine.run.fence)."""
     arguments = ["--folder", str(folder.resolve()), "--plane", plane]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads), "--attempt", str(attempt)]
     arguments += ["--resume"] if resume else []
@@ -46,15 +46,15 @@ def rank_arguments(
 
 
 def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) -> list[str]:
-    """Command line of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: given
-    if there are several nodes."""
+    """Command line of the elastic agent on the orchestrator's node, which starts the trainer ranks there. `run_id`:
+    given if there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
     return python_command("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
-    """Additional environment of the agent on the launcher's node, and so of its ranks: `rank_defaults`, and more.
+    """Additional environment of the agent on the orchestrator's node, and so of its ranks: `rank_defaults`, and more.
 
     On one node the ranks' collectives listen on loopback only: those of gloo, and those of NCCL and HCCL unless the
     trainer also sends weights with these, or may have `instances_elsewhere`. On several nodes each agent chooses the
@@ -84,8 +84,8 @@ def rank_defaults(tensor: int) -> dict[str, str]:
 
 
 def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list[str]:
-    """Command line of the elastic agent that starts the ranks of [stages.NAME] on the launcher's node. `plane`: URL of
-    the launcher's server."""
+    """Command line of the elastic agent that starts the ranks of [stages.NAME] on the orchestrator's node. `plane`: URL
+    of the orchestrator's server."""
     ranks = config.stages[stage].ranks
     arguments = ["--folder", str(folder.resolve()), "--plane", plane, "--stage", stage]
     arguments += ["--threads", str(config.scorer_threads)]

@@ -1,8 +1,8 @@
-"""Only the newest launcher, and the newest flow, of a run write it, also where a lock was lost.
+"""Only the newest orchestrator, and the newest flow, of a run write it, also where a lock was lost.
 
 The lock of a run folder can be lost: a node that an NFS server takes for dead loses it, and another process begins. So
-each launcher and each flow takes the next number of its kind, and writes only while the number in the run folder is its
-own. Logs and traces have no such check: their lines only stand beside those of the newer process.
+each orchestrator and each flow takes the next number of its kind, and writes only while the number in the run folder is
+its own. Logs and traces have no such check: their lines only stand beside those of the newer process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal, get_args
 from engine.errors import BadInput, TakenOver
 from engine.run.files import write_atomically
 
-Kind = Literal["launcher", "flow"]
+Kind = Literal["orchestrator", "flow"]
 TAKEN_OVER = 3
-"""Exit status of a launcher that stopped because another one has begun. The run folder is that one's, also for the
+"""Exit status of an orchestrator that stopped because another one has begun. The run folder is that one's, also for the
 reason of a failure."""
 
 
@@ -27,10 +27,10 @@ class Fence:
     folder: Path
     attempt: int
     """0: a process that took no number, which nobody fences off."""
-    kind: Kind = "launcher"
+    kind: Kind = "orchestrator"
 
     @staticmethod
-    def begin(folder: Path, kind: Kind = "launcher") -> Fence:
+    def begin(folder: Path, kind: Kind = "orchestrator") -> Fence:
         """Take the next number. To be called with the lock held."""
         fence = Fence(folder, _newest(folder, kind) + 1, kind)
         write_atomically(_file(folder, kind), f"{fence.attempt}\n")

@@ -68,15 +68,15 @@ class RunFolder:
         self.stages = path / "stages.json"
         self.attempts = path / "attempts.jsonl"
         self.lock = path / "lock"
-        self.launcher_lock = self.logs / "launcher.lock"
-        self.heartbeat = self.logs / "launcher.alive"
-        """Touched by the launcher as long as it lives."""
+        self.orchestrator_lock = self.logs / "orchestrator.lock"
+        self.heartbeat = self.logs / "orchestrator.alive"
+        """Touched by the orchestrator as long as it lives."""
         self.progress = self.logs / "progress.json"
-        """How far the step under way is (engine.launcher.live_progress)."""
+        """How far the step under way is (engine.orchestrator.live_progress)."""
         self.notices = self.logs / "notices.jsonl"
-        """Lines for the user of the run (engine.launcher.notices): stage, text, at."""
+        """Lines for the user of the run (engine.orchestrator.run_events): stage, text, at."""
         self.fence = Fence(path, 0)
-        """Of the launcher or the flow that writes through this object."""
+        """Of the orchestrator or the flow that writes through this object."""
         self._reserve = path / ".reserve"
 
     def create(self, config: Config, resume: bool) -> None:
@@ -116,7 +116,7 @@ class RunFolder:
                 sample.unlink()
 
     def add_step(self, report: StepReport) -> None:
-        """Append one line to steps.jsonl, in one write. Raises TakenOver if another launcher writes the run."""
+        """Append one line to steps.jsonl, in one write. Raises TakenOver if another orchestrator writes the run."""
         self.fence.check()
         append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
 
@@ -151,8 +151,8 @@ class RunFolder:
         return next((row[key] for row in rows if key in row), 0.0)
 
     def fail(self, error: Exception) -> None:
-        """Write the reason of a failure to failure.json, for the process that started the run. Not if another launcher
-        writes the run now.
+        """Write the reason of a failure to failure.json, for the process that started the run. Not if another
+        orchestrator writes the run now.
 
         On a full disk it takes the space of a reserve. If that is not enough, the reason is only printed.
         """

@@ -1,6 +1,6 @@
 """What a run needs of the machine's limits: open files, processes, shared memory, disk space.
 
-The launcher compares them with this machine's before anything starts, and `run.dry` too, which shows both.
+The orchestrator compares them with this machine's before anything starts, and `run.dry` too, which shows both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.run.open_files import reachable_limit
 from engine.run.process import SHARED_MEMORY
 
 OWN_FILES = 200
-"""Open files of the launcher besides connections: libraries, logs, pipes, its server. About 60 are used."""
+"""Open files of the orchestrator besides connections: libraries, logs, pipes, its server. About 60 are used."""
 OWN_THREADS = 16
 """Threads of a process besides those that compute: OpenMP's, torch's and the HTTP server's."""
 RANK_SHARED = 64 * 2**20
@@ -119,21 +119,21 @@ def _open_files_limit(config: Config, instances: int = 0) -> Limit:
         need=open_files(config, instances),
         has=reachable_limit(),
         unit="files",
-        formula="a connection for each response in flight, and the launcher's own",
+        formula="a connection for each response in flight, and the orchestrator's own",
         remedy="raise the hard limit (ulimit -Hn), or lower rollout.concurrency",
     )
 
 
 def open_files(config: Config, instances: int = 0) -> int:
-    """Files that the launcher has open at once, at most, with the instances that the config expects, or with this many
-    if they are more. An evaluation in the run may sample more for each prompt."""
+    """Files that the orchestrator has open at once, at most, with the instances that the config expects, or with this
+    many if they are more. An evaluation in the run may sample more for each prompt."""
     instances = max(1, instances, config.rollout.instances + config.dry_run.joining)
     in_flight = instances * config.rollout.concurrency * max(config.rollout.group_size, config.evaluate.samples)
     return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
 
 
 def count_threads(config: Config) -> int:
-    """Processes and threads of the run on the launcher's node."""
+    """Processes and threads of the run on the orchestrator's node."""
     ranks = config.parallel.ranks_per_node * (config.trainer_threads + OWN_THREADS)
     scorers = config.scorer_ranks * (config.scorer_threads + OWN_THREADS)
     instances = config.rollout.instances * (config.instance_threads + OWN_THREADS * config.rollout.tensor)
@@ -141,8 +141,8 @@ def count_threads(config: Config) -> int:
 
 
 def shared_memory(config: Config) -> int:
-    """Bytes of shared memory on the launcher's node. Weights on their way do not count: they go to the run folder if
-    there is no room."""
+    """Bytes of shared memory on the orchestrator's node. Weights on their way do not count: they go to the run folder
+    if there is no room."""
     if config.platform.device not in ("cuda", "npu"):
         return 0
     ranks = sum(count for count in (config.parallel.ranks_per_node, config.scorer_ranks) if count > 1)

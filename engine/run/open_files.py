@@ -1,4 +1,5 @@
-"""The limit of open files of a process: each response in flight is a socket, in the launcher and in its instance."""
+"""The limit of open files of a process: each response in flight is a socket, in the orchestrator and in its
+instance."""
 
 from __future__ import annotations
 

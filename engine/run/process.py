@@ -58,7 +58,8 @@ def hold_lifeline() -> str:
 
 
 def sweep_folders(place: Path) -> None:
-    """Remove folders that killed processes have left there. Each launcher's may have the size of a model in memory."""
+    """Remove folders that killed processes have left there. Each orchestrator's may have the size of a model in
+    memory."""
     for pipe in place.glob(f"{PREFIX}*/lifeline"):
         try:
             if time.time() - pipe.stat().st_mtime > YOUNG_S and not _is_held(pipe):

@@ -25,8 +25,8 @@ from engine.wire.columns import REFERENCE
 
 
 def main() -> int:
-    """Set the rank up and score rows until the run is over. Return 0, or 1 after a MetronomeError, which the launcher
-    is told."""
+    """Set the rank up and score rows until the run is over. Return 0, or 1 after a MetronomeError, which the
+    orchestrator is told."""
     return run_recorded(_main)
 
 
@@ -53,7 +53,7 @@ def _main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="run folder with config.toml")
-    parser.add_argument("--plane", required=True, help="URL of the launcher's server")
+    parser.add_argument("--plane", required=True, help="URL of the orchestrator's server")
     parser.add_argument("--stage", required=True, help="name of the stage: reference")
     parser.add_argument("--threads", type=int, required=True)
     return parser.parse_args()

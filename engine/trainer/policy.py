@@ -34,8 +34,8 @@ from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, loss_of
 from engine.trainer.credit import Credit, coefficients_of
+from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
 from engine.trainer.gradient_control import GradientControl
-from engine.trainer.held_windows import HeldWindows, Scored, check_scope
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import is_finite, optimizer_of, scheduler_of
@@ -194,7 +194,7 @@ class Policy(Trainer):
         self._coefficients = coefficients_of(config)
         check_scope(algorithm.loss, self._loss, config.train.mode)
         self._batch_scope = self._loss.scope != "group"
-        self._held = HeldWindows(self._loss, self._coefficients.limits, self.ranks)
+        self._held = DeferredWindows(self._loss, self._coefficients.limits, self.ranks)
         self._statistics: tuple[float, ...] = ()
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(

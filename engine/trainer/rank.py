@@ -121,9 +121,9 @@ def _asked(said: str) -> int:
 
 
 def main() -> int:
-    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the launcher is told.
+    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the orchestrator is told.
 
-    The message of any other error reaches the launcher through the agent.
+    The message of any other error reaches the orchestrator through the agent.
     """
     return run_recorded(_main)
 
@@ -153,11 +153,11 @@ def _session(config: Config) -> AbstractContextManager[torch.device]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="run folder with config.toml")
-    parser.add_argument("--plane", required=True, help="URL of the launcher's server")
+    parser.add_argument("--plane", required=True, help="URL of the orchestrator's server")
     parser.add_argument("--weights", type=Path, required=True, help="folder shared with the instances")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
-    parser.add_argument("--attempt", type=int, required=True, help="number of the launcher's attempt")
+    parser.add_argument("--attempt", type=int, required=True, help="number of the orchestrator's attempt")
     parser.add_argument("--replay", type=Path, help="train on a record instead of rollouts")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """The source of the loop's groups: the running instances, or a record of an earlier run (`Replay`).
 
-A unit's leader asks the launcher. Every reply, signs of life included, goes to all ranks of the unit over the CPU
+A unit's leader asks the orchestrator. Every reply, signs of life included, goes to all ranks of the unit over the CPU
 channel.
 """
 
@@ -111,7 +111,7 @@ class Rollouts(Protocol):
         """
 
     def failed(self, error: MetronomeError) -> None:
-        """Tell the launcher, and through it the other units, that this unit ends with an error."""
+        """Tell the orchestrator, and through it the other units, that this unit ends with an error."""
 
 
 class LiveRollouts:
@@ -128,8 +128,8 @@ class LiveRollouts:
         prefetch: bool = False,
     ) -> None:
         """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches the bodies of
-        columns that lie outside the launcher; `prefetch`: whether the next window is leased and prepared, in a thread,
-        while one is trained. With `early` or `bodies` it is not."""
+        columns that lie outside the orchestrator; `prefetch`: whether the next window is leased and prepared, in a
+        thread, while one is trained. With `early` or `bodies` it is not."""
         self._bodies = bodies
         self._control = control
         self._ranks = ranks
@@ -158,7 +158,7 @@ class LiveRollouts:
         )
 
     def begin(self, start: int) -> None:
-        """Tell the launcher, which compares the prompts with those of the checkpoint."""
+        """Tell the orchestrator, which compares the prompts with those of the checkpoint."""
         ready = messages.Ready(
             start=start, prompt_position=self.prompt_position, prompts=self.prompts, units=self._ranks.units
         )
@@ -169,7 +169,7 @@ class LiveRollouts:
         started = time.perf_counter()
         may_publish = messages.MayPublish(version=version)
         while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
-            pass  # the launcher's sign of life
+            pass  # the orchestrator's sign of life
         waited = time.perf_counter() - started
         return waited + self._publisher.publish(model, version)
 
@@ -187,7 +187,7 @@ class LiveRollouts:
         self._publisher.settle()
 
     def start(self, step: int) -> None:
-        """Ask the launcher to start the batch, unless programs put its groups."""
+        """Ask the orchestrator to start the batch, unless programs put its groups."""
         if not self._config.data.pushed:
             self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
 
@@ -269,7 +269,11 @@ class LiveRollouts:
             if (whole := bodies.wait_briefly()) is not None:
                 return whole
         except StoreFault as fault:
-            print(f"unit {self._ranks.unit} leaves lease {lease} to the launcher: {fault}", file=sys.stderr, flush=True)
+            print(
+                f"unit {self._ranks.unit} leaves lease {lease} to the orchestrator: {fault}",
+                file=sys.stderr,
+                flush=True,
+            )
             return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was said
         self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
         return StillWaiting()
@@ -303,7 +307,7 @@ class ReplayedRollouts:
         self._ranks = ranks
 
     def begin(self, start: int) -> None:
-        """Tell the launcher."""
+        """Tell the orchestrator."""
         ready = messages.Ready(start=start, prompt_position=None, prompts=None, units=self._ranks.units)
         self._ranks.from_first(lambda: self._control.ask(ready))
 
@@ -326,7 +330,7 @@ class ReplayedRollouts:
             self._ranks.from_leader(partial(self._report_progress, step, False))
             yield work
         while not isinstance(self._ranks.from_leader(partial(self._report_progress, step, True)), EndOfStep):
-            pass  # the launcher's sign of life
+            pass  # the orchestrator's sign of life
 
     def _report_progress(self, step: int, done: bool) -> EndOfStep | StillWaiting:
         return self._control.ask(messages.ReplayProgress(unit=self._ranks.unit, step=step, done=done))

@@ -1,8 +1,8 @@
 """Ends what a reward has started: nothing of it survives its worker, whatever session or process group it went to.
 
-The process that the launcher started forks. The child becomes the worker. The parent stays as its guardian: the kernel
-gives it every orphan among the worker's descendants (PR_SET_CHILD_SUBREAPER), so it finds all of them. It ends when the
-worker ends, and as it ended. Only Linux can do this.
+The process that the orchestrator started forks. The child becomes the worker. The parent stays as its guardian: the
+kernel gives it every orphan among the worker's descendants (PR_SET_CHILD_SUBREAPER), so it finds all of them. It ends
+when the worker ends, and as it ended. Only Linux can do this.
 
 It also counts them, and ends all when there are too many. RLIMIT_NPROC would count the processes of the whole user, and
 none of root's; a cgroup of its own is not to be had everywhere. What a reward starts between two looks is not

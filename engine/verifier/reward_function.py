@@ -1,4 +1,4 @@
-"""Loads `reward.function`, in the verifier process and never in the launcher, because this runs a user's code."""
+"""Loads `reward.function`, in the verifier process and never in the orchestrator, because this runs a user's code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The verifier process: loads the reward, then scores one call after the other until the launcher closes the socket.
+"""The verifier process: loads the reward, then scores one call after the other until the orchestrator closes the
+socket.
 
-`engine.launcher.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE MEMORY PROCESSES SPEC`.
+`engine.orchestrator.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE MEMORY PROCESSES
+SPEC`.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 
 
 def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: str) -> None:
-    """Answer the launcher at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for a
-    user's reward, `processes`: of what a reward starts; 0 for none."""
+    """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
+    a user's reward, `processes`: of what a reward starts; 0 for none."""
     start_guardian(socket_fd, processes)
     die_on_close(lifeline_fd)
     watch_lifeline()
     _print_to_stderr()
-    with socket.socket(fileno=socket_fd) as launcher:
-        launcher.set_inheritable(False)
-        message = _receive(launcher)
+    with socket.socket(fileno=socket_fd) as orchestrator:
+        orchestrator.set_inheritable(False)
+        message = _receive(orchestrator)
         if not isinstance(message, LoadTokenizer):
-            return  # the launcher has ended the run
+            return  # the orchestrator has ended the run
         try:
             before = MemoryUse.now()
             decode = make_decoder(message)
@@ -66,11 +68,11 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: st
             limit_memory(spec, memory, took)
             reward = load_reward(spec)
         except BadInput as error:
-            _send(launcher, RewardRefused(str(error)))
+            _send(orchestrator, RewardRefused(str(error)))
             return
-        _send(launcher, RewardLoaded(reward.per_response))
+        _send(orchestrator, RewardLoaded(reward.per_response))
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
-            _serve_calls(launcher, reward, runner, decode)
+            _serve_calls(orchestrator, reward, runner, decode)
 
 
 class MemoryUse(NamedTuple):
@@ -189,38 +191,38 @@ def _shown(value: object) -> str:
         return f"a number of type {type(value).__name__} with too many digits"
 
 
-def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner, decode: Decode) -> None:
-    while isinstance(message := _receive(launcher), ScoreCall):
+def _serve_calls(orchestrator: socket.socket, reward: RewardFunction, runner: asyncio.Runner, decode: Decode) -> None:
+    while isinstance(message := _receive(orchestrator), ScoreCall):
         try:
             scores = score_group(reward, runner, *verifier_messages.score_arguments(message, decode))
         except RewardError as error:
-            _send(launcher, RewardFailed(str(error)))
+            _send(orchestrator, RewardFailed(str(error)))
         else:
-            _send(launcher, Scores.of(scores))
+            _send(orchestrator, Scores.of(scores))
 
 
-def _send(launcher: socket.socket, message: VerifierMessage) -> None:
-    launcher.sendall(verifier_messages.frame_message(message))
+def _send(orchestrator: socket.socket, message: VerifierMessage) -> None:
+    orchestrator.sendall(verifier_messages.frame_message(message))
 
 
-def _receive(launcher: socket.socket) -> VerifierMessage | None:
-    """Return the next message; None if the launcher has closed the socket.
+def _receive(orchestrator: socket.socket) -> VerifierMessage | None:
+    """Return the next message; None if the orchestrator has closed the socket.
 
-    The wait has no limit, because the lifeline ends this process if the launcher dies.
+    The wait has no limit, because the lifeline ends this process if the orchestrator dies.
     """
-    head = _read_exactly(launcher, verifier_messages.LENGTH.size)
+    head = _read_exactly(orchestrator, verifier_messages.LENGTH.size)
     return (
-        verifier_messages.read_message(_read_exactly(launcher, *verifier_messages.LENGTH.unpack(head)))
+        verifier_messages.read_message(_read_exactly(orchestrator, *verifier_messages.LENGTH.unpack(head)))
         if head
         else None
     )
 
 
-def _read_exactly(launcher: socket.socket, count: int) -> bytes:
+def _read_exactly(orchestrator: socket.socket, count: int) -> bytes:
     """Return `count` bytes; b"" if the socket was closed before they were all there."""
     data = bytearray()
     while len(data) < count:
-        part = launcher.recv(count - len(data))
+        part = orchestrator.recv(count - len(data))
         if not part:
             return b""
         data += part

@@ -1,4 +1,4 @@
-"""The access token of a run's servers, which are the launcher and the instances of both engines.
+"""The access token of a run's servers, which are the orchestrator and the instances of both engines.
 
 This module imports the standard library and engine.errors only, because vLLM's environment imports it too.
 """
@@ -15,7 +15,7 @@ from engine.errors import BadInput
 VARIABLE = "METRONOME_TOKEN"
 """Environment variable with the token, for servers and for their clients."""
 TOKEN_FILE = "rollout.token"
-"""File in the run folder with the token that programs ask the launcher with; only its owner can read it."""
+"""File in the run folder with the token that programs ask the orchestrator with; only its owner can read it."""
 
 
 def write_token(file: Path, token: str) -> None:
@@ -67,7 +67,7 @@ def check_address(host: str, token: str | None, key: str = "--host") -> None:
     if not loopback and token is None:
         raise BadInput(
             f"{key} {host}: only loopback addresses such as 127.0.0.1 are served without an access token; "
-            f"set {VARIABLE}, the same for the launcher and its instances, to listen elsewhere"
+            f"set {VARIABLE}, the same for the orchestrator and its instances, to listen elsewhere"
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import BadInput
 
 ADDRESS_FILE = "rollout.address"
-"""File in the run folder with the host:port at which instances join (engine.launcher.server)."""
+"""File in the run folder with the host:port at which instances join (engine.orchestrator.server)."""
 
 
 def bracket_host(host: str) -> str:
@@ -52,8 +52,8 @@ def address_towards(peer: str, port: int = 9) -> str:
         return str(probe.getsockname()[0])
 
 
-def launcher_address(text: str) -> str:
-    """Return host:port of the launcher; `text` is host:port, a run folder, or the file rollout.address in one.
+def orchestrator_address(text: str) -> str:
+    """Return host:port of the orchestrator; `text` is host:port, a run folder, or the file rollout.address in one.
 
     Raises BadInput if there is no host:port, FileNotFoundError while the run does not listen yet.
     """

@@ -1,5 +1,5 @@
-"""The certificate of a run with several nodes: made anew for each start of the launcher, and trusted by its ranks only
-because the invitation carries it."""
+"""The certificate of a run with several nodes: made anew for each start of the orchestrator, and trusted by its ranks
+only because the invitation carries it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 CERTIFICATE = "METRONOME_CERTIFICATE"
 """Environment variable of ranks with the server's certificate (PEM); unset where the server speaks plain HTTP."""
 DAYS = 3650
-"""How long it is valid. It is trusted as long as the launcher that made it runs."""
+"""How long it is valid. It is trusted as long as the orchestrator that made it runs."""
 
 
 @dataclass(frozen=True)

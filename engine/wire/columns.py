@@ -36,7 +36,7 @@ REFERENCE = "reference_logprobs"
 GENERATED = (PROMPT, RESPONSES, LOGPROBS)
 """Columns that the stage `generate` gives."""
 OWN = (*GENERATED, SCORES)
-"""Columns that the launcher's own stages, `generate` and `reward`, give."""
+"""Columns that the orchestrator's own stages, `generate` and `reward`, give."""
 ID_BYTES = 4
 """Bytes of a token id (int32)."""
 
@@ -51,7 +51,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     digest: bytes
     """XXH3 (128 bits) of the body."""
     body: bytes
-    """msgpack. Empty where the body lies in a store outside the launcher."""
+    """msgpack. Empty where the body lies in a store outside the orchestrator."""
 
     @property
     def is_whole(self) -> bool:

@@ -1,7 +1,7 @@
-"""The invitation: a file that the launcher writes for the other nodes of a run, which must share the run folder.
+"""The invitation: a file that the orchestrator writes for the other nodes of a run, which must share the run folder.
 
-Ranks reach the launcher's server over TLS. The invitation holds its certificate, which they trust alone, and the token
-that it wants, so only the file's owner can read it.
+Ranks reach the orchestrator's server over TLS. The invitation holds its certificate, which they trust alone, and the
+token that it wants, so only the file's owner can read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.run.files import write_atomically
 from engine.wire.messages import PROTOCOL
 
 INVITATION = "trainer_nodes.json"
-"""File in the run folder. It is there while the launcher waits for ranks on other nodes, or has them."""
+"""File in the run folder. It is there while the orchestrator waits for ranks on other nodes, or has them."""
 POLL_S = 0.5
 """Seconds between two looks for the invitation."""
 
@@ -44,9 +44,9 @@ class Invitation(msgspec.Struct):
     arguments: list[str]
     """Command line of a rank."""
     token: str
-    """The token that the launcher's server wants."""
+    """The token that the orchestrator's server wants."""
     certificate: str
-    """Certificate (PEM) of the launcher's server."""
+    """Certificate (PEM) of the orchestrator's server."""
     threads: int
     """Compute threads of a rank."""
     tensor: int
@@ -57,7 +57,7 @@ def write_invitation(
     config: Config, folder: Path, run_id: str, arguments: Sequence[str], token: str, certificate: str
 ) -> None:
     """Write the invitation. `arguments`: command-line arguments of a rank; `token` and `certificate`: those of the
-    launcher's server."""
+    orchestrator's server."""
     invitation = Invitation(
         protocol=PROTOCOL,
         run_id=run_id,
@@ -80,7 +80,7 @@ def write_invitation(
 def wait_for_invitation(folder: Path, seen: str, wait_s: float) -> Invitation:
     """Wait for the invitation in a run folder and return it; one with the run_id `seen` does not count.
 
-    Raises DeadlineError after `wait_s` seconds, BadInput if the launcher has another version of the protocol.
+    Raises DeadlineError after `wait_s` seconds, BadInput if the orchestrator has another version of the protocol.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -106,6 +106,6 @@ def _read_invitation(file: Path, seen: str) -> Invitation | None:
     except msgspec.DecodeError as error:
         raise BadInput(f"{file}: not an invitation to other nodes ({error})") from None
     raise BadInput(
-        f"this node speaks version {PROTOCOL} of the plane's protocol, the run's launcher version {version.protocol}: "
-        "install the same release of Metronome on all nodes"
+        f"this node speaks version {PROTOCOL} of the plane's protocol, the run's orchestrator version "
+        f"{version.protocol}: install the same release of Metronome on all nodes"
     )

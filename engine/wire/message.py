@@ -46,7 +46,7 @@ class Request(msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_un
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A reply of the launcher, or a message from one rank of a stage to the others."""
+    """A reply of the orchestrator, or a message from one rank of a stage to the others."""
 
 
 class Failure(Message):

@@ -1,5 +1,5 @@
-"""The messages of the plane: what stages ask the launcher's server (POST /ask), its replies, and what the ranks of a
-stage say to each other. One struct for each.
+"""The messages of the plane: what stages ask the orchestrator's server (POST /ask), its replies, and what the ranks of
+a stage say to each other. One struct for each.
 
 A request names its reply: `Lease` is a `Request[Work]`. `Plane.answers` says which method answers it. Messages are
 msgpack. Reading one raises an error if a field is unknown, missing or of another type.
@@ -69,7 +69,7 @@ class EarlyWork(Message):
 
 
 class StillWaiting(Message):
-    """A sign of life of the launcher, which has nothing to give yet: ask again."""
+    """A sign of life of the orchestrator, which has nothing to give yet: ask again."""
 
 
 class EndOfStep(Message):

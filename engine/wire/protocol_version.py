@@ -4,5 +4,5 @@ Imports nothing: vLLM's environment imports it, too.
 """
 
 ROLLOUT_PROTOCOL = 2
-"""It goes up with every change by which a launcher and an instance of different releases would misunderstand each
+"""It goes up with every change by which an orchestrator and an instance of different releases would misunderstand each
 other."""

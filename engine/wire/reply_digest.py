@@ -1,4 +1,4 @@
-"""The digest of a response on its way from an instance to the launcher (docs/protocol.md, Completions).
+"""The digest of a response on its way from an instance to the orchestrator (docs/protocol.md, Completions).
 
 It needs the standard library and xxhash only, since it is also computed in vLLM's environment.
 """

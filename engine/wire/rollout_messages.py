@@ -1,4 +1,4 @@
-"""The launcher's requests to a rollout instance, and the fields that it reads of the replies (docs/protocol.md).
+"""The orchestrator's requests to a rollout instance, and the fields that it reads of the replies (docs/protocol.md).
 
 Each is a struct; bodies are JSON. A reply may have more fields than these. A field that is missing or of another type
 is refused by name. An instance does not use these structs to check requests, since any client may send them: see
@@ -265,13 +265,13 @@ class Update(InstanceRequest[Acknowledged]):
 
 
 class PoolState(msgspec.Struct):
-    """What the launcher's pool makes of an instance: its state, as GET /status names it."""
+    """What the orchestrator's pool makes of an instance: its state, as GET /status names it."""
 
     state: str
 
 
 class Join(InstanceRequest[PoolState], kw_only=True):
-    """From an instance to the launcher: take it in, or keep it."""
+    """From an instance to the orchestrator: take it in, or keep it."""
 
     route = "/join"
     reply = PoolState
@@ -279,13 +279,13 @@ class Join(InstanceRequest[PoolState], kw_only=True):
     protocol: int
     name: str
     url: str
-    """Where the launcher reaches the instance."""
+    """Where the orchestrator reaches the instance."""
     again: bool
     """Whether it was in the pool before."""
 
 
 class Leave(InstanceRequest[PoolState]):
-    """From an instance to the launcher: send it nothing new."""
+    """From an instance to the orchestrator: send it nothing new."""
 
     route = "/leave"
     reply = PoolState
@@ -306,7 +306,7 @@ class PoolStatus(msgspec.Struct):
 
 
 class GetStatus(InstanceRequest[PoolStatus]):
-    """Asks the launcher which instances it has."""
+    """Asks the orchestrator which instances it has."""
 
     method = "GET"
     route = "/status"

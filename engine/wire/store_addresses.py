@@ -1,4 +1,4 @@
-"""Where the processes of TransferQueue listen: written by the process that hosts them, read by the launcher."""
+"""Where the processes of TransferQueue listen: written by the process that hosts them, read by the orchestrator."""
 
 from __future__ import annotations
 

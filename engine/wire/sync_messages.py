@@ -1,4 +1,4 @@
-"""The messages of a weight sync: what the trainer's publisher asks the launcher, in this order."""
+"""The messages of a weight sync: what the trainer's publisher asks the orchestrator, in this order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SyncOpened(Message):
     connect: bool
     """Whether the groups must be made anew."""
     local: bool
-    """Whether all members are on the launcher's machine."""
+    """Whether all members are on the orchestrator's machine."""
     probe: tuple[int, ...]
     """Token ids whose log-probabilities are compared afterwards; empty if nothing is compared."""
 

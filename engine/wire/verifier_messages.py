@@ -1,7 +1,7 @@
-"""The messages between the launcher and a verifier process: msgpack frames over a socket pair; no pickle.
+"""The messages between the orchestrator and a verifier process: msgpack frames over a socket pair; no pickle.
 
-A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. First the launcher sends `LoadTokenizer` and
-the process `RewardLoaded` or `RewardRefused`; then it answers each `ScoreCall` with `Scores` or `RewardFailed`.
+A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. First the orchestrator sends `LoadTokenizer`
+and the process `RewardLoaded` or `RewardRefused`; then it answers each `ScoreCall` with `Scores` or `RewardFailed`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError
 from engine.types import JsonObject
 from tasks.cluster import watchdog
+from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import LIMIT
-from tasks.cluster.form import show_recipe
 
 POOLS = HOME / "infra/pools"
 """Templates, and the list of pools."""

@@ -30,7 +30,7 @@ def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
     if these need more; 0 on other devices.
 
     `pool_instances`: instances on the rollout pool. Without `training` the run only evaluates. An evaluation without
-    any instance starts one itself (engine.launcher.rollout_service).
+    any instance starts one itself (engine.orchestrator.rollout_service).
     """
     device = config.platform.device
     if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):

@@ -34,7 +34,8 @@ NOTES = "companions.jsonl"
 """File with the flow runs that were started, in the run folder or in the meeting place of an evaluation. With it they
 can be cancelled even if the process that started them was killed."""
 NODE_END_S = 60.0
-"""Time in which a node must end after the training; then it is cancelled. Its ranks end with those of the launcher."""
+"""Time in which a node must end after the training; then it is cancelled. Its ranks end with those of the
+orchestrator."""
 STOP_S = 8.0
 """Time in which the ranks of a node must end; then they are killed."""
 

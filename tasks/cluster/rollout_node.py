@@ -16,7 +16,7 @@ from engine.instance.join import default_name
 from engine.run.folder import dump_config
 from engine.run.process import Child, stop_all
 from engine.run.vllm_command import VISIBLE, device_of, visible_devices, vllm_interpreter
-from engine.wire.address import launcher_address, split_address
+from engine.wire.address import orchestrator_address, split_address
 from tasks.console import say
 
 POLL_S = 1.0
@@ -25,12 +25,12 @@ STOP_S = 10.0
 
 
 def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
-    """Start `count` instances that join a run, and end them when its launcher has not answered for rollout.wait_s, or
-    for rollout.timeout_s at the start.
+    """Start `count` instances that join a run, and end them when its orchestrator has not answered for rollout.wait_s,
+    or for rollout.timeout_s at the start.
 
-    `join`: host:port of the launcher, or the run folder, or its rollout.address. Each instance has devices of its own
-    (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no launcher answers at
-    the start, and ProcessDied if an instance dies during the run.
+    `join`: host:port of the orchestrator, or the run folder, or its rollout.address. Each instance has devices of its
+    own (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no orchestrator answers at the
+    start, and ProcessDied if an instance dies during the run.
     """
     devices = own_devices(config, count)
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -96,14 +96,14 @@ def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
         time.sleep(POLL_S)
     if not met:
         limit, key = rollout.patience(met)
-        raise DeadlineError(f"no launcher answers at {join} within {limit:.0f} s ({key}): has the run begun?")
+        raise DeadlineError(f"no orchestrator answers at {join} within {limit:.0f} s ({key}): has the run begun?")
     say("rollouts", f"the run at {join} has ended")
 
 
 def _answers(join: str) -> bool:
-    """Whether a launcher listens there now."""
+    """Whether an orchestrator listens there now."""
     try:
-        socket.create_connection(split_address(launcher_address(join), "join"), timeout=5.0).close()
-    except OSError:  # no launcher, or a run folder that does not have the file yet
+        socket.create_connection(split_address(orchestrator_address(join), "join"), timeout=5.0).close()
+    except OSError:  # no orchestrator, or a run folder that does not have the file yet
         return False
     return True

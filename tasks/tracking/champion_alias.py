@@ -17,7 +17,7 @@ from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge
 from engine.model.shape import content_hash
 from engine.run.files import read_json
 from engine.run.folder import RunFolder
-from engine.run.start import read_start
+from engine.run.run_start import read_start
 from tasks.code_version import code_version
 from tasks.prepare import REPORT
 from tasks.tracking import descriptions

@@ -11,7 +11,7 @@ import mlflow
 
 from engine.config import Config
 from engine.run.folder import RunFolder
-from engine.run.start import read_start
+from engine.run.run_start import read_start
 from tasks.code_version import code_version
 from tasks.tracking import evaluation_texts
 

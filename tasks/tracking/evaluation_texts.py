@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.evaluation.tables import rows_of
-from engine.launcher.in_run_evaluation import dropped_file
+from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 

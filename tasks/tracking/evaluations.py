@@ -8,7 +8,7 @@ import mlflow
 
 from engine.config import Config
 from engine.evaluation.tables import rows_of
-from engine.launcher.in_run_evaluation import dropped_file
+from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from tasks.console import complain, say

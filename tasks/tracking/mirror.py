@@ -32,7 +32,7 @@ from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_json, read_lines
 from tasks.console import complain
 from tasks.fenced import run_folder
-from tasks.launcher_process import LineFollower
+from tasks.orchestrator_process import LineFollower
 from tasks.tracking import descriptions, view
 from tasks.tracking.metric_names import evaluation_numbers, metric_name, numbers
 from tasks.tracking.retry import STORE_ERRORS, first_line, refused

@@ -1,7 +1,7 @@
 """The instance that joins the run: in a network namespace of its own where the machine permits one, behind the link.
 
-Both sides believe that they are on one machine: the launcher reaches the guest at a port of its own loopback, and the
-guest reaches the launcher at one of its own. Between the two are two proxies and a pair of virtual devices.
+Both sides believe that they are on one machine: the orchestrator reaches the guest at a port of its own loopback, and
+the guest reaches the orchestrator at one of its own. Between the two are two proxies and a pair of virtual devices.
 """
 
 import os

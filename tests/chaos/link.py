@@ -1,4 +1,4 @@
-"""The link between launcher and guest: a proxy process that passes bytes on, late, or not, or spoils replies.
+"""The link between orchestrator and guest: a proxy process that passes bytes on, late, or not, or spoils replies.
 
 `python -m chaos.link LISTEN=TARGET ... [--replace OLD=NEW]`. Reads its mode from standard input, one a line, and ends
 when that closes. A leading `!` on a pair marks one whose clients are the guest's.

@@ -13,7 +13,7 @@ from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.process import LIFELINE
 
 TARGET_S = 20.0
-"""How long a fault waits for its target: a run that is just resumed has no launcher."""
+"""How long a fault waits for its target: a run that is just resumed has no orchestrator."""
 BUCKETS = 3
 """Files of weights that a flip of a bucket changes, one of each of so many versions."""
 LOOK_S = 0.002
@@ -132,7 +132,7 @@ class Nemesis:
 
     def _link(self, fault):
         self._run.guest.set(fault.target)
-        return "launcher and guest", lambda: self._run.guest.set("pass")
+        return "orchestrator and guest", lambda: self._run.guest.set("pass")
 
     def _restart(self, fault):
         services = self._run.world.services
@@ -176,10 +176,10 @@ class Nemesis:
             raise NoTarget("there is no checkpoint")
         files = sorted(file for file in newest.iterdir() if file.name != "_SUCCESS.json")
         what = flip(files[int(fault.choice * len(files))], fault.choice)
-        [launcher] = self._run.processes("launcher") or [None]
-        if launcher is not None:
-            launcher.kill()
-        return f"{what}; and the launcher is killed", None
+        [orchestrator] = self._run.processes("orchestrator") or [None]
+        if orchestrator is not None:
+            orchestrator.kill()
+        return f"{what}; and the orchestrator is killed", None
 
     def _flip_buckets(self, choice):
         agents = self._run.processes("agent")

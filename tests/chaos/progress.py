@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 
-from tasks.launcher_process import LineFollower
+from tasks.orchestrator_process import LineFollower
 
 LOOK_S = 0.1
 

@@ -3,11 +3,11 @@
 import random
 from dataclasses import dataclass
 
-ROLES = ("launcher", "rank", "agent", "instance", "guest", "verifier", "flow", "worker")
+ROLES = ("orchestrator", "rank", "agent", "instance", "guest", "verifier", "flow", "worker")
 """The processes of a run. The agent is torch elastic's, the guest the instance that joined, the worker Prefect's."""
 LINKS = ("delay", "hold to the guest", "hold from the guest", "hold both ways")
-"""What the proxy between launcher and guest does to every byte. A held byte goes on when the link heals, as one that
-TCP sends again."""
+"""What the proxy between orchestrator and guest does to every byte. A held byte goes on when the link heals, as one
+that TCP sends again."""
 KINDS = (
     *(("kill", role) for role in ROLES),
     *(("stop", role) for role in ROLES),

@@ -1,7 +1,7 @@
 """`python -m chaos.soak --steps 5000`: many small steps of an undisturbed run, and by how much each process grows.
 
-Samples every process of the run: the flow's, launcher, agent, rank, instances, verifiers, the guest and the worker. The
-last line is `RESULT` and an object of JSON.
+Samples every process of the run: the flow's, orchestrator, agent, rank, instances, verifiers, the guest and the worker.
+The last line is `RESULT` and an object of JSON.
 """
 
 import argparse

@@ -8,8 +8,8 @@ from chaos.world import World
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 SEEDS = (9, 12)
-"""Between them: the flow, the launcher, a rank and an instance killed, the launcher and the agent stopped, out of
-memory, a link that holds, a bucket and replies with a flipped bit, replies that are garbage."""
+"""Between them: the flow, the orchestrator, a rank and an instance killed, the orchestrator and the agent stopped, out
+of memory, a link that holds, a bucket and replies with a flipped bit, replies that are garbage."""
 MINUTES = 1.2
 
 

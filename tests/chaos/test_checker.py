@@ -81,12 +81,12 @@ WORDS = ("json.JSONDecodeError: x", "  + ExceptionGroup", "Traceback (most recen
 @pytest.mark.parametrize("servers_went", [True, False])
 @pytest.mark.parametrize("text", [OURS, *WORDS])
 def test_logs_with_a_traceback(tmp_path, text, servers_went):
-    log = tmp_path / "launcher.log"
+    log = tmp_path / "orchestrator.log"
     assert checker.clean_logs([log], servers_went) == []
     log.write_text("all is well\n")
     assert checker.clean_logs([log], servers_went) == []
     log.write_text(f"all is well\n{text}\nand well again\n")
-    assert checker.clean_logs([log], servers_went) == [f"launcher.log, line 2: {text.splitlines()[0].strip()}"]
+    assert checker.clean_logs([log], servers_went) == [f"orchestrator.log, line 2: {text.splitlines()[0].strip()}"]
 
 
 def test_a_traceback_of_a_library_is_excused_while_its_server_is_away_and_no_other(tmp_path):

@@ -1,4 +1,4 @@
-"""The proxy between launcher and guest, with real sockets: what it does to bytes in each mode."""
+"""The proxy between orchestrator and guest, with real sockets: what it does to bytes in each mode."""
 
 import contextlib
 import socket

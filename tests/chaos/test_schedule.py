@@ -17,7 +17,7 @@ def test_a_seed_says_all():
 def test_every_fault_of_the_list_is_there():
     assert {target for kind, target in KINDS if kind == "kill"} == set(ROLES)
     assert {target for kind, target in KINDS if kind == "stop"} == set(ROLES)
-    assert {"launcher", "rank", "agent", "instance", "verifier", "flow", "worker"} < set(ROLES)
+    assert {"orchestrator", "rank", "agent", "instance", "verifier", "flow", "worker"} < set(ROLES)
     assert {target for kind, target in KINDS if kind == "link"} == {*LINKS, "down"}
     assert {target for kind, target in KINDS if kind == "restart"} == {"prefect", "mlflow", "s3"}
     assert {target for kind, target in KINDS if kind == "flip a byte"} == {"checkpoint", "bucket", "reply"}

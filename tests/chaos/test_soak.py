@@ -32,7 +32,7 @@ def test_a_slope_is_that_of_a_line():
 
 
 def test_a_process_that_does_not_grow():
-    assert verdict({"launcher": growth(samples())}, log_bytes_per_step=200, zombies=[]) == []
+    assert verdict({"orchestrator": growth(samples())}, log_bytes_per_step=200, zombies=[]) == []
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_a_process_that_does_not_grow():
     ],
 )
 def test_a_process_that_grows(grown, key):
-    [problem] = verdict({"launcher": growth(samples(**grown))}, log_bytes_per_step=0, zombies=[])
-    assert problem.startswith(f"launcher: {key}")
+    [problem] = verdict({"orchestrator": growth(samples(**grown))}, log_bytes_per_step=0, zombies=[])
+    assert problem.startswith(f"orchestrator: {key}")
 
 
 def test_logs_and_zombies():
-    quiet = {"launcher": growth(samples())}
+    quiet = {"orchestrator": growth(samples())}
     assert "MB an hour" in verdict(quiet, log_bytes_per_step=17_000, zombies=[])[0]
     assert verdict(quiet, log_bytes_per_step=0, zombies=["rank 12"]) == ["zombie: rank 12"]
 

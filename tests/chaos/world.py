@@ -32,7 +32,7 @@ BACK_S = 5.0
 """Seconds after which a dead worker or guest is started again, as a node's supervisor does."""
 ROLES = {
     "flow": "prefect.engine",
-    "launcher": "engine.launcher.launch",
+    "orchestrator": "engine.orchestrator.launch",
     "agent": "engine.ranks.agent",
     "rank": "engine.trainer.rank",
     "instance": "engine.instance.embedded",

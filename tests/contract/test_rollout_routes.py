@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.launcher.pool.reply_check import Asked, check_reply
+from engine.orchestrator.pool.reply_check import Asked, check_reply
 from engine.wire.columns import open_ids
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.reply_columns import CONTENT_TYPE
@@ -64,7 +64,7 @@ async def post(http, path, body=None):
 
 
 async def complete(http, **body):
-    """A reply, which keeps the rules by which the launcher checks it."""
+    """A reply, which keeps the rules by which the orchestrator checks it."""
     body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body
     status, reply = await post(http, "/v1/completions", body)
     assert status == 200, reply

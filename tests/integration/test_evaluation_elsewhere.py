@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from engine.config.recipe import load_config
-from engine.launcher.standalone_evaluation import evaluate_model
+from engine.orchestrator.standalone_evaluation import evaluate_model
 from engine.run.folder import RunFolder
 from engine.wire.address import ADDRESS_FILE
 from support.runs import config_of, wait_for

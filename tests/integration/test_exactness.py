@@ -75,7 +75,7 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
 
     killed = exact | {"run.name": "killed", "train.steps": 4, "checkpoint.every": 2}
     config = write_config(killed, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT)
     try:
         wait_for(lambda: len(steps(tmp_path, "killed")) >= 3, "the third step")
     finally:

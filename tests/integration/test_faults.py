@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from engine.errors import RatioGapError, StaleRolloutError, TransferError, WeightSyncError
-from engine.launcher.launch import launch_run as launch_here
-from engine.launcher.pool.instance_client import InstanceClient
-from engine.launcher.table import RowTable
-from engine.launcher.weight_sync.sync import WeightSync
+from engine.orchestrator.launch import launch_run as launch_here
+from engine.orchestrator.pool.instance_client import InstanceClient
+from engine.orchestrator.table import RowTable
+from engine.orchestrator.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
 from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
 from engine.wire.columns import RESPONSES, open_group
@@ -155,8 +155,8 @@ KILLS = {
 @pytest.mark.parametrize(
     ("role", "number"),
     [
-        ("launcher", "SIGKILL"),
-        pytest.param("launcher", "SIGTERM", marks=pytest.mark.slow),
+        ("orchestrator", "SIGKILL"),
+        pytest.param("orchestrator", "SIGTERM", marks=pytest.mark.slow),
         pytest.param("trainer", "SIGKILL", marks=pytest.mark.slow),
         pytest.param("instance", "SIGKILL", marks=pytest.mark.slow),
         pytest.param("trainer", "SIGTERM", marks=pytest.mark.nightly),
@@ -167,18 +167,18 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
     alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again
     config = write_config(settings | alone | {"train.steps": 100_000}, tmp_path)
     log = (tmp_path / "output").open("w+")
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], stderr=log, cwd=ROOT
+    orchestrator = subprocess.Popen(
+        [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], stderr=log, cwd=ROOT
     )
     try:
         wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
-        tree = Tree(launcher.pid)
-        send(launcher if role == "launcher" else tree.named(KILLS[role][0]), number)
-        code = launcher.wait(timeout=30)
+        tree = Tree(orchestrator.pid)
+        send(orchestrator if role == "orchestrator" else tree.named(KILLS[role][0]), number)
+        code = orchestrator.wait(timeout=30)
         assert tree.left() == []
         log.seek(0)
         message = log.read()
-        if role != "launcher":
+        if role != "orchestrator":
             assert code == 1
             assert KILLS[role][1] in message
             assert ("SIGKILL" in message) == (number == "SIGKILL")
@@ -186,8 +186,8 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
             assert code == 1
             assert "ended by SIGTERM" in message
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     if role == "instance":
         goes_on_from_its_checkpoint(settings | alone, tmp_path)
 
@@ -209,16 +209,18 @@ def goes_on_from_its_checkpoint(settings, folder):
 
 def test_two_instances_survive_the_death_of_one(settings, tmp_path):
     config = write_config(settings | {"train.steps": 30, "rollout.instances": 2, "rollout.restarts": 0}, tmp_path)
-    launcher = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
+    orchestrator = subprocess.Popen(
+        [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT
+    )
     try:
         wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
-        found = [p for p in Tree(launcher.pid).processes if "engine.instance.embedded" in " ".join(p.cmdline())]
+        found = [p for p in Tree(orchestrator.pid).processes if "engine.instance.embedded" in " ".join(p.cmdline())]
         assert len(found) == 2
         send(found[0], "SIGKILL")
-        assert launcher.wait(timeout=120) == 0
+        assert orchestrator.wait(timeout=120) == 0
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     lines = list(read_lines(tmp_path / "run/steps.jsonl"))
     assert [line["step"] for line in lines] == list(range(30))
     assert lines[-1]["pool_size"] == 1

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(400)]
 @pytest.mark.nightly
 @pytest.mark.parallel
 def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(settings, tmp_path):
-    """Prefect's server, launcher, instances, agent, ranks with a broadcast of weights, and both evaluations."""
+    """Prefect's server, orchestrator, instances, agent, ranks with a broadcast of weights, and both evaluations."""
     run = settings | {
         "run.name": "run",
         "train.steps": 2,
@@ -28,9 +28,9 @@ def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(se
     sets = [part for override in overrides(run) for part in ("--set", override)]
     code, said, seen = listening_while([str(Path(sys.executable).parent / "metronome"), "run", *sets], 380, cwd=ROOT)
     assert code == 0, said
-    for part in ("launcher.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
+    for part in ("orchestrator.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.processes), part
-    for part in ("launcher.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
+    for part in ("orchestrator.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.sockets.values()), part
     assert seen.open_ones == {}
 
@@ -38,7 +38,7 @@ def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(se
 @pytest.mark.slow
 def test_a_run_of_one_rank_listens_on_loopback_only(settings, tmp_path):
     config = write_config(settings | {"train.steps": 1, "rollout.max_new_tokens": 4}, tmp_path)
-    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)]
+    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)]
     code, said, seen = listening_while(command, 200, cwd=ROOT)
     assert code == 0, said
     assert any("trainer.rank" in name for name in seen.processes)

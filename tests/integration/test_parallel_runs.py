@@ -1,4 +1,4 @@
-"""Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic."""
+"""Whole runs in parallel layouts: the orchestrator, an instance over HTTP, ranks under torch elastic."""
 
 import random
 from collections import Counter
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import RatioGapError
-from engine.launcher.launch import launch_run as launch_here
+from engine.orchestrator.launch import launch_run as launch_here
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped_steps
 from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of

@@ -73,7 +73,7 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
     try:
         wait_for(lambda: (tmp_path / "small/steps.jsonl").exists(), "the first step", 150)
         tree = Tree(flow.pid)
-        assert len(tree.processes) >= 6  # flow, Prefect server, launcher, instance, verifier, agent, rank
+        assert len(tree.processes) >= 6  # flow, Prefect server, orchestrator, instance, verifier, agent, rank
         send(flow, number)
         code = flow.wait(timeout=30)
         assert tree.left() == []

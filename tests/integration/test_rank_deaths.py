@@ -13,25 +13,25 @@ REWARDS = ROOT / "tests/support/rewards.py"
 
 
 def end_of(settings, folder, number, signal, timeout_s):
-    """What the launcher of an endless run says when one of its ranks gets a signal in the middle of a step."""
-    launcher, log = start(settings | {"train.steps": 100_000}, folder)
+    """What the orchestrator of an endless run says when one of its ranks gets a signal in the middle of a step."""
+    orchestrator, log = start(settings | {"train.steps": 100_000}, folder)
     try:
         wait_for(lambda: steps(folder, "run"), "the first step")
-        tree = Tree(launcher.pid)
+        tree = Tree(orchestrator.pid)
         time.sleep(1.5)
         send(rank(tree, number), signal)
-        assert launcher.wait(timeout=timeout_s) == 1
+        assert orchestrator.wait(timeout=timeout_s) == 1
         assert tree.left() == []
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     log.seek(0)
     return log.read()
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("pipeline", marks=pytest.mark.nightly)])
 def test_a_rank_that_only_follows_dies(axis, settings, tmp_path):
-    """Rank 1 asks the launcher for nothing; the others wait for it in a collective, or for what its stage sends."""
+    """Rank 1 asks the orchestrator for nothing; the others wait for it in a collective, or for what its stage sends."""
     said = end_of(settings | {f"parallel.{axis}": 2}, tmp_path, 1, "SIGKILL", timeout_s=60)
     assert "trainer rank 1: Signal 9 (SIGKILL)" in said
 

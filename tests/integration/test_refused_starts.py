@@ -106,7 +106,7 @@ def test_a_refused_start_leaves_nothing(tmp_path, start, case):
 
 
 def test_so_does_one_whose_address_is_taken(start, monkeypatch):
-    monkeypatch.setattr("engine.launcher.server.FREE_S", 0.5)
+    monkeypatch.setattr("engine.orchestrator.server.FREE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         code, told, same = start(f"rollout.listen={address}")

@@ -14,7 +14,7 @@ from sqlalchemy import Engine
 
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.start import read_start
+from engine.run.run_start import read_start
 from support.commands import metronome, sets, state_of
 from support.runs import ROOT, base_settings
 from tasks.tracking.registered_policies import registered_name
@@ -160,7 +160,7 @@ REFUSED = {
     "a damaged config": (damaged("config.toml"), [], "its end is missing"),
     "a damaged number": (damaged("run_id"), [], "is not the number of a run"),
     "a damaged start": (damaged("start.json"), [], "how the run began can't be read"),
-    "a damaged attempt of the launcher": (damaged("launcher_attempt"), [], "the newest attempt can't be read"),
+    "a damaged attempt of the orchestrator": (damaged("orchestrator_attempt"), [], "the newest attempt can't be read"),
     "a damaged attempt of the flow": (damaged("flow_attempt"), [], "the newest attempt can't be read"),
     "damaged stages": (damaged("stages.json"), [], "which stages are done can't be read"),
     "damaged attempts": (damaged("attempts.jsonl", "x\n"), [], "attempts.jsonl, line 1"),
@@ -203,7 +203,7 @@ def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_written(trained, again, monkeypatch):
-    monkeypatch.setattr("engine.launcher.server.FREE_S", 0.5)
+    monkeypatch.setattr("engine.orchestrator.server.FREE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         there = state_of(trained / "runs")
         code, told = again(f"rollout.listen=127.0.0.1:{taken.getsockname()[1]}")

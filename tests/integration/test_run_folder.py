@@ -1,4 +1,4 @@
-"""Run folders with a damaged checkpoint, on a full disk, and under two launchers; on real runs."""
+"""Run folders with a damaged checkpoint, on a full disk, and under two orchestrators; on real runs."""
 
 import json
 import os
@@ -66,26 +66,28 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exac
 
 
 @pytest.mark.slow
-def test_a_launcher_stops_before_it_writes_a_run_that_another_one_has_taken_over(exact):
+def test_a_orchestrator_stops_before_it_writes_a_run_that_another_one_has_taken_over(exact):
     """The lock file is lost, as on a file server that was started again."""
     output = Path(exact["run.output"])
     settings = exact | {"run.name": "twice", "train.steps": 500, "checkpoint.every": 1}
-    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(settings, output))]
+    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(settings, output))]
     folder = RunFolder(output / "twice")
     log = output / "older.log"
     with log.open("w") as told:
         older = subprocess.Popen(command, cwd=ROOT, stderr=told)
     try:
         wait_for(lambda: len(list(read_lines(folder.steps))) >= 2, "the second step")
-        folder.launcher_lock.unlink()
-        newer = Fence.begin(folder.path)  # as the newer launcher does
+        folder.orchestrator_lock.unlink()
+        newer = Fence.begin(folder.path)  # as the newer orchestrator does
         before = len(list(read_lines(folder.steps)))
         assert older.wait(90) == TAKEN_OVER
     finally:
         older.kill()
         older.wait()
     assert len(list(read_lines(folder.steps))) <= before + 1  # one that was being written
-    assert f"another launcher (attempt {newer.attempt}) writes it now; this one (attempt 1) stops" in log.read_text()
+    assert (
+        f"another orchestrator (attempt {newer.attempt}) writes it now; this one (attempt 1) stops" in log.read_text()
+    )
     assert "Traceback" not in log.read_text()
     assert not folder.failure.exists()
 
@@ -93,13 +95,13 @@ def test_a_launcher_stops_before_it_writes_a_run_that_another_one_has_taken_over
 FULL = """
 set -e
 mount -t tmpfs -o size=96m tmpfs {disk}
-{python} -m engine.launcher.launch --config {config} > {logs}/first.log 2>&1 &
+{python} -m engine.orchestrator.launch --config {config} > {logs}/first.log 2>&1 &
 until [ -f {disk}/full/checkpoints/step-000004/_SUCCESS.json ]; do sleep 0.1; done
 dd if=/dev/zero of={disk}/ballast bs=64k 2> /dev/null || true
 wait $! && echo "it fitted" && exit 9
 cp {disk}/full/failure.json {logs}/failure.json
 rm {disk}/ballast
-{python} -m engine.launcher.launch --config {config} --resume > {logs}/second.log 2>&1
+{python} -m engine.orchestrator.launch --config {config} --resume > {logs}/second.log 2>&1
 cp {disk}/full/steps.jsonl {logs}/steps.jsonl
 """
 

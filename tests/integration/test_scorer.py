@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.launcher.stages import scorer_log
+from engine.orchestrator.stages import scorer_log
 from support.runs import ROOT, Tree, base_settings, send, wait_for
 from support.whole_runs import run, same, spans, start, steps, weights
 
@@ -104,50 +104,50 @@ def test_a_scorer_in_another_layout_only_rounds(axis, one_by_one, within, folder
         assert same(whole, other)
 
 
-def scorer_process(launcher, part="engine.scorer.rank"):
+def scorer_process(orchestrator, part="engine.scorer.rank"):
     """The process of the only rank of a scorer, or its agent; None if there is none now."""
-    found = [process for process, line in Tree(launcher.pid).command_lines() if f"-m {part}" in line]
+    found = [process for process, line in Tree(orchestrator.pid).command_lines() if f"-m {part}" in line]
     return found[0] if found else None
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.nightly)])
 def test_a_scorer_that_dies_or_hangs_is_started_again_and_changes_no_bit(signal, slow, undisturbed, folder):
-    launcher, log = start(slow | {"run.name": signal}, folder)
+    orchestrator, log = start(slow | {"run.name": signal}, folder)
     try:
         wait_for(lambda: steps(folder, signal), "the first step")
-        before = scorer_process(launcher)
-        tree = Tree(launcher.pid)
+        before = scorer_process(orchestrator)
+        tree = Tree(orchestrator.pid)
         send(before, signal)
-        wait_for(lambda: (now := scorer_process(launcher)) is not None and now.pid != before.pid, "another scorer")
-        assert launcher.wait(timeout=200) == 0
+        wait_for(lambda: (now := scorer_process(orchestrator)) is not None and now.pid != before.pid, "another scorer")
+        assert orchestrator.wait(timeout=200) == 0
         assert tree.left() == []
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     assert same(weights(folder, undisturbed), weights(folder, signal))
     assert figures(folder, undisturbed) == figures(folder, signal)
 
 
 def fails(settings, folder, harm):
-    """What the launcher of a run says that fails because `harm` was done to its scorer's processes."""
-    launcher, log = start(settings, folder)
+    """What the orchestrator of a run says that fails because `harm` was done to its scorer's processes."""
+    orchestrator, log = start(settings, folder)
     try:
-        harm(launcher)
-        tree = Tree(launcher.pid)
-        assert launcher.wait(timeout=120) == 1
+        harm(orchestrator)
+        tree = Tree(orchestrator.pid)
+        assert orchestrator.wait(timeout=120) == 1
         assert tree.left() == []
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     log.seek(0)
     return log.read()
 
 
 @pytest.mark.nightly
 def test_a_run_whose_scorer_never_starts_fails_by_name(exact, folder):
-    def stop(launcher):
-        wait_for(lambda: scorer_process(launcher, "engine.ranks.agent --ranks 1 --module"), "the scorer's agent")
-        send(scorer_process(launcher, "engine.ranks.agent --ranks 1 --module"), "SIGSTOP")
+    def stop(orchestrator):
+        wait_for(lambda: scorer_process(orchestrator, "engine.ranks.agent --ranks 1 --module"), "the scorer's agent")
+        send(scorer_process(orchestrator, "engine.ranks.agent --ranks 1 --module"), "SIGSTOP")
 
     said = fails(with_scorer(exact, wait_s=10) | {"run.name": "never"}, folder, stop)
     assert "have waited 10 s (stages.reference.wait_s) for the stage 'reference'" in said
@@ -156,11 +156,11 @@ def test_a_run_whose_scorer_never_starts_fails_by_name(exact, folder):
 
 @pytest.mark.nightly
 def test_a_run_whose_scorer_dies_again_and_again_fails_by_name(exact, folder):
-    def kill(launcher):
+    def kill(orchestrator):
         killed = set()
         while len(killed) < 2:
-            wait_for(lambda: (one := scorer_process(launcher)) is not None and one.pid not in killed, "a scorer")
-            one = scorer_process(launcher)
+            wait_for(lambda: (one := scorer_process(orchestrator)) is not None and one.pid not in killed, "a scorer")
+            one = scorer_process(orchestrator)
             send(one, "SIGKILL")
             killed.add(one.pid)
 
@@ -173,13 +173,13 @@ def test_a_run_whose_scorer_dies_again_and_again_fails_by_name(exact, folder):
 
 
 @pytest.mark.nightly
-def test_nothing_survives_the_launcher(exact, folder):
-    launcher, _ = start(with_scorer(exact) | {"run.name": "killed", "train.steps": 100_000}, folder)
+def test_nothing_survives_the_orchestrator(exact, folder):
+    orchestrator, _ = start(with_scorer(exact) | {"run.name": "killed", "train.steps": 100_000}, folder)
     try:
         wait_for(lambda: steps(folder, "killed"), "the first step")
-        tree = Tree(launcher.pid)
+        tree = Tree(orchestrator.pid)
         assert tree.named("-m engine.scorer.rank")
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     assert tree.left() == []

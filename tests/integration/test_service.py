@@ -104,7 +104,7 @@ def made(step, index, **changes):
 def test_service_and_instances_listen_on_loopback_only(running):
     seen = Listening()
     seen.look(psutil.Process())
-    for part in ("launcher.serve", "instance.embedded"):
+    for part in ("orchestrator.serve", "instance.embedded"):
         assert any(part in name for name in seen.sockets.values()), seen.sockets
     assert seen.open_ones == {}
 

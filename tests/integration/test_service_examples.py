@@ -77,7 +77,7 @@ def test_the_example_that_pushes_experience_is_trained_once(seeded, tmp_path):
     config = write_config(seeded | {"run.name": "pushed", "data.pushed": True}, tmp_path)
     folder = tmp_path / "pushed"
     commands = {
-        "service": ["-m", "engine.launcher.serve", "--config", str(config)],
+        "service": ["-m", "engine.orchestrator.serve", "--config", str(config)],
         "trainer": ["docs/examples/hf_trainer.py", str(folder), "--out", str(tmp_path / "out")],
         "program": ["docs/examples/push_experience.py", str(folder)],
     }

@@ -129,16 +129,16 @@ def test_our_own_ranks_train_pushed_experience(seeded, tmp_path):
     for name in ("first", "again"):
         config = write_config(pushed | {"run.name": name}, tmp_path)
         with open(tmp_path / f"{name}.log", "w") as log:
-            command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)]
-            launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)]
+            orchestrator = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         try:
             wait_for((tmp_path / name / "rollout.address").exists, "the run's address")
             with ServiceClient.init_engines(tmp_path / name) as plane, ThreadPoolExecutor(1) as pool:
                 additions = Additions(plane)
                 assert [additions.push(step, pool) for step in range(2)] == [6, 6]
-            assert launcher.wait(100) == 0, (tmp_path / f"{name}.log").read_text()
+            assert orchestrator.wait(100) == 0, (tmp_path / f"{name}.log").read_text()
         finally:
-            launcher.kill()
-            launcher.wait()
+            orchestrator.kill()
+            orchestrator.wait()
         assert [row["versions_seen"] for row in steps(tmp_path, name)] == [[0], [1]]
     assert same(weights(tmp_path, "first"), weights(tmp_path, "again"))

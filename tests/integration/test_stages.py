@@ -37,7 +37,7 @@ class Started:
         self.folder = folder / settings["run.name"]
         self.processes = []
         config = str(write_config(settings, folder))
-        self.run = self._start(f"{settings['run.name']}.log", ["-m", "engine.launcher.launch", "--config", config])
+        self.run = self._start(f"{settings['run.name']}.log", ["-m", "engine.orchestrator.launch", "--config", config])
 
     def _start(self, log, command):
         path = self.folder.parent / log

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from engine.errors import StoreError
-from engine.launcher.column_store import TransferQueueStore
-from engine.launcher.launch import launch_run as launch_here
+from engine.orchestrator.column_store import TransferQueueStore
+from engine.orchestrator.launch import launch_run as launch_here
 from engine.run.files import read_lines
 from engine.wire.columns import LOGPROBS
 from support.runs import ROOT, Tree, config_of, send, wait_for, write_config
@@ -24,18 +24,18 @@ def exact(settings):
     return settings | EXACT
 
 
-def in_launcher(exact, folder):
-    """Weights of the run whose groups lie in the launcher."""
-    run(exact | {"run.name": "launcher", "train.mode": "sync"}, folder)
-    return weights(folder, "launcher")
+def in_orchestrator(exact, folder):
+    """Weights of the run whose groups lie in the orchestrator."""
+    run(exact | {"run.name": "orchestrator", "train.mode": "sync"}, folder)
+    return weights(folder, "orchestrator")
 
 
 def parts(store, name):
     return [process for process, line in Tree(store.pid).command_lines() if name in line]
 
 
-def test_runs_with_both_stores_are_bit_identical_and_the_launcher_reads_no_body(exact, tmp_path, monkeypatch):
-    expected = in_launcher(exact, tmp_path)
+def test_runs_with_both_stores_are_bit_identical_and_the_orchestrator_reads_no_body(exact, tmp_path, monkeypatch):
+    expected = in_orchestrator(exact, tmp_path)
     read = reads(monkeypatch)
     launch_here(config_of(exact | ELSEWHERE | {"run.name": "periodic"}))
     assert same(weights(tmp_path, "periodic"), expected)
@@ -43,10 +43,10 @@ def test_runs_with_both_stores_are_bit_identical_and_the_launcher_reads_no_body(
 
 
 def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tmp_path):
-    expected = in_launcher(exact, tmp_path)
+    expected = in_orchestrator(exact, tmp_path)
     killed = exact | ELSEWHERE | {"run.name": "killed", "train.mode": "sync", "checkpoint.every": 1}
     config = write_config(killed, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT)
     try:
         wait_for(lambda: len(steps(tmp_path, "killed")) >= 1, "the first step", timeout_s=300)
         tree = Tree(process.pid)
@@ -62,7 +62,7 @@ def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tm
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_groups_of_a_lost_storage_unit_are_generated_again_with_the_same_bits(exact, tmp_path, monkeypatch, signal):
-    expected = in_launcher(exact, tmp_path)
+    expected = in_orchestrator(exact, tmp_path)
     called = disturbed(monkeypatch, lambda store: send(parts(store, UNIT)[0], signal))
     launch_here(config_of(exact | ELSEWHERE | {"run.name": signal, "train.mode": "sync"}))
     assert same(weights(tmp_path, signal), expected)
@@ -70,7 +70,7 @@ def test_groups_of_a_lost_storage_unit_are_generated_again_with_the_same_bits(ex
 
 
 def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_path, monkeypatch):
-    expected = in_launcher(exact, tmp_path)
+    expected = in_orchestrator(exact, tmp_path)
     config = config_of(exact | ELSEWHERE | {"run.name": "controller"})
     disturbed(monkeypatch, lambda store: send(parts(store, CONTROLLER)[0], "SIGKILL"))
     with pytest.raises(StoreError, match=r"TransferQueue's controller has not answered within queue.timeout_s = 15 s"):
@@ -82,7 +82,7 @@ def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_p
 
 
 def test_a_group_of_which_a_column_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
-    expected = in_launcher(exact, tmp_path)
+    expected = in_orchestrator(exact, tmp_path)
     read = reads(monkeypatch)
     kept = TransferQueueStore.put
     put = []
@@ -97,5 +97,5 @@ def test_a_group_of_which_a_column_changed_in_the_store_is_generated_again(exact
     launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))
     assert same(weights(tmp_path, "flipped"), expected)
     assert put.count((1, 3)) == 2
-    assert read.count((1, 3)) == 2  # the launcher saw the damage for itself, and read what had come again
+    assert read.count((1, 3)) == 2  # the orchestrator saw the damage for itself, and read what had come again
     assert len(put) == 3 * 6 + 1

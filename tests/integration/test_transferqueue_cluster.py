@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.launcher.launch import launch_run as launch_here
+from engine.orchestrator.launch import launch_run as launch_here
 from support.ports import two_neighbours
 from support.runs import ROOT, Tree, config_of, wait_for, write_config
 from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads, starts
@@ -68,16 +68,16 @@ def is_left_alone(cluster):
     return len(alive) == NODES and not actors(cluster)
 
 
-def in_launcher(exact, folder):
-    """Weights of the run whose columns lie in the launcher."""
-    run(exact | {"run.name": "launcher"}, folder)
-    return weights(folder, "launcher")
+def in_orchestrator(exact, folder):
+    """Weights of the run whose columns lie in the orchestrator."""
+    run(exact | {"run.name": "orchestrator"}, folder)
+    return weights(folder, "orchestrator")
 
 
 def test_units_on_three_nodes_give_the_same_bits_and_the_cluster_is_left_as_it_was(
     exact, tmp_path, cluster, monkeypatch
 ):
-    expected = in_launcher(exact, tmp_path)
+    expected = in_orchestrator(exact, tmp_path)
     read = reads(monkeypatch)
     started = starts(monkeypatch)
     lived = []
@@ -94,7 +94,7 @@ def test_units_on_three_nodes_give_the_same_bits_and_the_cluster_is_left_as_it_w
 
 
 def test_the_columns_on_a_node_that_dies_are_generated_again_with_the_same_bits(exact, tmp_path, cluster, monkeypatch):
-    expected = in_launcher(exact, tmp_path)
+    expected = in_orchestrator(exact, tmp_path)
     started = starts(monkeypatch)
 
     def kill(store):
@@ -122,7 +122,7 @@ def test_the_columns_on_a_node_that_dies_are_generated_again_with_the_same_bits(
 def test_a_killed_run_leaves_no_actor_in_the_cluster(exact, tmp_path, cluster):
     settings = exact | on(cluster, "run")
     config = write_config(settings, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT)
     try:
         wait_for(lambda: len(steps(tmp_path, "run")) >= 1, "the first step", timeout_s=300)
         assert len(actors(cluster)) == NODES + 1
@@ -134,7 +134,7 @@ def test_a_killed_run_leaves_no_actor_in_the_cluster(exact, tmp_path, cluster):
 
 def test_the_leaders_of_all_training_nodes_fetch_from_the_units(exact, tmp_path, cluster, monkeypatch):
     two = exact | {"parallel.data": 2}
-    expected = in_launcher(two, tmp_path)
+    expected = in_orchestrator(two, tmp_path)
     read = reads(monkeypatch)
     nodes = {"parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
     node = subprocess.Popen(

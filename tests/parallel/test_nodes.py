@@ -11,7 +11,7 @@ import pytest
 
 from engine.client.connection import Connection
 from engine.errors import BadInput, DeadlineError, MetronomeError
-from engine.launcher.server import Server
+from engine.orchestrator.server import Server
 from engine.ranks.nodes import follow_invitations
 from engine.run.files import read_lines
 from engine.wire.certificate import Certificate, client_context
@@ -36,16 +36,16 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
         "train.timeout_s": 150,
     }
     two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
-    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(two, tmp_path))]
-    launcher = subprocess.Popen(command, cwd=ROOT)
+    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(two, tmp_path))]
+    orchestrator = subprocess.Popen(command, cwd=ROOT)
     node = subprocess.Popen(
         [sys.executable, "-m", "engine.ranks.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
     )
     try:
-        assert launcher.wait(300) == 0
+        assert orchestrator.wait(300) == 0
         assert node.wait(30) == 0
     finally:
-        for process in (launcher, node):
+        for process in (orchestrator, node):
             process.kill()
             process.wait()
     assert not (tmp_path / "two" / INVITATION).exists()

@@ -18,7 +18,7 @@ from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
 from support.runs import ROOT, launch, overrides, seeded_settings, wait_for
 from tasks.cluster.prefect_api import post
-from tasks.launcher_process import STOP_S
+from tasks.orchestrator_process import STOP_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
 
@@ -32,7 +32,7 @@ HELD_S = 40.0
 """Seconds that a group's reward takes, four times a step: while steps are waited for, and while anything else is, so
 that the run is not through before a busy machine has done that. A reward may take 60 s."""
 TIMEOUT_S = 15.0
-"""train.timeout_s: a launcher that is stopped must be found after twice as long."""
+"""train.timeout_s: an orchestrator that is stopped must be found after twice as long."""
 SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchdog.sweep(15)"
 """A restarted server may have lost the event of the crash; what the watchdog does every minute."""
 
@@ -128,13 +128,13 @@ def test_every_process_of_a_run_may_die(deployed, services, start_worker, enviro
     worker = start_worker("cpu", "mortal")
     run = start(api, small | {"run.name": "killed", "train.timeout_s": TIMEOUT_S})
     wait_for_two_steps(folder, api, run)
-    for part in ("engine.trainer.rank", "engine.launcher.launch", "prefect.engine"):
+    for part in ("engine.trainer.rank", "engine.orchestrator.launch", "prefect.engine"):
         killed_in = file_number(folder)
         kill(run, part)
         wait_for_resume(folder, killed_in, api, run)
 
     killed_in = file_number(folder)
-    kill(run, "engine.launcher.launch", signal.SIGSTOP)
+    kill(run, "engine.orchestrator.launch", signal.SIGSTOP)
     wait_for_resume(folder, killed_in, api, run)
     whys = [row["why"] for row in read_lines(folder / "attempts.jsonl") if row["what"] == "training"]
     limit_s = 2 * TIMEOUT_S - STOP_S
@@ -172,7 +172,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
     settings = small | {"run.name": "cancelled", "checkpoint.every": 0}
     run = start(api, settings)
     wait_for_two_steps(folder, api, run)
-    assert len(processes(run)) >= 5  # flow, launcher, instance, agent, rank
+    assert len(processes(run)) >= 5  # flow, orchestrator, instance, agent, rank
     slow_down(place, SLOW_S)
     asked = time.monotonic()
     patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
@@ -202,7 +202,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
 
 @pytest.mark.nightly
 def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, place):
-    """Its launcher is killed whenever it has started; two attempts are allowed, no checkpoint comes of them."""
+    """Its orchestrator is killed whenever it has started; two attempts are allowed, no checkpoint comes of them."""
     settings = small | {"run.name": "hopeless", "run.resumes": 1, "checkpoint.every": 0}
     sets = [part for override in overrides(settings) for part in ("--set", override)]
     flow = subprocess.Popen([*METRONOME, "run", *sets], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -213,7 +213,7 @@ def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, pla
                 psutil.NoSuchProcess
             ):  # it, or the flow, ended while we looked (a zombie counts as that)
                 for child in psutil.Process(flow.pid).children():
-                    if child.pid not in killed and "engine.launcher.launch" in " ".join(child.cmdline()):
+                    if child.pid not in killed and "engine.orchestrator.launch" in " ".join(child.cmdline()):
                         time.sleep(1.0)
                         child.kill()
                         killed.add(child.pid)

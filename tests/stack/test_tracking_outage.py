@@ -10,7 +10,7 @@ import pytest
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.run.files import append_line, read_lines
-from flows.here import evaluate_here
+from flows.local import evaluate_here
 from support.runs import config_of, save_model
 from tasks.cluster.services import Services, free_port
 from tasks.tracking import evaluations, mirror, retry, tracked_run
@@ -38,7 +38,7 @@ def config(services, tmp_path, monkeypatch):
 
 
 def do_step(config, step):
-    """What the launcher does."""
+    """What the orchestrator does."""
     append_line(config.folder / "steps.jsonl", {"step": step, "loss": step / 10, "versions_seen": [step]})
 
 

@@ -99,7 +99,7 @@ def node_of(api, run, folder):
 
 def cancel(api, run, node):
     """As the UI's button does: no process of either node is left after 15 s."""
-    assert len(processes(run)) >= 5  # flow, launcher, instance, agent, rank
+    assert len(processes(run)) >= 5  # flow, orchestrator, instance, agent, rank
     assert len(processes(node)) >= 3  # flow, agent, rank
     asked = time.monotonic()
     patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})

@@ -62,7 +62,7 @@ def recipe(settings, folder, steps):
 
 
 class Job:
-    """A launcher that runs, its instances' processes, and what its registry says.
+    """An orchestrator that runs, its instances' processes, and what its registry says.
     Ends what it started with its block."""
 
     def __init__(self, settings, folder, patience_s=90.0):
@@ -78,7 +78,7 @@ class Job:
         self._log = self._stack.enter_context((self._scratch / "output").open("w+"))
         config = write_config(self.settings, self._scratch)
         self.process = self._start(
-            [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)],
+            [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)],
             stdout=self._log,
             stderr=self._log,
         )

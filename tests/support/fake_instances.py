@@ -7,7 +7,7 @@ import time
 import aiohttp
 
 from engine.errors import ProcessDied
-from engine.launcher.weight_sync.probe import make_probe
+from engine.orchestrator.weight_sync.probe import make_probe
 from engine.run.instance_process import InstanceProcess
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.replies import reply
@@ -233,7 +233,7 @@ class _FakeChild:
 
 
 class FakeProcesses:
-    """engine.launcher.pool.pool.InstanceProcesses."""
+    """engine.orchestrator.pool.pool.InstanceProcesses."""
 
     def __init__(self, declared):
         self.declared = declared

@@ -1,9 +1,9 @@
 """Weight syncs between devices that are not there: `python fake_weight_sync.py DEVICE TRANSPORT[+staged] …`
 
-The publisher, the launcher's weight sync, the receivers of two instances and the transport are the real ones, and so
-are their threads. Weights and buffers are fake tensors on the device (benchmarks/fake_device.py). The group broadcasts
-over gloo pieces of host memory that are as large, and refuses what NCCL and HCCL can't send. Prints what happened as
-JSON, a line for each transport.
+The publisher, the orchestrator's weight sync, the receivers of two instances and the transport are the real ones, and
+so are their threads. Weights and buffers are fake tensors on the device (benchmarks/fake_device.py). The group
+broadcasts over gloo pieces of host memory that are as large, and refuses what NCCL and HCCL can't send. Prints what
+happened as JSON, a line for each transport.
 """
 
 import json
@@ -28,7 +28,7 @@ from engine.wire.weights.backends import BACKENDS, DeviceBackend, Gloo
 from engine.wire.weights.bucket_file import BucketFile
 from support import weights_double
 from support.runs import wait_for
-from support.weights_double import TIMEOUT_S, Client, Launcher, Model, base_folder, publisher
+from support.weights_double import TIMEOUT_S, Client, Model, Orchestrator, base_folder, publisher
 
 chosen = threading.local()
 """`device`: the one that the thread has made its current one; `beside`: whether it works on a side stream."""
@@ -134,15 +134,15 @@ def synced(device, transport, staged, folder):
         clients = [Client(name, base_folder(folder / name)) for name in "ab"]
         for client in clients:
             client.receiver = Receiver(TIMEOUT_S, device)
-        launcher = Launcher(list(clients), staged)
-        sender = publisher(launcher, transport, folder, device=device, dtype=torch.bfloat16)
+        orchestrator = Orchestrator(list(clients), staged)
+        sender = publisher(orchestrator, transport, folder, device=device, dtype=torch.bfloat16)
         for version in (1, 2):
             sender.publish(on(device, Model(version)), version)
         sender._end_last_attempt()
         if transport != "file":
-            launcher.catch_up(launcher.late())  # its checksums are of a device that is not there
+            orchestrator.catch_up(orchestrator.late())  # its checksums are of a device that is not there
         wait_for((folder / "weights" / "version-00000002").is_dir, "the snapshot", timeout_s=20)
-        launcher.close()
+        orchestrator.close()
     files = (folder / "weights").glob("version-00000002/*.safetensors")
     held = [tensor for client in clients for tensor in client.held.values()]
     return {

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.launcher.plane import Plane
+from engine.orchestrator.plane import Plane
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.types import Prompt
@@ -55,7 +55,7 @@ def conduct(tmp_path, tiny_model):
         plane = Plane(
             config=config,
             folder=RunFolder(tmp_path),
-            trace=Trace(tmp_path / "trace", "launcher"),
+            trace=Trace(tmp_path / "trace", "orchestrator"),
             loader=loader,
             service=rollouts,
             store=store,
@@ -95,7 +95,7 @@ async def leased(plane, **more):
 
 
 async def watch(plane):
-    """As the launcher does, until the plane fails."""
+    """As the orchestrator does, until the plane fails."""
     while plane.failure is None:
         await plane.check()
         await asyncio.sleep(0.02)

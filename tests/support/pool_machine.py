@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError
-from engine.launcher.pool.health import HealthMonitor
-from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
-from engine.launcher.pool.pool import Pool
-from engine.launcher.server import Server
-from engine.launcher.weight_sync.sync import WeightSync
+from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.server import Server
+from engine.orchestrator.weight_sync.sync import WeightSync
 from engine.types import Prompt
 from engine.wire.columns import open_ids
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -215,7 +215,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.do(act())
 
     async def group(self, first, least):
-        """As engine.launcher.producer does: the group's requests, each of which ends in one way."""
+        """As engine.orchestrator.producer does: the group's requests, each of which ends in one way."""
         task = asyncio.current_task()
         self.waiting.append(task)
         try:

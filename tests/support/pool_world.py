@@ -6,11 +6,11 @@ from collections import Counter
 
 from engine.config import Config
 from engine.data.loader import sampling_seed
-from engine.launcher import producer
-from engine.launcher.pool import health
-from engine.launcher.pool.instance_client import SamplingSettings
-from engine.launcher.pool.pool import Pool
-from engine.launcher.producer import Producer
+from engine.orchestrator import producer
+from engine.orchestrator.pool import health
+from engine.orchestrator.pool.instance_client import SamplingSettings
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.producer import Producer
 from engine.run.trace import Trace
 from engine.types import Prompt
 from engine.wire.columns import open_group
@@ -25,7 +25,7 @@ class World:
 
     def __init__(self, folder, stack, synced, **rollout):
         config = Config(rollout=ROLLOUT | rollout)
-        self.trace = Trace(folder / "trace", "launcher")
+        self.trace = Trace(folder / "trace", "orchestrator")
         self.pool = Pool(config=config, model=folder, folder=folder, trace=self.trace, synced=synced)
         self.producer = Producer(
             pool=self.pool,

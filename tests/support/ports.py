@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 
 def two_neighbours():
-    """A free port with a free one after it: the nodes meet at the one, the launcher's server takes the next.
+    """A free port with a free one after it: the nodes meet at the one, the orchestrator's server takes the next.
 
     Below those that the system gives to outgoing connections, which beside other tests come and go by the hundred.
     """

@@ -1,17 +1,17 @@
-"""Run folders without a run: every state file that a launcher, its trainer and a flow write."""
+"""Run folders without a run: every state file that an orchestrator, its trainer and a flow write."""
 
 import pickle
 import shutil
 
 from engine.config import Config, Run, Train
 from engine.errors import MetronomeError
-from engine.launcher import in_run_evaluation
+from engine.orchestrator import in_run_evaluation
 from engine.run import checkpoint_files
 from engine.run.fence import Fence
 from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
-from engine.run.start import RunStart
+from engine.run.run_start import RunStart
 from engine.run.trace import Trace
 from tasks.finished_stages import Stages, count_attempt
 
@@ -45,7 +45,7 @@ def finished(output):
     RunStart().write(folder.path)
     folder.create(config, resume=False)
     count_attempt(folder, "training", 3, "started by a person")
-    trace = Trace(folder.trace, "launcher")
+    trace = Trace(folder.trace, "orchestrator")
     for step in range(STEPS):
         for name in ("sync", "train", "rollout", "update"):
             trace.add(name, 10.0 * step, 10.0 * step + 5, lane="trainer-0", step=step)

@@ -1,4 +1,4 @@
-"""A tiny random model made by our own code, and runs of the real launcher."""
+"""A tiny random model made by our own code, and runs of the real orchestrator."""
 
 import contextlib
 import json
@@ -117,11 +117,11 @@ def write_config(settings, folder):
 
 
 def launch(settings, folder, *arguments, timeout_s=200):
-    """Run the launcher to its end: (exit code, output)."""
+    """Run the orchestrator to its end: (exit code, output)."""
     command = [
         sys.executable,
         "-m",
-        "engine.launcher.launch",
+        "engine.orchestrator.launch",
         "--config",
         str(write_config(settings, folder)),
         *arguments,

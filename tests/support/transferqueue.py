@@ -1,11 +1,11 @@
-"""Runs whose columns lie in TransferQueue: their settings, and hooks into their launcher."""
+"""Runs whose columns lie in TransferQueue: their settings, and hooks into their orchestrator."""
 
 from importlib.util import find_spec
 
 import pytest
 
-from engine.launcher.column_store import TransferQueueStore
-from engine.launcher.stored_columns import StoredColumns
+from engine.orchestrator.column_store import TransferQueueStore
+from engine.orchestrator.stored_columns import StoredColumns
 
 MARKS = [
     pytest.mark.transferqueue,
@@ -41,7 +41,7 @@ def disturbed(monkeypatch, disturb, step=1):
 
 
 def reads(monkeypatch):
-    """The (step, index) of each row that the launcher reads from the store."""
+    """The (step, index) of each row that the orchestrator reads from the store."""
     found = []
     get = TransferQueueStore.get
 

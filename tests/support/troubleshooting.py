@@ -3,7 +3,7 @@
 UNIT = "tests/unit/"
 MESSAGES = {
     "unknown key …": (UNIT + "config/test_blame.py", "unknown key train.stepz"),
-    "is more than the … problems of data.train": (UNIT + "launcher/test_checks.py", "problems of data.train"),
+    "is more than the … problems of data.train": (UNIT + "orchestrator/test_checks.py", "problems of data.train"),
     "has no effect: …": (UNIT + "config/test_no_effect.py", "has no effect: "),
     "expected table.key=value, for example --set rollout.group_size=8": (
         UNIT + "config/test_recipe.py",
@@ -30,7 +30,10 @@ MESSAGES = {
     ),
     "architecture … is not supported; supported: …": (UNIT + "model/test_families.py", "is not supported; supported:"),
     "the layout does not fit the model (…": ("tests/integration/test_resume.py", "the layout does not fit the model"),
-    "… = … is more than the … positions that …": (UNIT + "launcher/test_checks.py", "is more than the 2,048 positions"),
+    "… = … is more than the … positions that …": (
+        UNIT + "orchestrator/test_checks.py",
+        "is more than the 2,048 positions",
+    ),
     "too little memory on a …": (UNIT + "tools/dry_run/test_plan.py", "too little memory on a"),
     "changes log-probabilities of tokens by more than train.ratio_gap_limit": (
         UNIT + "config/test_config.py",
@@ -45,7 +48,7 @@ MESSAGES = {
     "the chat template of … fails": (UNIT + "data/test_prompts.py", "the chat template of models/gemma"),
     "the tokenizer has no chat template": (UNIT + "data/test_prompts.py", "no chat template"),
     "reward.function = …: while loading it, its process …": (
-        UNIT + "launcher/test_verifier_pool.py",
+        UNIT + "orchestrator/test_verifier_pool.py",
         "while loading it, its process",
     ),
     "this run has no policy yet": (UNIT + "run/test_served_model.py", "after the last step"),
@@ -64,7 +67,7 @@ MESSAGES = {
     ),
     "rank … of this machine has no … device": (UNIT + "platform/test_platform.py", "of this machine has no"),
     "does not serve after … s (rollout.timeout_s …": (
-        UNIT + "launcher/pool/test_processes.py",
+        UNIT + "orchestrator/pool/test_processes.py",
         "does not serve after",
     ),
     "instances of rollout.tensor = … need … devices": (
@@ -73,7 +76,7 @@ MESSAGES = {
     ),
     "the flow run … has failed": (UNIT + "tasks/cluster/test_other_nodes.py", "the flow run"),
     "rollout.devices is empty, so each of the …": (
-        UNIT + "launcher/test_checks.py",
+        UNIT + "orchestrator/test_checks.py",
         "rollout.devices is empty",
     ),
     "rollout.deterministic = true, but … gives a request other bits …": (
@@ -81,32 +84,32 @@ MESSAGES = {
         "rollout.deterministic = true, but",
     ),
     "no rollout instance is left: waited … s for one (…)": (
-        UNIT + "launcher/pool/test_pool.py",
+        UNIT + "orchestrator/pool/test_pool.py",
         "no rollout instance is left: waited",
     ),
     "no rollout instance has come: waited … s for the first (…)": (
-        UNIT + "launcher/pool/test_pool.py",
+        UNIT + "orchestrator/pool/test_pool.py",
         "no rollout instance has come: waited",
     ),
-    "… failed … times, at last: …": (UNIT + "launcher/test_producer.py", "times, at last:"),
+    "… failed … times, at last: …": (UNIT + "orchestrator/test_producer.py", "times, at last:"),
     "found no instance that takes it in … s": (
-        UNIT + "launcher/test_producer.py",
+        UNIT + "orchestrator/test_producer.py",
         "found no instance that takes it in",
     ),
-    "no answer to … in … s": (UNIT + "launcher/pool/test_instance_client.py", ": no answer to"),
-    "the launcher at … refuses …": (UNIT + "instance/test_join.py", "refuses guest: 503"),
-    "no launcher answers at …": (UNIT + "tasks/cluster/test_rollout_node.py", "no launcher answers at"),
+    "no answer to … in … s": (UNIT + "orchestrator/pool/test_instance_client.py", ": no answer to"),
+    "the orchestrator at … refuses …": (UNIT + "instance/test_join.py", "refuses guest: 503"),
+    "no orchestrator answers at …": (UNIT + "tasks/cluster/test_rollout_node.py", "no orchestrator answers at"),
     "… sampled from weight version …, but mode … accepts only …": (UNIT + "test_schedule.py", "accepts only"),
     "trainer and instances … disagree on the same tokens: max|ratio - 1| = …": (
         "tests/integration/test_faults.py",
         "step 1.*disagree",
     ),
     "its log-probabilities of … fixed tokens differ from the trainer's": (
-        UNIT + "launcher/weight_sync/test_trust.py",
+        UNIT + "orchestrator/weight_sync/test_trust.py",
         ": after the update to weight version",
     ),
     "self-test failed: it loaded weights with the output rows of tokens … changed": (
-        UNIT + "launcher/weight_sync/test_sync.py",
+        UNIT + "orchestrator/weight_sync/test_sync.py",
         ": self-test failed",
     ),
     "could not be sent: instances failed in each of … attempts": (
@@ -122,16 +125,19 @@ MESSAGES = {
         UNIT + "trainer/test_policy.py",
         "the gradient of this step is not finite",
     ),
-    "the launcher … gave no sign of life for … s": (
-        UNIT + "tasks/test_launcher_process.py",
+    "the orchestrator … gave no sign of life for … s": (
+        UNIT + "tasks/test_orchestrator_process.py",
         "gave no sign of life for",
     ),
     "… ran out of memory …: …": (UNIT + "trainer/test_memory_watch.py", "ran out of memory in step"),
     "writes it now; this one (attempt …) stops": (UNIT + "run/test_fence.py", "writes it now; this one (attempt"),
     "… has not ended … s after SIGKILL": (UNIT + "run/test_process.py", "s after SIGKILL"),
     "open files: the run needs …": (UNIT + "run/test_limits.py", "open files: the run needs"),
-    "no answer from the launcher at … to … in … s": (UNIT + "wire/test_messages.py", "no answer from the launcher at"),
-    "reward.function = …, prompt …: …": (UNIT + "launcher/test_reward_results.py", ", prompt 0123456789abcdef: "),
+    "no answer from the orchestrator at … to … in … s": (
+        UNIT + "wire/test_messages.py",
+        "no answer from the orchestrator at",
+    ),
+    "reward.function = …, prompt …: …": (UNIT + "orchestrator/test_reward_results.py", ", prompt 0123456789abcdef: "),
     "--resume: the run has trained … steps already": (
         "tests/integration/test_resume.py",
         "has trained 2 steps already",

@@ -44,9 +44,9 @@ def until_dead(pid: int) -> None:
         time.sleep(0.02)
 
 
-LAUNCHER = """
+ORCHESTRATOR = """
 import asyncio, sys
-from engine.launcher.verifier_pool import VerifierPool
+from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Prompt, Response
 async def main():
     pool = VerifierPool(sys.argv[1], timeout_s=600)

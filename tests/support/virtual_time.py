@@ -4,8 +4,8 @@ import asyncio
 import selectors
 from types import SimpleNamespace
 
-from engine.launcher.pool import health, instance
-from engine.launcher.pool.circuit_breaker import CircuitBreaker
+from engine.orchestrator.pool import health, instance
+from engine.orchestrator.pool.circuit_breaker import CircuitBreaker
 
 
 class _Jumps(selectors.SelectSelector):

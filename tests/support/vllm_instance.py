@@ -1,4 +1,4 @@
-"""A real vLLM instance for tests, started as the launcher starts it."""
+"""A real vLLM instance for tests, started as the orchestrator starts it."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,10 @@ import requests
 import torch
 
 from engine.config import Config
-from engine.launcher.pool.instance import Instance
-from engine.launcher.pool.instance_client import InstanceClient
-from engine.launcher.weight_sync.probe import make_probe
-from engine.launcher.weight_sync.update_calls import UpdateCalls
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance_client import InstanceClient
+from engine.orchestrator.weight_sync.probe import make_probe
+from engine.orchestrator.weight_sync.update_calls import UpdateCalls
 from engine.run.commands import instance_command
 from engine.run.process import Child
 from engine.wire.weights import bucket_file, buckets

@@ -13,9 +13,9 @@ from engine.client.publish.publisher import Publisher, RankRole
 from engine.client.publish.transports import open_transport
 from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
-from engine.launcher.pool.instance import Instance
-from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
-from engine.launcher.weight_sync.sync import WeightSync, make_probe
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
+from engine.orchestrator.weight_sync.sync import WeightSync, make_probe
 from engine.wire import messages
 from engine.wire.message import pack
 from support.replies import reply
@@ -195,7 +195,7 @@ class Pool:
         return next(one for one in self.instances if one.name == name)
 
 
-class Launcher:
+class Orchestrator:
     """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
 
     def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False):
@@ -246,7 +246,7 @@ class Launcher:
         self.loop.close()
 
 
-def publisher(launcher, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32, shared=False):
+def publisher(orchestrator, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32, shared=False):
     """`shared`: the rank gathers its tensors together with another one, of which nothing is needed here."""
     ranks = SimpleNamespace(
         exports=True,
@@ -257,7 +257,7 @@ def publisher(launcher, transport, folder, bucket_bytes=2000, device=CPU, dtype=
     )
     made = partial(open_transport, transport, TIMEOUT_S, device)
     return Verifying(
-        connection=launcher,
+        connection=orchestrator,
         ranks=ranks,
         transport=made,
         folder=folder / "weights",
@@ -286,14 +286,14 @@ def base_folder(folder):
 
 
 def starting(base):
-    """For a fixture: a function that starts a launcher with instances called a, b, …; `faults` by name."""
+    """For a fixture: a function that starts an orchestrator with instances called a, b, …; `faults` by name."""
     started = []
 
     def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
         clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Launcher(clients, staged, fixed, in_turn))
+        started.append(Orchestrator(clients, staged, fixed, in_turn))
         return started[-1]
 
     yield begin
-    for launcher in started:
-        launcher.close()
+    for orchestrator in started:
+        orchestrator.close()

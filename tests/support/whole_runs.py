@@ -25,7 +25,7 @@ def refused(settings, folder, *arguments):
 
 def start(settings, folder):
     log = (folder / f"{settings['run.name']}.log").open("w+")
-    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(settings, folder))]
+    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(settings, folder))]
     return subprocess.Popen(command, stderr=log, cwd=ROOT), log
 
 
@@ -63,7 +63,7 @@ def kill_a_rank(settings, folder):
 
     `settings`: with checkpoint.every = 2 and two ranks.
     """
-    launcher, log = start(settings, folder)
+    orchestrator, log = start(settings, folder)
     place = folder / settings["run.name"]
     checkpoints = place / "checkpoints"
     try:
@@ -71,13 +71,13 @@ def kill_a_rank(settings, folder):
             lambda: len(steps(folder, settings["run.name"])) >= 3 and latest_checkpoint(checkpoints),
             "the third step and a checkpoint",
         )
-        tree = Tree(launcher.pid)
+        tree = Tree(orchestrator.pid)
         send(rank(tree, 1), "SIGKILL")
-        assert launcher.wait(timeout=60) == 1
+        assert orchestrator.wait(timeout=60) == 1
         assert tree.left() == []
     finally:
-        launcher.kill()
-        launcher.wait()
+        orchestrator.kill()
+        orchestrator.wait()
     log.seek(0)
     assert "trainer rank 1: Signal 9 (SIGKILL)" in log.read()
     assert not (place / "policy").exists()

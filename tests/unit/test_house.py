@@ -14,7 +14,7 @@ FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.p
 CODE = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("engine", "tasks", "flows")]
 LONGEST = 600
 MOST_POSITIONAL = 4
-PROCESSES = ("launcher", "instance", "trainer", "verifier")
+PROCESSES = ("orchestrator", "instance", "trainer", "verifier")
 
 BY_PLACE = {
     "takes any number of arguments of one kind": ("_hash", "boxed", "figures", "ranks", "run", "serving", "one_of"),

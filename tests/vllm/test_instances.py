@@ -242,7 +242,7 @@ def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
 
 
 def test_a_server_whose_engine_dies_ends(tied, tmp_path):
-    """Its request fails at once and the process ends, so that the launcher starts another one."""
+    """Its request fails at once and the process ends, so that the orchestrator starts another one."""
     with serving(tied[0], tmp_path) as (client, child):
         client.choice()
         engine = Tree(child.pid).named("EngineCore")

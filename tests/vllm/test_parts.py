@@ -1,5 +1,5 @@
 """Parts of the vLLM instance that need no vLLM:
-the launcher's command, a worker's groups."""
+the orchestrator's command, a worker's groups."""
 
 import contextlib
 import os

@@ -18,7 +18,7 @@ from engine.wire.weights.backends import use_device
 from engine.wire.weights.buckets import Bucket, TensorSpec, bucket_cuts, bucket_span, bucket_views
 
 AGAIN_S = 5.0
-"""Seconds until the next attempt to write a snapshot, or to ask a launcher that answered with an error."""
+"""Seconds until the next attempt to write a snapshot, or to ask an orchestrator that answered with an error."""
 
 
 class BucketCopy(NamedTuple):
@@ -140,7 +140,7 @@ class HostCopies:
         try:
             self._write(version)
         except MetronomeError as error:
-            if self._version == version:  # else the launcher has cleared the folder
+            if self._version == version:  # else the orchestrator has cleared the folder
                 print(f"late instances wait for the snapshot of weight version {version}: {error}", flush=True)
                 self._changed.wait(AGAIN_S)
             return False

@@ -171,7 +171,7 @@ class PublishedModel(Protocol):
 
 
 class Retry(TransferError):
-    """An instance failed, so the launcher asks for the publish to begin again."""
+    """An instance failed, so the orchestrator asks for the publish to begin again."""
 
 
 class RankRole(msgspec.Struct):
@@ -200,7 +200,8 @@ class ProbeLogprobs(msgspec.Struct):
 
 
 class Publisher:
-    """Publishes weight versions. The launcher tells the instances what to do (engine.launcher.weight_sync.sync).
+    """Publishes weight versions. The orchestrator tells the instances what to do
+    (engine.orchestrator.weight_sync.sync).
 
     Built by all ranks at once.
     """
@@ -217,7 +218,7 @@ class Publisher:
         device: torch.device = HOST,
     ) -> None:
         """`folder`: for snapshots, shared with the instances; `dtype`: of the instances' weights; `timeout_s`: deadline
-        of a bucket, longer than the launcher's; `device`: of the model."""
+        of a bucket, longer than the orchestrator's; `device`: of the model."""
         self._connection = connection
         self._ranks = ranks
         self._dtype = dtype
@@ -238,7 +239,7 @@ class Publisher:
         """For late instances; None where each bucket is a file anyway, and on a rank that sends nothing."""
         self._pipeline = self._make_pipeline() if ranks.writes else None
         self._probed: tuple[int, ...] = ()
-        """Token ids of the probe, from the launcher."""
+        """Token ids of the probe, from the orchestrator."""
         self._sending: list[BucketInfo] = []
         """The info of each bucket that this stage sends."""
         self._sent_bytes = 0
@@ -277,7 +278,7 @@ class Publisher:
         """Give every instance exactly this version; `verify` must follow. Returns the seconds that it took.
 
         The instances then serve the version. Where they take staged weights over in the background, they hold it and
-        serve it later. A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        serve it later. A collective of all ranks. Raises WeightSyncError and the orchestrator's errors on all of them.
         """
         started = time.perf_counter()
         for _ in range(ATTEMPTS):
@@ -299,10 +300,11 @@ class Publisher:
         return self._sent_bytes
 
     def verify(self, model: PublishedModel, version: int) -> None:
-        """Have the launcher compare the log-probabilities of a few fixed tokens, the instances' with the policy's.
+        """Have the orchestrator compare the log-probabilities of a few fixed tokens, the instances' with the policy's.
 
-        After `publish`; the instances sample meanwhile, but the launcher holds an instance's responses back until its
-        comparison has passed. A collective of all ranks. Raises WeightSyncError and the launcher's errors on all ranks.
+        After `publish`; the instances sample meanwhile, but the orchestrator holds an instance's responses back until
+        its comparison has passed. A collective of all ranks. Raises WeightSyncError and the orchestrator's errors on
+        all ranks.
         """
         verify = VerifySync(expected=self._probe(model, self._probed))
         self._ranks.from_first(lambda: self._connection.ask(verify))
@@ -424,7 +426,7 @@ class Publisher:
         return outcome
 
     def _announce(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Send a bucket, while the launcher has all instances receive it. Raises Retry if that fails."""
+        """Send a bucket, while the orchestrator has all instances receive it. Raises Retry if that fails."""
         sent = self._transport.send(bucket)
         if self._connection.ask(SendBucket(info=info)).retry:
             raise Retry("an instance failed")

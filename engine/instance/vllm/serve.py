@@ -56,7 +56,7 @@ SEEDS = 2**32
 POLL_S = 0.1
 WARM_UP_S = 600.0
 """Deadline of the first completion in seconds. vLLM completes its set-up with the first batch with log-probabilities,
-which takes 2 to 15 s, on a busy machine minutes. The launcher has a deadline of its own (rollout.timeout_s)."""
+which takes 2 to 15 s, on a busy machine minutes. The orchestrator has a deadline of its own (rollout.timeout_s)."""
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it vLLM lacks the engine calls that the weight routes need

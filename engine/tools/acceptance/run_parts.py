@@ -1,4 +1,4 @@
-"""The parts that are whole runs of the launcher: a weight sync, a training step, sync against periodic."""
+"""The parts that are whole runs of the orchestrator: a weight sync, a training step, sync against periodic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts run: a random model, settings that fit the machine, and the launcher in a process of its own."""
+"""What the parts run: a random model, settings that fit the machine, and the orchestrator in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.config.cores import usable_cores
 from engine.config.recipe import HOME, find_file, load_config
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.platform import Platform
-from engine.run.commands import launcher_command
+from engine.run.commands import orchestrator_command
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, dump_config
 from engine.run.process import Child
@@ -41,7 +41,7 @@ LARGE: dict[str, Any] = {
 }  # fmt: skip
 """Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device. Logits as those of `MEDIUM`."""
 STOP_S = 9.0
-"""Seconds in which the launcher must end its own children; then it is killed, and they end by their lifelines."""
+"""Seconds in which the orchestrator must end its own children; then it is killed, and they end by their lifelines."""
 LOOK_S = 0.1
 
 
@@ -141,7 +141,7 @@ def _toml(value: object) -> str:
 
 
 def train(task: PartTask, config: Config, timeout_s: float, replay: Path | None = None) -> list[JsonObject]:
-    """Run the launcher to its end. Returns the lines of steps.jsonl.
+    """Run the orchestrator to its end. Returns the lines of steps.jsonl.
 
     Raises DeadlineError, and MetronomeError with the run's own reason.
     """
@@ -149,28 +149,30 @@ def train(task: PartTask, config: Config, timeout_s: float, replay: Path | None 
     dump_config(config, file)
     log = task.folder / f"{config.run.name}.log"
     folder = RunFolder(config.folder)
-    launcher = Child("launcher", launcher_command(file, False, replay), log)
+    orchestrator = Child("orchestrator", orchestrator_command(file, False, replay), log)
     task.notes.doing(f"the run {config.run.name} of {config.train.steps} steps (its logs: {folder.logs})")
     try:
-        _wait(launcher, folder, config, timeout_s)
+        _wait(orchestrator, folder, config, timeout_s)
     finally:
-        launcher.stop(STOP_S)
+        orchestrator.stop(STOP_S)
     return list(read_lines(folder.steps))
 
 
-def _wait(launcher: Child, folder: RunFolder, config: Config, timeout_s: float) -> None:
+def _wait(orchestrator: Child, folder: RunFolder, config: Config, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while launcher.alive:
+    while orchestrator.alive:
         if time.monotonic() > deadline:
             done = len(list(read_lines(folder.steps)))
             raise DeadlineError(
                 f"the run {config.run.name} has trained {done} of {config.train.steps} steps in {timeout_s:.0f} s; its "
-                f"launcher {launcher.how_it_ended()}"
+                f"orchestrator {orchestrator.how_it_ended()}"
             )
         time.sleep(LOOK_S)
-    if launcher.process.returncode:
+    if orchestrator.process.returncode:
         told = json.loads(folder.failure.read_text())["message"] if folder.failure.exists() else ""
-        raise MetronomeError(f"the run {config.run.name} failed: {told or f'the launcher {launcher.how_it_ended()}'}")
+        raise MetronomeError(
+            f"the run {config.run.name} failed: {told or f'the orchestrator {orchestrator.how_it_ended()}'}"
+        )
 
 
 def parameter_bytes(model: Path, dtype: str) -> int:

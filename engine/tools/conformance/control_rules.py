@@ -67,7 +67,7 @@ def _ended(tasks: list[asyncio.Task[SampledReply]]) -> list[str]:
 
 @rule("disconnect", "a request whose client leaves is dropped, and its slot is free")
 async def disconnect(engine: TriedEngine) -> str:
-    """The launcher leaves requests of a response that it no longer needs."""
+    """The orchestrator leaves requests of a response that it no longer needs."""
     length = len((await engine.complete(max_tokens=SAMPLED)).choices[0].token_ids)
     before = (await engine.load()).generated_tokens
     async with engine.under_way(MANY, SAMPLED):

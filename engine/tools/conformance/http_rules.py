@@ -42,7 +42,7 @@ GUARDED = (
 
 @rule("health", "GET /health answers without a token, with the version of the protocol")
 async def health(engine: TriedEngine) -> str:
-    """The launcher asks it before anything else."""
+    """The orchestrator asks it before anything else."""
     answer = await engine.ask("GET", "/health", headers={})
     found = answer.json
     demand(answer.status == 200, f"it answered {answer}")
@@ -151,7 +151,7 @@ async def _send(writer: asyncio.StreamWriter, size: int) -> None:
 
 @rule("load", "GET /load gives running, waiting, generated_tokens and weight_version within a second, also when busy")
 async def load(engine: TriedEngine) -> str:
-    """The launcher takes a slow answer for a dead engine (rollout.heartbeat_s)."""
+    """The orchestrator takes a slow answer for a dead engine (rollout.heartbeat_s)."""
     slowest = 0.0
     async with engine.under_way(BUSY) as tasks:
         for _ in range(3):

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.launcher.pool import reply_check
-from engine.launcher.pool.reply_check import Asked
-from engine.launcher.weight_sync.probe import UNMEASURED
+from engine.orchestrator.pool import reply_check
+from engine.orchestrator.pool.reply_check import Asked
+from engine.orchestrator.weight_sync.probe import UNMEASURED
 from engine.tools.conformance.rules import demand, rule
 from engine.tools.conformance.tried_engine import SampledReply, TriedEngine
 
@@ -57,7 +57,7 @@ async def log_probabilities(engine: TriedEngine) -> str:
 
 @rule("prompt-log-probabilities", "prompt_logprobs are those of the model at temperature 1, also of a cached prompt")
 async def prompt_log_probabilities(engine: TriedEngine) -> str:
-    """The launcher compares an engine's weights with the trainer's by them."""
+    """The orchestrator compares an engine's weights with the trainer's by them."""
     prompt = engine.reference.prompt
     expected = engine.reference.logprobs(prompt[:1], prompt[1:])
     await engine.complete()

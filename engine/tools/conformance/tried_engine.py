@@ -1,4 +1,4 @@
-"""The engine that is tried: calls to its routes, as the launcher makes them and as a stranger would."""
+"""The engine that is tried: calls to its routes, as the orchestrator makes them and as a stranger would."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class EngineCalls:
 
 
 class TriedEngine(EngineCalls):
-    """The engine that is tried, with the model that it serves, and the calls that a launcher makes."""
+    """The engine that is tried, with the model that it serves, and the calls that an orchestrator makes."""
 
     def __init__(
         self, url: str, session: aiohttp.ClientSession, token: str | None, timeout_s: float, reference: Reference
@@ -116,7 +116,7 @@ class TriedEngine(EngineCalls):
         """Whether its weights may be others than those it was started with."""
 
     async def call(self, request: InstanceRequest[Reply]) -> Reply:
-        """Send a request of the launcher, and read the reply as it does. Raise RefusedCall for any other reply."""
+        """Send a request of the orchestrator, and read the reply as it does. Raise RefusedCall for any other reply."""
         data = msgspec.json.encode(request) if request.method == "POST" else None
         answer = await self.ask(request.method, request.path, data)
         return cast(Reply, _read(f"{request.method} {request.path}", answer, request.reply))
@@ -181,7 +181,7 @@ class TriedEngine(EngineCalls):
     # weights --------------------------------------------------------------------------------------
 
     async def update(self, infos: Iterable[JsonObject], version: int) -> None:
-        """A whole weight update, in the launcher's order."""
+        """A whole weight update, in the orchestrator's order."""
         await self.begin_update()
         for info in infos:
             await self.demand(200, "POST", "/update_weights", {"update_info": info})

@@ -106,7 +106,7 @@ async def _not_served(engine: TriedEngine) -> None:
 
 @rule("update-order", "the steps of an update out of order are refused, 409, and change nothing")
 async def update_order(engine: TriedEngine) -> str:
-    """So that two launchers, or one that was started again, can't mix two updates."""
+    """So that two orchestrators, or one that was started again, can't mix two updates."""
     first, *_ = engine.reference.buckets(VERSION)
     before = await _seen(engine)
     info: JsonObject = {"update_info": first}

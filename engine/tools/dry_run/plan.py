@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from engine.config import Config
 from engine.config.placing import describe_placing, find_overlaps, joining_nodes
 from engine.errors import BadInput
-from engine.launcher.checks import check_layouts, unfit_rollouts
 from engine.model.shape import ModelShape
+from engine.orchestrator.checks import check_layouts, unfit_rollouts
 from engine.run.limits import Limit, machine_limits
 from engine.run.memory import Need, Room, host_bytes, instance_need, readable_bytes, trainer_need
 from engine.run.sizes import total_parameters

@@ -19,8 +19,8 @@ from engine.run.files import read_lines
 from engine.run.trace import Span, iterate_spans
 from engine.tools.planner.costs import Costs
 
-LAUNCHER_TOKEN_S = 1e-6
-"""CPU seconds of the launcher per token of a response of 16k tokens: reading the reply, its text and its arrays."""
+ORCHESTRATOR_TOKEN_S = 1e-6
+"""CPU seconds of the orchestrator per token of a response of 16k tokens: reading the reply, its text and its arrays."""
 SLOWDOWNS = np.arange(1.0, 2.01, 0.02)
 """Slow-downs that are tried."""
 RIDGE = 1e-5
@@ -94,11 +94,11 @@ def fit_costs(runs: Sequence[MeasuredRun]) -> Costs:
         **decode,
         **window,
         **rest,
-        launcher_token=LAUNCHER_TOKEN_S,
+        orchestrator_token=ORCHESTRATOR_TOKEN_S,
         train_slowdown=train_slowdown,
         rollout_slowdown=rollout_slowdown,
         source=f"measured: {', '.join(run.where for run in runs)}",
-        exceptions={"launcher_token": "prior"},
+        exceptions={"orchestrator_token": "prior"},
     )
 
 

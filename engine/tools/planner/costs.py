@@ -44,8 +44,8 @@ class Costs:
     """What else a step of the trainer takes: checks and reports."""
     verify: float = 0.0
     """The reward, from a group's last response to its verdict."""
-    launcher_token: float = 0.0
-    """The launcher's CPU, for each token of a response."""
+    orchestrator_token: float = 0.0
+    """The orchestrator's CPU, for each token of a response."""
     train_slowdown: float = 1.0
     """Factor of a window's time while instances sample on the same cores."""
     rollout_slowdown: float = 1.0

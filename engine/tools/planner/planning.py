@@ -80,7 +80,7 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
         square=passes / 2 * 2 * shape.layers * heads / shared / (device.flops * TRAINING),
         update=reduced + 28 * stage / split / (device.bandwidth * READING),
         sync=SYNC_S + 2 * total / NETWORK,
-        launcher_token=1e-6,
+        orchestrator_token=1e-6,
         source=f"prior, {device.name}",
     )
 
@@ -101,7 +101,7 @@ def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
     for name, value in vars(measured).items():
         before = getattr(was, name)
         after = getattr(now, name)
-        if isinstance(value, float) and before and after and name != "launcher_token":
+        if isinstance(value, float) and before and after and name != "orchestrator_token":
             changed[name] = value * after / before
     return replace(measured, **changed, source=f"{measured.source}, scaled by {now.source}")
 

@@ -28,8 +28,8 @@ class Simulated:
     steps: list[SimulatedStep]
     instances_busy: float
     """Share of the time in which an instance had responses in flight."""
-    launcher_busy: float
-    """Share of the time in which the launcher's core computed."""
+    orchestrator_busy: float
+    """Share of the time in which the orchestrator's core computed."""
     spans: list[dict[str, Any]] = field(default_factory=list)
     """For the timeline page, as a run's trace."""
 
@@ -44,9 +44,9 @@ class Simulated:
 
     @property
     def bound_by(self) -> str:
-        """What a step mostly waits for: "rollout", "training", "sync" or "launcher"."""
-        if self.launcher_busy > 0.9:
-            return "launcher"
+        """What a step mostly waits for: "rollout", "training", "sync" or "orchestrator"."""
+        if self.orchestrator_busy > 0.9:
+            return "orchestrator"
         parts = {
             "rollout": self.mean("wait_s"),
             "training": self.mean("train_s"),

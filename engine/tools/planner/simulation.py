@@ -1,6 +1,6 @@
 """Simulates the steps of a run on a clock of its own: the schedule, the table of rows and the choice of an instance are
-the run's own (`engine.schedule`, `engine.launcher.table`, `engine.launcher.pool.dispatch`), times are `Costs`. In a
-`SimulatedInstance` the responses in flight share its decode steps.
+the run's own (`engine.schedule`, `engine.orchestrator.table`, `engine.orchestrator.pool.dispatch`), times are `Costs`.
+In a `SimulatedInstance` the responses in flight share its decode steps.
 
 What the simulation leaves out: faults, dynamic sampling, evaluations, checkpoints and early scoring.
 """
@@ -20,11 +20,11 @@ from typing import Any
 from engine.algorithm.losses import LOSSES
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.launcher.pool.dispatch import soonest_instance
-from engine.launcher.pool.instance import smooth_average
-from engine.launcher.stages import stages_of
-from engine.launcher.table import Held, RowTable
 from engine.model.layout import split_responses
+from engine.orchestrator.pool.dispatch import soonest_instance
+from engine.orchestrator.pool.instance import smooth_average
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.table import Held, RowTable
 from engine.ranks.packing import pack_parts
 from engine.schedule import Schedule
 from engine.tools.planner.costs import Costs, RowSize
@@ -201,8 +201,8 @@ class _Simulation:
         """Units that compute."""
         self._held: list[float] = [0.0] * self._units
         """Seconds of the windows that each unit holds for the step's updates."""
-        self._launcher_free = 0.0
-        self._launcher_s = 0.0
+        self._orchestrator_free = 0.0
+        self._orchestrator_s = 0.0
         self._spans: list[dict[str, Any]] = []
 
     def run(self) -> Simulated:
@@ -214,7 +214,7 @@ class _Simulation:
             raise MetronomeError(f"the simulation stands still in step {self._step}: everybody waits")
         counted = self._steps[1:] or self._steps
         busy = fmean(instance.busy_s for instance in self._instances) / self._now
-        return Simulated(counted, busy, self._launcher_s / self._now, self._spans)
+        return Simulated(counted, busy, self._orchestrator_s / self._now, self._spans)
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         self._number += 1
@@ -353,10 +353,10 @@ class _Simulation:
             version=instance.version,
         )
         if not group.left:
-            work = self._costs.launcher_token * sum(group.lengths)
-            self._launcher_free = max(self._launcher_free, self._now) + work
-            self._launcher_s += work
-            self._at(self._launcher_free + self._costs.verify, partial(self._put, group))
+            work = self._costs.orchestrator_token * sum(group.lengths)
+            self._orchestrator_free = max(self._orchestrator_free, self._now) + work
+            self._orchestrator_s += work
+            self._at(self._orchestrator_free + self._costs.verify, partial(self._put, group))
             self._changed()
         self._plan(instance)
 

@@ -208,7 +208,7 @@ class Checkpoints:
         self, root: Path, policy: Policy, config: Config, reference_hash: str | None, fence: Fence | None = None
     ) -> None:
         """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None;
-        `fence`: the launcher's, without whose right no checkpoint is written; None: nobody is fenced off."""
+        `fence`: the orchestrator's, without whose right no checkpoint is written; None: nobody is fenced off."""
         self._fence = fence or Fence(root.parent, 0)
         self._root = root
         self._policy = policy
@@ -246,7 +246,7 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Forget a save that has ended. Raises CheckpointError with its name if it failed, and TakenOver if another
-        launcher writes the run. No collective."""
+        orchestrator writes the run. No collective."""
         if self._pending is None or not self._pending.done.done():
             return
         flight = self._pending

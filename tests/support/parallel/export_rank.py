@@ -18,7 +18,7 @@ from engine.client.publish.transports import open_transport  # noqa: E402
 from engine.config import recipe  # noqa: E402
 from engine.ranks.models import open_models  # noqa: E402
 from engine.ranks.rank_group import RankGroup  # noqa: E402
-from support.weights_double import TIMEOUT_S, Client, Launcher, Verifying  # noqa: E402
+from support.weights_double import TIMEOUT_S, Client, Orchestrator, Verifying  # noqa: E402
 
 
 class Watched:
@@ -58,10 +58,10 @@ def main():
         ranks = RankGroup()
         client = Client("a", base)
         client.held = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        launcher = Launcher([client], fixed=None)
+        orchestrator = Orchestrator([client], fixed=None)
         made = partial(open_transport, "gloo", TIMEOUT_S, torch.device("cpu"))
         publisher = Verifying(
-            connection=launcher,
+            connection=orchestrator,
             ranks=ranks,
             transport=made,
             folder=folder / "weights",
@@ -71,7 +71,7 @@ def main():
         )
         publisher.publish(watched, 1)
         publisher._end_last_attempt()
-        launcher.close()
+        orchestrator.close()
         equal = ranks.rank > 0 or all(torch.equal(client.held[name], tensor) for name, tensor in weights.items())
         buckets = client.calls.count("/update_weights")
     report = {"peak": watched.peak, "total": watched.total, "equal": equal, "buckets": buckets}

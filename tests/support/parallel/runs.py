@@ -1,5 +1,5 @@
-"""Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the launcher does
-it.
+"""Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the orchestrator
+does it.
 
 Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own plane,
 server, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
@@ -23,9 +23,9 @@ from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
-from engine.launcher.plane import Plane
-from engine.launcher.rollout_service import rollout_service
-from engine.launcher.server import Server
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.rollout_service import rollout_service
+from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 
@@ -63,7 +63,7 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
     group_size = config.rollout.group_size
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
     ranks = _start(jobs, place, store.port, rank)
-    trace = Trace(place / "trace", "launcher")
+    trace = Trace(place / "trace", "orchestrator")
     try:
         async with rollout_service(
             config=config,
@@ -82,7 +82,7 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
             for job in jobs:
                 folder = RunFolder(job.folder)
                 rollouts = () if job.replay else (loader, service)
-                plane = Plane(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
+                plane = Plane(job.config, folder, Trace(folder.trace, "orchestrator"), *rollouts)
                 await _watch(job=job, plane=plane, ranks=ranks, place=place, deadline=deadline)
     finally:
         for process in ranks:

@@ -1,4 +1,4 @@
-"""What a stage tells a launcher that is gone."""
+"""What a stage tells an orchestrator that is gone."""
 
 import socket
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from engine.ranks.rank_process import run_rank
 
 @pytest.fixture
 def gone():
-    """A connection to a launcher that listens no more."""
+    """A connection to an orchestrator that listens no more."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     connection = Connection(f"http://127.0.0.1:{port}", None, "trainer-0", 5.0)
@@ -20,11 +20,11 @@ def gone():
     connection.close()
 
 
-def test_a_rank_whose_launcher_is_gone_ends_with_its_own_error_and_no_traceback(gone, tmp_path, capfd):
+def test_a_rank_whose_orchestrator_is_gone_ends_with_its_own_error_and_no_traceback(gone, tmp_path, capfd):
     def work():
         raise MetronomeError("the weights could not be sent")
 
     assert run_rank(folder=tmp_path, plane=gone, stage="train", session=nullcontext, work=work) == 1
     said = capfd.readouterr().err
-    assert said.startswith("trainer-0 ends: the weights could not be sent (not told to the launcher: ")
+    assert said.startswith("trainer-0 ends: the weights could not be sent (not told to the orchestrator: ")
     assert "is not reached" in said

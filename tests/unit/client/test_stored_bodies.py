@@ -71,7 +71,7 @@ class Rows:
         self.closed += 1
 
 
-class Launcher:
+class Orchestrator:
     """Gives its replies to leases, and keeps what it was asked."""
 
     def __init__(self, *replies):
@@ -101,15 +101,15 @@ def bodies(rows):
     found.close()
 
 
-def leader(launcher, bodies):
-    rollouts = LiveRollouts(launcher, SimpleNamespace(unit=0, name="trainer-0"), None, CONFIG, bodies=bodies)
+def leader(orchestrator, bodies):
+    rollouts = LiveRollouts(orchestrator, SimpleNamespace(unit=0, name="trainer-0"), None, CONFIG, bodies=bodies)
     return lambda *done: rollouts._lease(0, done, time.monotonic())
 
 
 def test_the_leader_fetches_what_the_window_lacks_with_one_client_for_each_start_of_the_store(rows, bodies):
     again = window(GROUPS[:1], lease=3, port=2)
-    launcher = Launcher(window(), window(GROUPS[1:], lease=2), again, EndOfStep())
-    lease = leader(launcher, bodies)
+    orchestrator = Orchestrator(window(), window(GROUPS[1:], lease=2), again, EndOfStep())
+    lease = leader(orchestrator, bodies)
     threads = torch.get_num_threads()
     assert lease() == whole()
     assert torch.get_num_threads() == threads
@@ -118,49 +118,49 @@ def test_the_leader_fetches_what_the_window_lacks_with_one_client_for_each_start
     assert lease(2) == whole(GROUPS[:1], 3)
     assert (rows.connected, rows.closed) == ([addresses(1), addresses(2)], 1)
     assert lease(3) == EndOfStep()
-    assert [one.done for one in launcher.asked] == [(), (1,), (2,), (3,)]
-    assert all(one.fetches for one in launcher.asked)
+    assert [one.done for one in orchestrator.asked] == [(), (1,), (2,), (3,)]
+    assert all(one.fetches for one in orchestrator.asked)
 
 
 def test_a_store_that_can_not_be_reached_is_tried_once(rows, bodies, capsys):
     rows.unreachable = [addresses(1)]
     again = window(GROUPS[:1], lease=3, port=2)
-    launcher = Launcher(*[window(), whole(), window(GROUPS[1:], lease=2), whole(GROUPS[1:], 2), again])
-    lease = leader(launcher, bodies)
+    orchestrator = Orchestrator(*[window(), whole(), window(GROUPS[1:], lease=2), whole(GROUPS[1:], 2), again])
+    lease = leader(orchestrator, bodies)
     assert [lease(), lease(1), lease(2)] == [whole(), whole(GROUPS[1:], 2), whole(GROUPS[:1], 3)]
     assert rows.connected == [addresses(1), addresses(2)]
-    assert [one.unfetched for one in launcher.asked] == [None, 1, None, 2, None]
+    assert [one.unfetched for one in orchestrator.asked] == [None, 1, None, 2, None]
     assert "could not be reached from this node before" in capsys.readouterr().err
 
 
 def test_a_window_that_has_its_bodies_is_passed_on(rows, bodies):
-    assert leader(Launcher(whole()), bodies)() == whole()
+    assert leader(Orchestrator(whole()), bodies)() == whole()
     assert not rows.connected
 
 
 def test_a_unit_that_can_not_reach_the_store_says_so():
-    launcher = Launcher(StillWaiting())
-    assert leader(launcher, None)() == StillWaiting()
-    assert launcher.asked == [Lease(unit=0, step=0, budget=100, consumer="trainer-0")]
+    orchestrator = Orchestrator(StillWaiting())
+    assert leader(orchestrator, None)() == StillWaiting()
+    assert orchestrator.asked == [Lease(unit=0, step=0, budget=100, consumer="trainer-0")]
 
 
 def test_a_slow_store_is_waited_for_with_signs_of_life(rows, bodies):
     rows.answers = asyncio.Event()
-    launcher = Launcher(window())
-    lease = leader(launcher, bodies)
+    orchestrator = Orchestrator(window())
+    lease = leader(orchestrator, bodies)
     assert [lease(), lease()] == [StillWaiting(), StillWaiting()]
-    assert launcher.asked[1:] == [Heartbeat(unit=0), Heartbeat(unit=0)]
+    assert orchestrator.asked[1:] == [Heartbeat(unit=0), Heartbeat(unit=0)]
     rows.answers.set()
     assert lease() == whole()
-    assert len(launcher.asked) == 3
+    assert len(orchestrator.asked) == 3
 
 
 def test_the_failure_of_the_run_is_heard_while_the_store_is_waited_for(rows, bodies):
     rows.answers = asyncio.Event()
-    launcher = Launcher(window())
-    lease = leader(launcher, bodies)
+    orchestrator = Orchestrator(window())
+    lease = leader(orchestrator, bodies)
     lease()
-    launcher.failure = StoreError("the controller has not answered")
+    orchestrator.failure = StoreError("the controller has not answered")
     with pytest.raises(StoreError, match="the controller"):
         lease()
     rows.answers.set()
@@ -168,18 +168,18 @@ def test_the_failure_of_the_run_is_heard_while_the_store_is_waited_for(rows, bod
 
 
 @pytest.mark.parametrize("body", [None, b"other"], ids=["lost", "damaged"])
-def test_a_body_that_is_lost_or_damaged_is_left_to_the_launcher_which_gives_the_window_later(
+def test_a_body_that_is_lost_or_damaged_is_left_to_the_orchestrator_which_gives_the_window_later(
     rows, bodies, body, capsys
 ):
     if body is None:
         del rows.rows[0, 1]
     else:
         rows.rows[0, 1][LOGPROBS] = body
-    launcher = Launcher(window(lease=7), StillWaiting(), whole(lease=7))
-    lease = leader(launcher, bodies)
+    orchestrator = Orchestrator(window(lease=7), StillWaiting(), whole(lease=7))
+    lease = leader(orchestrator, bodies)
     assert lease(6) == StillWaiting()
-    assert [one.done for one in launcher.asked] == [(6,), ()]  # each lease is acknowledged once
-    assert launcher.asked[-1] == Lease(unit=0, step=0, budget=100, consumer="trainer-0", fetches=True, unfetched=7)
-    assert "unit 0 leaves lease 7 to the launcher" in capsys.readouterr().err
+    assert [one.done for one in orchestrator.asked] == [(6,), ()]  # each lease is acknowledged once
+    assert orchestrator.asked[-1] == Lease(unit=0, step=0, budget=100, consumer="trainer-0", fetches=True, unfetched=7)
+    assert "unit 0 leaves lease 7 to the orchestrator" in capsys.readouterr().err
     assert lease() == whole(lease=7)
-    assert launcher.asked[-1].unfetched is None
+    assert orchestrator.asked[-1].unfetched is None

@@ -120,7 +120,7 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ({"algorithm": {"gac_low": 0.3, "gac_high": 0.3}}, r"gac_low \(0.3\) must be below algorithm.gac_high \(0.3\)"),
         (
             {"queue": {"store": "transferqueue"}},
-            "no passwords: every user of the launcher's machine can .* set queue.un",
+            "no passwords: every user of the orchestrator's machine can .* set queue.un",
         ),
         (
             {"queue": {"store": "transferqueue", "address": "auto"}},

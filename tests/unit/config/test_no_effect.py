@@ -15,8 +15,8 @@ from engine.config.recipe import HOME, load_config
         ({"algorithm": {"kl_estimator": "k1"}}, 'algorithm.kl_estimator = "k1" has no effect: algorithm.kl_coef = 0'),
         ({"algorithm": {"gac_high": 0.5}}, "algorithm.gac_high = 0.5 has no effect"),
         ({"algorithm": {"overlong_penalty": 0.5}}, "algorithm.overlong_penalty = 0.5 has no effect"),
-        ({"queue": {"address": "auto"}}, 'queue.address = "auto" has no effect: queue.store = "launcher"'),
-        ({"queue": {"units": 3}}, 'queue.units = 3 has no effect: queue.store = "launcher"'),
+        ({"queue": {"address": "auto"}}, 'queue.address = "auto" has no effect: queue.store = "orchestrator"'),
+        ({"queue": {"units": 3}}, 'queue.units = 3 has no effect: queue.store = "orchestrator"'),
     ],
 )
 def test_a_key_without_effect_is_named(settings, said):

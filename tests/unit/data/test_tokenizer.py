@@ -1,4 +1,4 @@
-"""The text of token ids is the same wherever it is decoded: in the launcher, and in a verifier process."""
+"""The text of token ids is the same wherever it is decoded: in the orchestrator, and in a verifier process."""
 
 import json
 

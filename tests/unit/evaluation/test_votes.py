@@ -6,7 +6,7 @@ import pytest
 
 from engine.evaluation.bootstrap import majority_of
 from engine.evaluation.votes import Majority, majority_votes
-from engine.launcher.verifier_pool import VerifierPool
+from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Group, Prompt, Response, Score
 
 

@@ -18,7 +18,7 @@ class Slow:
             import time
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
-from flows.start import main
+from flows.main import main
 main()
 """
 
@@ -39,7 +39,7 @@ def test_a_signal_while_libraries_are_loaded_ends_the_command_in_one_line(number
 
 def test_the_console_script_is_the_command_line():
     done = subprocess.run(
-        [sys.executable, "-c", "from flows.start import main; main()", "run", "missing.toml"],
+        [sys.executable, "-c", "from flows.main import main; main()", "run", "missing.toml"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -14,16 +14,16 @@ import pytest
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
 from engine.instance import join
-from engine.launcher.pool.health import HealthMonitor
-from engine.launcher.pool.pool import Pool
-from engine.launcher.server import Server
+from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.server import Server
 from support.scripted import SERVES, Sync, until
 
 CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "instances": 0})
 
 
 @contextlib.asynccontextmanager
-async def launcher(folder):
+async def orchestrator(folder):
     pool = Pool(CONFIG, folder, folder, synced=True)
     pool.sync = Sync(version=2)
     server = Server(CONFIG)
@@ -54,7 +54,7 @@ async def guest(tmp_path, monkeypatch):
             name="guest",
             host="127.0.0.1",
             port=0,
-            joins=lambda url: join._LauncherClient(
+            joins=lambda url: join._OrchestratorClient(
                 config=config, address=str(address), name="guest", url=url, say=said.append
             ),
         )
@@ -72,7 +72,7 @@ async def guest(tmp_path, monkeypatch):
 
 
 async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+    async with orchestrator(tmp_path) as pool:
         task = guest()
         await until(lambda: pool.serving == 1, "it to serve")
         assert pool.sync.caught_up == [("guest", 2)]
@@ -89,13 +89,13 @@ async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
 async def test_it_says_soon_that_it_serves(tmp_path, guest):
     """Its heartbeat may take half a minute."""
     slow = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"heartbeat_s": 60.0})})
-    async with launcher(tmp_path):
+    async with orchestrator(tmp_path):
         guest(config=slow)
         await until(lambda: any("is serving in the run at" in one for one in guest.said), "it to say that it serves")
 
 
 async def test_a_second_signal_ends_it_at_once(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+    async with orchestrator(tmp_path) as pool:
         task = guest()
         await until(lambda: pool.serving == 1, "it to serve")
         async with pool.borrow() as place:
@@ -106,16 +106,16 @@ async def test_a_second_signal_ends_it_at_once(tmp_path, guest):
                 await asyncio.wait_for(task, 5)
 
 
-async def test_it_joins_again_when_the_launcher_was_started_again(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+async def test_it_joins_again_when_the_orchestrator_was_started_again(tmp_path, guest):
+    async with orchestrator(tmp_path) as pool:
         guest()
         await until(lambda: pool.serving == 1, "it to serve")
-    async with launcher(tmp_path) as pool:  # at another port
+    async with orchestrator(tmp_path) as pool:  # at another port
         await until(lambda: pool.serving == 1, "it to join again")
 
 
-async def test_it_ends_when_the_launcher_sends_it_away(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+async def test_it_ends_when_the_orchestrator_sends_it_away(tmp_path, guest):
+    async with orchestrator(tmp_path) as pool:
         task = guest((tmp_path / "rollout.address").read_text())
         await until(lambda: pool.serving == 1, "it to serve")
         async with aiohttp.ClientSession() as session:
@@ -125,17 +125,17 @@ async def test_it_ends_when_the_launcher_sends_it_away(tmp_path, guest):
         assert await asyncio.wait_for(task, 5) == 0
 
 
-async def test_it_ends_by_name_when_the_launcher_stays_away(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+async def test_it_ends_by_name_when_the_orchestrator_stays_away(tmp_path, guest):
+    async with orchestrator(tmp_path) as pool:
         task = guest()
         await until(lambda: pool.serving == 1, "it to serve")
     with pytest.raises(
-        DeadlineError, match=rf"the launcher at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"
+        DeadlineError, match=rf"the orchestrator at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"
     ):
         await asyncio.wait_for(task, 8)
 
 
-async def test_it_may_be_started_long_before_its_launcher(tmp_path, guest):
+async def test_it_may_be_started_long_before_its_orchestrator(tmp_path, guest):
     """And finds one that takes no instances yet."""
     task = guest()
     await until(lambda: guest.said, "it to say that it waits")
@@ -145,27 +145,27 @@ async def test_it_may_be_started_long_before_its_launcher(tmp_path, guest):
     async with server.listening(tmp_path):
         await asyncio.sleep(1.5 * CONFIG.rollout.wait_s)
         assert not task.done()
-    async with launcher(tmp_path) as pool:
+    async with orchestrator(tmp_path) as pool:
         await until(lambda: pool.serving == 1, "it to serve")
 
 
-async def test_it_ends_by_name_when_no_launcher_ever_comes(tmp_path, guest):
+async def test_it_ends_by_name_when_no_orchestrator_ever_comes(tmp_path, guest):
     hasty = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"timeout_s": 2.0})})
     with pytest.raises(DeadlineError, match=rf"at {tmp_path} did not answer for 2 s \(rollout\.timeout_s\): "):
         await asyncio.wait_for(guest(config=hasty), 8)
 
 
-async def test_it_ends_when_the_launcher_refuses_it(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+async def test_it_ends_when_the_orchestrator_refuses_it(tmp_path, guest):
+    async with orchestrator(tmp_path) as pool:
         pool.fail(MetronomeError("a reward raised"))
         with pytest.raises(
-            BadInput, match=f"the launcher at {tmp_path} refuses guest: 503 the run is ending: a reward raised"
+            BadInput, match=f"the orchestrator at {tmp_path} refuses guest: 503 the run is ending: a reward raised"
         ):
             await asyncio.wait_for(guest(), 8)
 
 
 async def test_it_ends_by_name_when_its_instance_dies(tmp_path, guest):
-    async with launcher(tmp_path) as pool:
+    async with orchestrator(tmp_path) as pool:
         task = guest()
         await until(lambda: pool.serving == 1, "it to serve")
         (process,) = [p for p in psutil.Process().children() if SERVES in p.cmdline()]
@@ -175,10 +175,10 @@ async def test_it_ends_by_name_when_its_instance_dies(tmp_path, guest):
 
 
 def test_addresses(tmp_path):
-    assert join.launcher_address("10.0.0.1:80") == "10.0.0.1:80"
+    assert join.orchestrator_address("10.0.0.1:80") == "10.0.0.1:80"
     (tmp_path / "rollout.address").write_text("[::1]:4711\n")
-    assert join.launcher_address(str(tmp_path)) == "[::1]:4711"
-    assert join.launcher_address(str(tmp_path / "rollout.address")) == "[::1]:4711"
+    assert join.orchestrator_address(str(tmp_path)) == "[::1]:4711"
+    assert join.orchestrator_address(str(tmp_path / "rollout.address")) == "[::1]:4711"
 
 
 def test_what_to_join_is_checked_before_anything_is_made(tmp_path):

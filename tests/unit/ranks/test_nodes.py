@@ -1,4 +1,4 @@
-"""The ranks of an invitation on another node than the launcher's."""
+"""The ranks of an invitation on another node than the orchestrator's."""
 
 import os
 from unittest.mock import patch

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from engine.ranks.agent import GLOO_INTERFACE, FixedNodes, interface_to
-from engine.wire.store import serve_store
+from engine.wire.rendezvous_store import serve_store
 from support.runs import ROOT, wait_for
 from tasks.cluster.services import free_port
 
@@ -44,7 +44,7 @@ def own_addresses():
     ]
 
 
-def test_gloo_listens_where_the_launchers_host_is_reached():
+def test_gloo_listens_where_the_orchestrators_host_is_reached():
     (loopback,) = [name for name, address in own_addresses() if address == "127.0.0.1"]
     for name, address in own_addresses():
         assert interface_to(address) == name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launcher.verifier_pool import VerifierPool
+from engine.orchestrator.verifier_pool import VerifierPool
 from engine.reward.answers import tidy_answer
 from engine.reward.canonical import canonical_latex
 from engine.reward.equality import read_number, same_answer

@@ -1,4 +1,4 @@
-"""Two launchers of one run folder."""
+"""Two orchestrators of one run folder."""
 
 import asyncio
 import sys
@@ -9,19 +9,19 @@ import pytest
 
 from engine.config import Config, Run
 from engine.errors import BadInput, MetronomeError, TakenOver
-from engine.launcher import launch
+from engine.orchestrator import launch
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from support.run_folders import a_checkpoint, finished
 
 
-def test_the_older_launcher_writes_nothing_more(tmp_path):
+def test_the_older_orchestrator_writes_nothing_more(tmp_path):
     folder = finished(tmp_path)
     steps = folder.steps.read_bytes()
     newer = RunFolder(folder.path)
     newer.fence = Fence.begin(folder.path)
-    said = r"another launcher \(attempt 2\) writes it now; this one \(attempt 1\) stops"
+    said = r"another orchestrator \(attempt 2\) writes it now; this one \(attempt 1\) stops"
     evaluations = folder.evaluations.read_bytes()
     writes = (
         lambda: folder.cut(0),
@@ -40,16 +40,18 @@ def test_the_older_launcher_writes_nothing_more(tmp_path):
     assert len(list(read_lines(folder.steps))) == 2
 
 
-def test_a_folder_that_was_begun_anew_is_not_the_older_launchers(tmp_path):
+def test_a_folder_that_was_begun_anew_is_not_the_older_orchestrators(tmp_path):
     for _ in range(2):
         older = Fence.begin(tmp_path)
-    (tmp_path / "launcher_attempt").unlink()
+    (tmp_path / "orchestrator_attempt").unlink()
     Fence.begin(tmp_path).check()
-    with pytest.raises(TakenOver, match=r"another launcher \(attempt 1\) writes it now; this one \(attempt 2\) stops"):
+    with pytest.raises(
+        TakenOver, match=r"another orchestrator \(attempt 1\) writes it now; this one \(attempt 2\) stops"
+    ):
         older.check()
 
 
-def test_no_checkpoint_is_published_over_the_newer_launchers(tmp_path, monkeypatch):
+def test_no_checkpoint_is_published_over_the_newer_orchestrators(tmp_path, monkeypatch):
     from engine.run import checkpoint_files
 
     fence = Fence.begin(tmp_path)
@@ -64,33 +66,33 @@ def test_no_checkpoint_is_published_over_the_newer_launchers(tmp_path, monkeypat
     assert not (tmp_path / "step-000004").exists()
 
 
-def test_a_launcher_that_was_taken_over_leaves_no_reason_in_the_newer_ones_folder(tmp_path, monkeypatch):
+def test_a_orchestrator_that_was_taken_over_leaves_no_reason_in_the_newer_ones_folder(tmp_path, monkeypatch):
     config = Config(run=Run(name="mine", output=str(tmp_path)))
     folder = RunFolder(config.folder)
 
-    async def run(launcher):
+    async def run(orchestrator):
         Fence.begin(folder.path)
-        launcher.folder.cut(0)
+        orchestrator.folder.cut(0)
 
     monkeypatch.setattr(launch, "check_training", lambda config: None)
     monkeypatch.setattr(launch, "check_instances", lambda config: None)
-    monkeypatch.setattr(launch._Launcher, "run", run)
+    monkeypatch.setattr(launch._Orchestrator, "run", run)
     with pytest.raises(TakenOver):
         launch.launch_run(config)
     assert not folder.failure.exists()
 
 
-async def test_a_launcher_stops_at_its_next_sign_of_life_also_where_no_step_ends(tmp_path):
+async def test_a_orchestrator_stops_at_its_next_sign_of_life_also_where_no_step_ends(tmp_path):
     """It may be uploading: its trainer ends with it."""
     config = Config(run=Run(name="mine", output=str(tmp_path)))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     folder.fence = Fence.begin(folder.path)
-    launcher = launch._Launcher(config, folder, resume=False, replay=None)
-    launcher._beating = asyncio.create_task(launcher._beat())
+    orchestrator = launch._Orchestrator(config, folder, resume=False, replay=None)
+    orchestrator._beating = asyncio.create_task(orchestrator._beat())
     server = SimpleNamespace(bug=asyncio.get_running_loop().create_future())
     plane = SimpleNamespace(check=partial(asyncio.sleep, 0), failure=None)
-    waiting = asyncio.create_task(launcher._wait_for_trainer(SimpleNamespace(alive=True), server, plane))
+    waiting = asyncio.create_task(orchestrator._wait_for_trainer(SimpleNamespace(alive=True), server, plane))
     await asyncio.sleep(0.7)
     assert not waiting.done()
     Fence.begin(folder.path)
@@ -100,24 +102,26 @@ async def test_a_launcher_stops_at_its_next_sign_of_life_also_where_no_step_ends
     assert folder.heartbeat.stat().st_mtime_ns == touched
 
 
-def test_the_exit_status_says_that_another_launcher_has_begun(tmp_path, monkeypatch, capsys):
+def test_the_exit_status_says_that_another_orchestrator_has_begun(tmp_path, monkeypatch, capsys):
     def taken_over(*arguments):
-        raise TakenOver("another launcher (attempt 2) writes it now")
+        raise TakenOver("another orchestrator (attempt 2) writes it now")
 
     monkeypatch.setattr(launch, "launch_run", taken_over)
     monkeypatch.setattr(launch, "load_config", lambda path: Config())
     monkeypatch.setattr(sys, "argv", ["launch", "--config", str(tmp_path / "config.toml")])
     assert launch.main() == TAKEN_OVER == 3
-    assert capsys.readouterr().err.startswith("error: TakenOver: another launcher")
+    assert capsys.readouterr().err.startswith("error: TakenOver: another orchestrator")
 
 
-def test_a_process_without_a_launcher_is_not_fenced_off(tmp_path):
+def test_a_process_without_a_orchestrator_is_not_fenced_off(tmp_path):
     Fence.begin(tmp_path)
     Fence(tmp_path, 0).check()
 
 
 def test_a_damaged_number_is_named(tmp_path):
-    (tmp_path / "launcher_attempt").write_text("1")
-    with pytest.raises(BadInput, match=r"launcher_attempt: the number of the newest attempt can't be read") as raised:
+    (tmp_path / "orchestrator_attempt").write_text("1")
+    with pytest.raises(
+        BadInput, match=r"orchestrator_attempt: the number of the newest attempt can't be read"
+    ) as raised:
         Fence.begin(tmp_path)
     assert isinstance(raised.value, MetronomeError)

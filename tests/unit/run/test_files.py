@@ -40,7 +40,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
 
 
 def test_a_trace_whose_disk_was_full_for_a_while_can_be_read_to_its_end(tmp_path):
-    trace = Trace(tmp_path, "launcher")
+    trace = Trace(tmp_path, "orchestrator")
     trace.add("first", 0.0, 1.0)
     trace.flush()
     trace.add("x" * 500, 1.0, 2.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import BadInput
-from engine.run.start import FILE, RunStart, read_start
+from engine.run.run_start import FILE, RunStart, read_start
 
 NIGHT = RunStart(start="nightly", continued_from="models:/nights/6")
 

@@ -12,7 +12,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.known import done_before
 from engine.evaluation.results import Subject, record_evaluation
-from engine.launcher import standalone_evaluation as evaluation
+from engine.orchestrator import standalone_evaluation as evaluation
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.types import Group, Response, Score

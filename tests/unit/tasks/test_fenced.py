@@ -1,4 +1,4 @@
-"""Two flows of one run folder, and a flow whose launcher was taken over."""
+"""Two flows of one run folder, and a flow whose orchestrator was taken over."""
 
 import contextlib
 import sys
@@ -11,8 +11,8 @@ from engine.config import Config, Run
 from engine.errors import RewardError, TakenOver
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
-from engine.run.start import RunStart
-from tasks import launcher_process, train
+from engine.run.run_start import RunStart
+from tasks import orchestrator_process, train
 from tasks.evaluate import run_folder as evaluated_folder
 from tasks.fenced import fenced, run_folder
 from tasks.finished_stages import Stages, count_attempt
@@ -65,20 +65,20 @@ def test_the_older_flow_leaves_no_reason_in_the_newer_ones_folder(config):
 
 TAKEN = """
 import pathlib, sys
-pathlib.Path(sys.argv[1]).write_text('{"error": "DiskError", "message": "of the newer launcher"}')
+pathlib.Path(sys.argv[1]).write_text('{"error": "DiskError", "message": "of the newer orchestrator"}')
 sys.exit(int(sys.argv[2]))
 """
 
 
-def test_a_launcher_that_was_taken_over_ends_its_flow_which_writes_nothing(config, monkeypatch):
+def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(config, monkeypatch):
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     command = [sys.executable, "-c", TAKEN, str(folder.failure), str(TAKEN_OVER)]
-    monkeypatch.setattr(launcher_process, "launcher_command", lambda *_: command)
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
     monkeypatch.setattr(train, "Progress", lambda config: contextlib.nullcontext())
-    with pytest.raises(TakenOver, match="another launcher writes it now"):
+    with pytest.raises(TakenOver, match="another orchestrator writes it now"):
         train.train.fn(config)
-    assert folder.last_failure() == ("DiskError", "of the newer launcher")
+    assert folder.last_failure() == ("DiskError", "of the newer orchestrator")
     assert not (folder.path / "timeline.html").exists()
 
 
@@ -99,7 +99,7 @@ def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, mon
 def test_the_mlflow_run_goes_on_in_the_process_that_writes_the_run_now(config):
     RunFolder(config.folder).create(config, resume=False)
     with pytest.raises(TakenOver), tracked_run.tracked(config) as run:
-        raise TakenOver("another launcher writes it now")
+        raise TakenOver("another orchestrator writes it now")
     client = mlflow.MlflowClient()
     assert client.get_run(run).info.status == "RUNNING"
     assert client.list_artifacts(run) == []
@@ -107,7 +107,7 @@ def test_the_mlflow_run_goes_on_in_the_process_that_writes_the_run_now(config):
 
 @pytest.mark.parametrize(("ended", "name"), [(KeyboardInterrupt(), "SIGINT"), (TerminationSignal(15), "SIGTERM")])
 def test_a_flow_that_a_signal_ends_says_which(config, ended, name):
-    """Prefect raises an exception of its own for SIGTERM. An error that the launcher told stays."""
+    """Prefect raises an exception of its own for SIGTERM. An error that the orchestrator told stays."""
 
     def flow(told):
         with entered(config, RunStart(), resume=bool(told)):

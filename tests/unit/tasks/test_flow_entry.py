@@ -10,7 +10,7 @@ from engine.errors import BadInput
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.identity import read_run_id
-from engine.run.start import RunStart, read_start
+from engine.run.run_start import RunStart, read_start
 from tasks.finished_stages import last_end
 from tasks.flow_entry import begun_by_this_flow, entered, settled
 from tasks.tracking.retry import TrackingAway

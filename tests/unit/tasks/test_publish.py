@@ -92,7 +92,7 @@ def test_what_the_trainer_has_published_is_not_sent_again(made, place):
 
 
 @pytest.mark.parametrize("change", range(7))
-def test_a_launcher_that_was_taken_over_uploads_nothing_more(made, place, tmp_path, change):
+def test_a_orchestrator_that_was_taken_over_uploads_nothing_more(made, place, tmp_path, change):
     """Before any of its changes there: the old marker, five files, the new marker."""
     checkpoint, policy = made
     copy_checkpoint(checkpoint, policy, place)

@@ -12,7 +12,7 @@ from engine.data.prepared import training_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
-from engine.launcher.opening import prompt_loader
+from engine.orchestrator.opening import prompt_loader
 from engine.run import identity
 from engine.run.folder import RunFolder
 from support.run_folders import a_checkpoint

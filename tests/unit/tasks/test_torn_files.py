@@ -6,14 +6,14 @@ import shutil
 import pytest
 
 from engine.errors import BadInput, MetronomeError
-from engine.launcher import in_run_evaluation
+from engine.orchestrator import in_run_evaluation
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
-from engine.run.start import read_start
+from engine.run.run_start import read_start
 from engine.run.trace import Trace
 from engine.tools.timeline import draw_timeline
 from support.run_folders import finished, interrupted
@@ -24,7 +24,7 @@ STATE = {
     "config.toml",
     "run_id",
     "start.json",
-    "launcher_attempt",
+    "orchestrator_attempt",
     "flow_attempt",
     "steps.jsonl",
     "attempts.jsonl",
@@ -32,16 +32,17 @@ STATE = {
     "_SUCCESS.json",
     "state.json",
     ".metadata",
-    "launcher.jsonl",
+    "orchestrator.jsonl",
 }
 
 
-NAMED = {"config.toml", "run_id", "start.json", "launcher_attempt", "flow_attempt", "stages.json"}
+NAMED = {"config.toml", "run_id", "start.json", "orchestrator_attempt", "flow_attempt", "stages.json"}
 """Those that are refused when they are empty."""
 
 
 def reads(path):
-    """Read all that a flow, a launcher and its trainer read when they resume a run, and what shows it. The step."""
+    """Read all that a flow, an orchestrator and its trainer read when they resume a run, and what shows it. The
+    step."""
     folder = RunFolder(path)
     config = folder.read_config()
     last_end(folder)
@@ -57,7 +58,7 @@ def reads(path):
     step = 0 if found is None else step_of(found)
     folder.cut(step)
     in_run_evaluation.cut_evaluations(folder, step)
-    trace = Trace(folder.trace, "launcher")
+    trace = Trace(folder.trace, "orchestrator")
     trace.add("sync", 50.0, 51.0, step=step)
     trace.flush()
     append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1})
@@ -95,7 +96,7 @@ def test_every_state_file_may_be_torn(made, tmp_path, monkeypatch):
             expected = end == 2 if newest == 4 else "no checkpoint of this run is whole" in end
         elif name in NAMED and not length:
             expected = isinstance(end, str)
-        elif name in ("steps.jsonl", "attempts.jsonl", "evaluations.jsonl", "failure.json", "trace/launcher.jsonl"):
+        elif name in ("steps.jsonl", "attempts.jsonl", "evaluations.jsonl", "failure.json", "trace/orchestrator.jsonl"):
             expected = end == newest or (name == "steps.jsonl" and "no run with steps" in end)
         else:
             expected = True

@@ -26,7 +26,7 @@ def test_a_death_is_resumed_at_once():
     ("name", "again"),
     [
         ("ProcessDied", True),
-        ("DeadlineError", True),  # of a launcher that was stopped or hangs, too
+        ("DeadlineError", True),  # of an orchestrator that was stopped or hangs, too
         ("CheckpointError", True),
         ("WeightSyncError", True),  # a bit that flipped on the way to the instances does not flip again
         ("RewardError", False),

@@ -72,7 +72,7 @@ def test_lanes_are_ordered_by_role():
 
 @pytest.fixture
 def page(tmp_path):
-    trace = Trace(tmp_path / "trace", "launcher")
+    trace = Trace(tmp_path / "trace", "orchestrator")
     for number in range(10):
         for each in step(number, 10 * number, 4 if number else 7):
             trace.add(**each)
@@ -131,7 +131,7 @@ def many(folder, steps, responses):
             lane = f"instance-{response % 64}"
             own.append(span(lane, "rollout", start + 1, start + 6, step=number, group=response // 16))
             own.append(span("verifier", "verify", start + 6, start + 6.1, step=number, group=response // 16))
-        with (folder / "launcher.jsonl").open("a") as file:
+        with (folder / "orchestrator.jsonl").open("a") as file:
             file.writelines(json.dumps(each) + "\n" for each in own)
 
 
@@ -181,8 +181,8 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 def test_a_thousand_steps_of_8192_responses_are_drawn_in_less_than_a_gibibyte(tmp_path):
     (tmp_path / "trace").mkdir()
     many(tmp_path / "trace", steps=1, responses=8192)
-    line = (tmp_path / "trace/launcher.jsonl").read_text()
-    with (tmp_path / "trace/launcher.jsonl").open("w") as file:
+    line = (tmp_path / "trace/orchestrator.jsonl").read_text()
+    with (tmp_path / "trace/orchestrator.jsonl").open("w") as file:
         for number in range(1000):
             file.write(line.replace('"step": 0', f'"step": {number}').replace('": 0.', f'": {10 * number}.'))
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=1700)

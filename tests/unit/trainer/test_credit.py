@@ -1,4 +1,5 @@
-"""Advantages of groups as they come from the launcher: of the group alone, or of the batch whose scores it brings."""
+"""Advantages of groups as they come from the orchestrator: of the group alone, or of the batch whose scores it
+brings."""
 
 from dataclasses import replace
 

@@ -11,7 +11,7 @@ import pytest
 from engine.client.connection import Connection
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
-from engine.launcher.server import Server, rendezvous_neighbour
+from engine.orchestrator.server import Server, rendezvous_neighbour
 from engine.wire.certificate import CERTIFICATE, Certificate, own_certificate
 from engine.wire.invitation import INVITATION, wait_for_invitation, write_invitation
 from engine.wire.message import Done

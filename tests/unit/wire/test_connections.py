@@ -11,8 +11,8 @@ import pytest
 
 from engine.config import Config
 from engine.instance.embedded.server import EngineServer
-from engine.launcher import server as launcher_server
-from engine.launcher.server import Server as LauncherServer
+from engine.orchestrator import server as orchestrator_server
+from engine.orchestrator.server import Server as OrchestratorServer
 from engine.wire import connections
 from engine.wire.connections import Connections, OneRequest, RareMessages, most_connections
 
@@ -37,17 +37,17 @@ async def instance(folder):
 
 
 @contextlib.asynccontextmanager
-async def launcher(folder):
-    async with LauncherServer(Config()).listening(folder) as address:
+async def orchestrator(folder):
+    async with OrchestratorServer(Config()).listening(folder) as address:
         yield int(address.rpartition(":")[2])
 
 
-SERVERS = {"instance": instance, "launcher": launcher}
+SERVERS = {"instance": instance, "orchestrator": orchestrator}
 
 
 @pytest.fixture(params=SERVERS)
 async def port(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher_server, "Connections", lambda: Connections(MOST, HEADERS_S))
+    monkeypatch.setattr(orchestrator_server, "Connections", lambda: Connections(MOST, HEADERS_S))
     async with SERVERS[request.param](tmp_path) as found:
         yield found
 

@@ -12,8 +12,8 @@ from engine import errors
 from engine.client.connection import Connection
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError
-from engine.launcher.plane import Plane
-from engine.launcher.pool.instance_client import InstanceGone
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.pool.instance_client import InstanceGone
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.wire import message, messages
@@ -60,16 +60,18 @@ def test_what_is_no_request_is_refused(wrong):
 
 
 def test_a_replay_answers_no_request_about_instances(tmp_path):
-    plane = Plane(Config(), RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
+    plane = Plane(Config(), RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
     with pytest.raises(MetronomeError, match="Lease: a run that replays a record has no instances"):
         asyncio.run(plane.answer(Lease(step=0, unit=0, budget=1)))
 
 
-def test_a_launcher_that_does_not_answer_is_named_with_the_request():
+def test_a_orchestrator_that_does_not_answer_is_named_with_the_request():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         connection = Connection(url, None, "trainer-0", 0.1)
-        with pytest.raises(DeadlineError, match=f"trainer-0: no answer from the launcher at {url} to Heartbeat in 0 s"):
+        with pytest.raises(
+            DeadlineError, match=f"trainer-0: no answer from the orchestrator at {url} to Heartbeat in 0 s"
+        ):
             connection.ask(Heartbeat(unit=0))
         connection.close()
 
@@ -78,7 +80,9 @@ def test_a_node_of_another_protocol_is_refused_by_name(tmp_path):
     ours = messages.PROTOCOL
     theirs = ours + 1
     (tmp_path / INVITATION).write_text(json.dumps({"run_id": "a", "protocol": theirs}))
-    with pytest.raises(BadInput, match=f"version {ours} of the plane's protocol, the run's launcher version {theirs}"):
+    with pytest.raises(
+        BadInput, match=f"version {ours} of the plane's protocol, the run's orchestrator version {theirs}"
+    ):
         wait_for_invitation(tmp_path, "", 1.0)
     with pytest.raises(DeadlineError):
         wait_for_invitation(tmp_path, "a", 0.1)

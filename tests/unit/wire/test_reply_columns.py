@@ -1,4 +1,4 @@
-"""Replies to /v1/completions with their numbers as bytes: what an instance writes, and what the launcher takes."""
+"""Replies to /v1/completions with their numbers as bytes: what an instance writes, and what the orchestrator takes."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.instance.replies import Result, completion_columns, completion_reply
-from engine.launcher.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
-from engine.launcher.pool.reply_check import Asked, BrokenRule, check_reply
+from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
+from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
 from engine.types import Prompt
 from engine.wire.columns import open_response
 from engine.wire.reply_columns import CONTENT_TYPE, read_reply

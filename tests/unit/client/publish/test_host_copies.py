@@ -41,7 +41,7 @@ def read(folder):
 
 
 class Stand:
-    """Copies, with a launcher that can be made to ask for a snapshot, and files that can be made to wait."""
+    """Copies, with an orchestrator that can be made to ask for a snapshot, and files that can be made to wait."""
 
     def __init__(self, folder, patch):
         self.snapshots = Snapshots(folder, 1)

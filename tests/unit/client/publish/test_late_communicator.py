@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import BadInput, DeadlineError, TransferError
-from engine.launcher.pool.instance_client import InstanceGone
+from engine.orchestrator.pool.instance_client import InstanceGone
 from engine.wire.weights.groups import Rendezvous, join_group
 from support.late_communicator import late
 from support.weights_double import TIMEOUT_S, Model, base_folder, publisher, starting, weights
@@ -39,13 +39,13 @@ def holds(client, version):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("staged", [False, True])
 def test_all_instances_get_every_version(start, backend, tmp_path, count, staged):
-    launcher = start(count, staged=staged)
-    sender = publisher(launcher, "late", tmp_path)
+    orchestrator = start(count, staged=staged)
+    sender = publisher(orchestrator, "late", tmp_path)
     for version in (1, 2):
         sender.publish(Model(version), version)
     sender.settle()
-    assert all(holds(client, 2) for client in launcher.clients)
-    assert not launcher.pool.reasons
+    assert all(holds(client, 2) for client in orchestrator.clients)
+    assert not orchestrator.pool.reasons
     assert len(backend.made) == 1 + count  # the groups of the first version serve the second, too
     assert all(group.device == HOST for group in backend.made)
 
@@ -57,17 +57,17 @@ def test_a_member_that_dies_while_it_connects_is_left_out_and_the_others_connect
     async def die(route, body, count):
         """Its process was there, and began to connect."""
         if route == "/init_weight_transfer_engine":
-            connecting = launcher.clients[1].receiver.connect
+            connecting = orchestrator.clients[1].receiver.connect
             threading.Thread(target=suppressed, args=(connecting, body["init_info"]), daemon=True).start()
             await until(lambda: len(backend.made) == 3)
             backend.dies = None
             raise InstanceGone("its connection broke")
 
-    launcher = start(2, staged=staged, b=die)
+    orchestrator = start(2, staged=staged, b=die)
     began = time.monotonic()
-    publisher(launcher, "late", tmp_path).publish(Model(1), 1)
-    assert holds(launcher.clients[0], 1)
-    assert set(launcher.pool.reasons) == {"b"}
+    publisher(orchestrator, "late", tmp_path).publish(Model(1), 1)
+    assert holds(orchestrator.clients[0], 1)
+    assert set(orchestrator.pool.reasons) == {"b"}
     assert time.monotonic() - began < PATIENCE_S
 
 

@@ -15,14 +15,14 @@ from engine.client.publish import host_copies
 from engine.client.publish.publisher import ATTEMPTS
 from engine.client.publish.transports import open_transport
 from engine.errors import WeightSyncError
-from engine.launcher.pool.instance_client import InstanceGone
-from engine.launcher.weight_sync.sync import WeightSync
+from engine.orchestrator.pool.instance_client import InstanceGone
+from engine.orchestrator.weight_sync.sync import WeightSync
 from engine.wire import messages
 from engine.wire.weights import bucket_file
 from engine.wire.weights.bucket_file import wire_of
 from support.late_communicator import late
 from support.runs import wait_for
-from support.weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, publisher, weights
+from support.weights_double import TIMEOUT_S, Client, Model, Orchestrator, Verifying, base_folder, publisher, weights
 
 STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
 
@@ -91,11 +91,11 @@ def backend(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     """Publish versions from four ranks (two stages of two); what each rank's publish returned or raised."""
-    launchers = []
+    orchestrators = []
 
     def publish(transport, versions, names="ab", **faults):
-        base = base_folder(tmp_path / f"base{len(launchers)}")
-        launchers.append(launcher := Launcher([Client(name, base, faults.get(name)) for name in names]))
+        base = base_folder(tmp_path / f"base{len(orchestrators)}")
+        orchestrators.append(orchestrator := Orchestrator([Client(name, base, faults.get(name)) for name in names]))
         shared = Shared()
         models = []
 
@@ -103,7 +103,7 @@ def run(tmp_path):
             place = Place(shared, number)
             made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
             publisher = Verifying(
-                connection=launcher,
+                connection=orchestrator,
                 ranks=place,
                 transport=made,
                 folder=tmp_path / "weights",
@@ -121,22 +121,22 @@ def run(tmp_path):
             return None
 
         with ThreadPoolExecutor(4) as threads:
-            return launcher, list(threads.map(rank, range(4))), models
+            return orchestrator, list(threads.map(rank, range(4))), models
 
     yield publish
-    for launcher in launchers:
-        launcher.close()
+    for orchestrator in orchestrators:
+        orchestrator.close()
 
 
 @pytest.mark.parametrize("transport", ["file", "gloo", "late"])
 def test_all_stages_arrive_and_one_snapshot_holds_them(run, tmp_path, transport):
-    launcher, ended, models = run(transport, [1, 2])
+    orchestrator, ended, models = run(transport, [1, 2])
     assert ended == [None] * 4
-    for client in launcher.clients:
+    for client in orchestrator.clients:
         assert client.version == 2
         assert all(torch.equal(client.held[name], tensor) for name, tensor in weights(2).items())
     assert visible(tmp_path) == (["version-00000002"] if transport == "file" else [])
-    launcher.catch_up(late := launcher.late()).result(10)
+    orchestrator.catch_up(late := orchestrator.late()).result(10)
     assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(2).items())
     (folder,) = (tmp_path / "weights").glob("version-????????")
     assert folder.name == "version-00000002"
@@ -152,12 +152,12 @@ def test_instances_are_told_each_bucket_of_a_transport_with_groups(tmp_path):
         if route == "/update_weights" and body["update_info"]["transport"] == "gloo":
             told.append(body["update_info"])
 
-    launcher = Launcher([Client("a", base_folder(tmp_path / "base"), hear)])
+    orchestrator = Orchestrator([Client("a", base_folder(tmp_path / "base"), hear)])
     try:
-        sender = publisher(launcher, "gloo", tmp_path)
+        sender = publisher(orchestrator, "gloo", tmp_path)
         sender.publish(Model(1), 1)
     finally:
-        launcher.close()
+        orchestrator.close()
     assert [info["bucket"] for info in told] == [0, 1, 2]
     assert told == [msgspec.to_builtins(info) for info in sender._sending]
 
@@ -183,11 +183,11 @@ def visible(tmp_path):
 
 
 def test_a_snapshot_that_outlives_its_parameters_is_never_shown_as_whole(tmp_path, capfd):
-    launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
+    orchestrator = Orchestrator([Client("a", base_folder(tmp_path / "base"))])
     try:
-        sender = publisher(launcher, "gloo", tmp_path)
+        sender = publisher(orchestrator, "gloo", tmp_path)
         sender.publish(model := Slow(2), 2)
-        catching_up = launcher.catch_up(late := launcher.late())
+        catching_up = orchestrator.catch_up(late := orchestrator.late())
         sender._timeout_s = 0.1
         sender.settle()
         sender._timeout_s = 2 * TIMEOUT_S
@@ -202,7 +202,7 @@ def test_a_snapshot_that_outlives_its_parameters_is_never_shown_as_whole(tmp_pat
         assert visible(tmp_path) == ["version-00000003"]
         assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(3).items())
     finally:
-        launcher.close()
+        orchestrator.close()
     assert "the snapshot of weight version 2 is dropped" in capfd.readouterr().out
 
 
@@ -225,12 +225,12 @@ def slow_files(monkeypatch):
 def test_no_sync_waits_for_the_files_of_a_late_instance_which_then_gets_the_newest_version(
     tmp_path, slow_files, shared
 ):
-    launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
+    orchestrator = Orchestrator([Client("a", base_folder(tmp_path / "base"))])
     try:
-        sender = publisher(launcher, "gloo", tmp_path, shared=shared)
+        sender = publisher(orchestrator, "gloo", tmp_path, shared=shared)
         sender.publish(Model(1), 1)
         sender.settle()
-        catching_up = launcher.catch_up(late := launcher.late())
+        catching_up = orchestrator.catch_up(late := orchestrator.late())
         wait_for(lambda: list((tmp_path / "weights").glob("*.partial")), "the first file of the snapshot")
         for version in (2, 3, 4):
             assert sender.publish(model := Model(version), version) < TIMEOUT_S / 2
@@ -242,7 +242,7 @@ def test_no_sync_waits_for_the_files_of_a_late_instance_which_then_gets_the_newe
         catching_up.result(10)
         assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(4).items())
     finally:
-        launcher.close()
+        orchestrator.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -256,27 +256,27 @@ def test_the_version_before_stays_until_the_next_one_is_whole(tmp_path, shared):
         ):
             raise InstanceGone("its connection broke")
 
-    launcher = Launcher([Client("a", base_folder(tmp_path / "base"), die)])
+    orchestrator = Orchestrator([Client("a", base_folder(tmp_path / "base"), die)])
     try:
-        sender = publisher(launcher, "gloo", tmp_path, shared=shared)
+        sender = publisher(orchestrator, "gloo", tmp_path, shared=shared)
         sender.publish(Model(1), 1)
         sender.settle()
-        late = launcher.late()
+        late = orchestrator.late()
         held = []
 
         async def wait_for_member():
-            if not launcher.pool.members():
-                await launcher.sync.catch_up(late)
+            if not orchestrator.pool.members():
+                await orchestrator.sync.catch_up(late)
                 held.append({name: tensor.clone() for name, tensor in late.client.held.items()})
-                launcher.pool.late.discard(late)
+                orchestrator.pool.late.discard(late)
 
-        launcher.pool.wait_for_member = wait_for_member
+        orchestrator.pool.wait_for_member = wait_for_member
         sender.publish(Model(2), 2)
-        assert set(launcher.pool.reasons) == {"a"}
+        assert set(orchestrator.pool.reasons) == {"a"}
         for found, version in ((held[0], 1), (late.client.held, 2)):
             assert all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
     finally:
-        launcher.close()
+        orchestrator.close()
 
 
 @pytest.mark.parametrize("at", ["its files", "its end"])
@@ -291,13 +291,13 @@ def test_a_snapshot_that_cannot_be_written_is_written_later_and_the_run_goes_on(
 
     touched = Path.touch
     monkeypatch.setattr(Path, "touch", touch)
-    launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
+    orchestrator = Orchestrator([Client("a", base_folder(tmp_path / "base"))])
     try:
-        sender = publisher(launcher, "gloo", tmp_path)
+        sender = publisher(orchestrator, "gloo", tmp_path)
         sender.publish(Model(1), 1)
         if at == "its files":
             (tmp_path / "weights").write_text("no folder")
-        catching_up = launcher.catch_up(late := launcher.late())
+        catching_up = orchestrator.catch_up(late := orchestrator.late())
         words = "late instances wait for the snapshot of weight version 1: "
         said = []
         wait_for(lambda: said.append(capfd.readouterr().out) or words in "".join(said), "the message")
@@ -307,7 +307,7 @@ def test_a_snapshot_that_cannot_be_written_is_written_later_and_the_run_goes_on(
         catching_up.result(10)
         assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(1).items())
     finally:
-        launcher.close()
+        orchestrator.close()
 
 
 @pytest.mark.parametrize("transport", ["gloo", "late"])
@@ -316,15 +316,15 @@ def test_an_instance_that_dies_in_the_second_stage_makes_all_ranks_begin_again(r
         if route == "/update_weights" and body["update_info"].get("stage") == 1:
             raise InstanceGone("its connection broke")
 
-    launcher, ended, models = run(transport, [1], b=die)
+    orchestrator, ended, models = run(transport, [1], b=die)
     assert ended == [None] * 4
-    assert set(launcher.pool.reasons) == {"b"}
-    assert all(torch.equal(launcher.clients[0].held[name], tensor) for name, tensor in weights(1).items())
+    assert set(orchestrator.pool.reasons) == {"b"}
+    assert all(torch.equal(orchestrator.clients[0].held[name], tensor) for name, tensor in weights(1).items())
     assert [model.seen for model in models] == [2 * len(STAGES[model.stage]) for model in models]
 
 
 def test_instances_that_fail_in_every_attempt_end_the_run_by_name(run, monkeypatch):
-    """The launcher answers each attempt's first bucket as when an instance has died and others are left."""
+    """The orchestrator answers each attempt's first bucket as when an instance has died and others are left."""
     begun = []
 
     async def died(self, request):
@@ -340,7 +340,7 @@ def test_instances_that_fail_in_every_attempt_end_the_run_by_name(run, monkeypat
 
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
-def test_an_error_of_the_launcher_is_raised_on_all_ranks(run, transport):
+def test_an_error_of_the_orchestrator_is_raised_on_all_ranks(run, transport):
     async def corrupt(route, body, count):
         if route == "/update_weights" and body["update_info"].get("stage") == 1:
             return {"update_info": body["update_info"] | {"checksums": ["0" * 16] * len(body["update_info"]["names"])}}

@@ -92,7 +92,7 @@ def test_the_last_bit_of_one_log_probability_is_a_refusal(spoilt, situation):
     with pytest.raises(BadInput) as refusal:
         check_invariance(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
     message = str(refusal.value)
-    assert "\n" not in message  # the launcher shows a line
+    assert "\n" not in message  # the orchestrator shows a line
     assert message.startswith(
         f"rollout.deterministic = true, but vLLM 9 on cpu gives a request other bits {situation}: "
     )

@@ -58,10 +58,10 @@ def test_too_few_devices_are_refused(given, built_for, monkeypatch):
         rollout_node.own_devices(vllm(2), 2)
 
 
-def test_a_launcher_that_never_answers_is_named():
+def test_a_orchestrator_that_never_answers_is_named():
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(DeadlineError, match=rf"no launcher answers at {address} within 1 s \(rollout\.timeout_s\)"):
+    with pytest.raises(DeadlineError, match=rf"no orchestrator answers at {address} within 1 s \(rollout\.timeout_s\)"):
         rollout_node._accompany([], address, Rollout(timeout_s=1.0, wait_s=0.5))
 
 

@@ -15,10 +15,10 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
-from engine.launcher.in_run_evaluation import dropped_file
+from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump_config
-from engine.run.start import RunStart
+from engine.run.run_start import RunStart
 from engine.types import Group, Prompt, Response, Score
 from tasks import code_version
 from tasks.code_version import OURS, tree_hash

@@ -10,7 +10,7 @@ import pytest
 from engine.config import Config, Run, Tracking
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.run.start import RunStart
+from engine.run.run_start import RunStart
 from tasks.tracking import descriptions, evaluation_texts, evaluations, pages, tracked_run, view
 
 ROW = {

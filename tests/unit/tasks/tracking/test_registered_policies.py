@@ -10,7 +10,7 @@ from engine.config.recipe import find_file, load_config
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump_config
-from engine.run.start import RunStart
+from engine.run.run_start import RunStart
 from engine.types import Prompt
 from support.runs import config_of
 from tasks.tracking import tracked_run

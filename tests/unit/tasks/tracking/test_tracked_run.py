@@ -14,7 +14,7 @@ from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
 from engine.run.lock import hold_lock
 from engine.types import StepReport
-from flows.here import train_here
+from flows.local import train_here
 from tasks.tracking import evaluations, mirror, retry, tracked_run
 from tasks.tracking.metric_names import metric_name
 

@@ -1,4 +1,4 @@
-"""What the parts that are whole runs ask for and conclude. The launcher is scripted; tests/integration runs it."""
+"""What the parts that are whole runs ask for and conclude. The orchestrator is scripted; tests/integration runs it."""
 
 import json
 from contextlib import contextmanager

@@ -259,14 +259,14 @@ def test_tables_name_every_term():
     assert memory["sum"].endswith("of 80.0 GiB")
 
 
-def test_what_this_machine_has_too_little_of_is_refused_as_by_the_launcher(monkeypatch, tmp_path):
+def test_what_this_machine_has_too_little_of_is_refused_as_by_the_orchestrator(monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "reachable_limit", lambda: 64)
     config = load_config("infra/recipes/quickstart.toml", [f"run.output={tmp_path}"])
-    with pytest.raises(BadInput) as launcher:
+    with pytest.raises(BadInput) as orchestrator:
         limits.check_limits(config, 0)
     with pytest.raises(BadInput) as dry:
         plan_run(config)
-    assert str(dry.value) == f"this can't run as it stands: {launcher.value}"
+    assert str(dry.value) == f"this can't run as it stands: {orchestrator.value}"
     assert "open files: the run needs" in str(dry.value)
 
 

@@ -27,7 +27,7 @@ def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
     assert found.rollout_slowdown == pytest.approx(1.1, abs=0.05)
     assert found.decode_s(32, 32 * 200) == pytest.approx(COSTS.decode_s(32, 32 * 200), rel=0.02)
     assert "measured" in found.figures()["token"][1]
-    assert found.figures()["launcher_token"][1] == "prior"
+    assert found.figures()["orchestrator_token"][1] == "prior"
     for mode, concurrency, budget in (("sync", 4, 4096), ("periodic", 8, 3000), ("one_step_off", 2, 8192)):
         other = config("other", tmp_path, mode, concurrency=concurrency, budget=budget)
         predicted = fmean(simulate_run(other, found, LENGTHS, seed).step_s for seed in (5, 6))

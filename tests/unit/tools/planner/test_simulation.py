@@ -110,7 +110,7 @@ def test_every_mode_trains_each_group_once_with_accepted_versions(more, units, o
     """An unaccepted version, a second lease and steps that stand still raise."""
     tables = more | {"train": more.get("train", {}) | {"consume": order}}
     made = config(**tables, instances=3, parallel={"data": units})
-    found = simulate_run(made, replace(COSTS, verify=0.01, launcher_token=1e-5), UNEQUAL, seed=3, steps=5)
+    found = simulate_run(made, replace(COSTS, verify=0.01, orchestrator_token=1e-5), UNEQUAL, seed=3, steps=5)
     assert len(found.steps) == 4
     sampled = [span for span in found.spans if span["name"] == "rollout"]
     assert len(sampled) == len({(span["step"], span["group"], span["number"]) for span in sampled}) == 5 * PROMPTS * 4
@@ -129,9 +129,9 @@ def test_no_mode_is_slower_than_sync_nor_faster_than_its_busiest_side():
     assert periodic.step_s >= max(periodic.mean("train_s"), periodic.mean("rollout_s"))
 
 
-def test_a_launcher_that_is_full_is_named():
-    found = simulate_run(config("periodic"), replace(COSTS, launcher_token=0.01), EQUAL)
-    assert found.bound_by == "launcher"
+def test_a_orchestrator_that_is_full_is_named():
+    found = simulate_run(config("periodic"), replace(COSTS, orchestrator_token=0.01), EQUAL)
+    assert found.bound_by == "orchestrator"
     assert found.step_s >= PROMPTS * 400 * 0.01
 
 

@@ -1,0 +1,276 @@
+"""Makes the batch of a step and has its responses sampled: the prompts go to the producer, and each group becomes a row
+of the table, first its responses, then their scores."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import BadInput, MetronomeError
+from engine.orchestrator.dynamic_sampling import DynamicSampling
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.rollout_service import RolloutService
+from engine.orchestrator.table import RowTable
+from engine.run.folder import SAMPLED_GROUPS
+from engine.types import Prompt
+from engine.wire.columns import PackedLanded, Row, open_scores
+from engine.wire.rollout_messages import Acknowledged, InstanceRequest, StartProfile, StopProfile
+
+
+@dataclass
+class Batch:
+    """The orchestrator's state of one step, from its start to its report; its rows are in the table."""
+
+    step: int
+    table: RowTable
+    before: Batch | None = None
+    """With dynamic sampling: the batch that must be generated first, if any."""
+    prompts: Sequence[tuple[int, Prompt]] = ()
+    """(epoch, prompt) of each group; empty with dynamic sampling, and where groups come from outside."""
+    samples: list[Row] = field(default_factory=list)
+    """The first groups, written to the run folder for people to read."""
+    prompts_used: int | None = None
+    """Number of prompts up to and with the last kept one; None without dynamic sampling, or while it is unknown."""
+    reward_tried: float | None = None
+    """Mean score of the responses to the `prompts_used` prompts; None as above."""
+    next_position: int | None = None
+    """Position in the order of prompts at which the next batch begins; None as above."""
+    rollout_s: float = 0.0
+    """Seconds from the start of the generation to the last group that has come in."""
+    task: asyncio.Task[None] | None = None
+    """The task that generates the batch; None before it is started, and where groups come from outside."""
+
+    @property
+    def expected(self) -> int:
+        """Number of its groups."""
+        return self.table.ledger(self.step).expected
+
+    @property
+    def arrived(self) -> int:
+        """Number of groups that have come in, with their scores."""
+        return self.table.arrived(self.step)
+
+    @property
+    def trained(self) -> int:
+        """Number of groups that are trained."""
+        return self.table.ledger(self.step).done
+
+    @property
+    def generated(self) -> bool:
+        """Whether every group has come in; also once the step is over."""
+        return self.table.is_generated(self.step)
+
+    def keep_sample(self, row: Row) -> None:
+        """Keep the row for people to read, if it is among the first."""
+        if len(self.samples) < SAMPLED_GROUPS:
+            self.samples.append(row)
+
+
+class RolloutProfile:
+    """Has the run's own instances record a profile, from the start of the first batch of train.profile until the last
+    one is generated. An instance that can't says so, and the run goes on."""
+
+    def __init__(self, service: RolloutService, steps: Sequence[int]) -> None:
+        """`steps`: the first and the last one, or empty."""
+        self._service = service
+        self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
+        self._begun = False
+        self._recording: list[Instance] = []
+
+    async def begin(self, step: int) -> None:
+        """The generation of a batch begins. A resumed run may begin with one after the first."""
+        if step in self._steps and not self._begun:
+            self._begun = True
+            own = [instance for instance in self._service.pool.instances if instance.declared is not None]
+            self._recording = await self._send(own, StartProfile)
+
+    async def end(self, step: int) -> None:
+        """A batch is generated."""
+        if self._recording and step == self._steps[-1]:
+            recording = self._recording
+            self._recording = []
+            await self._send(recording, StopProfile)
+
+    async def _send(
+        self, instances: Sequence[Instance], request: type[InstanceRequest[Acknowledged]]
+    ) -> list[Instance]:
+        """Send all of them the request. Return those that carried it out."""
+        replies = await asyncio.gather(*(one.client.call(request()) for one in instances), return_exceptions=True)
+        done: list[Instance] = []
+        for one, reply in zip(instances, replies, strict=True):
+            if isinstance(reply, MetronomeError):
+                print(f"train.profile: {one.name} is not profiled: {reply}", flush=True)
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                done.append(one)
+        return done
+
+
+class BatchGenerator:
+    """Generates batches. With dynamic sampling a batch begins after the last prompt that the previous batch used."""
+
+    def __init__(
+        self,
+        config: Config,
+        loader: PromptLoader,
+        service: RolloutService,
+        table: RowTable,
+        notify: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`notify` is called whenever there is something new to lease."""
+        self.keep: Callable[[Row], Awaitable[Row]] | None = None
+        """Called with each row that has new columns; its result, without their bodies, goes into the table."""
+        self.units = config.parallel.units
+        """Number of the trainer's units that take windows on their own."""
+        self._table = table
+        self._config = config
+        self._loader = loader
+        self._service = service
+        self._notify = notify
+        self._profile = RolloutProfile(service, config.train.profile)
+        self._position = 0
+        self._previous: Batch | None = None
+
+    @property
+    def _scores_early(self) -> bool:
+        """Whether responses are offered to the trainer for scoring before their group is complete."""
+        algorithm = self._config.algorithm
+        train = self._config.train
+        return (
+            train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the run's prompts, in their order."""
+        return self._loader.fingerprint
+
+    def resume_at(self, step: int, position: int | None, prompts: str | None = None) -> None:
+        """Begin with `step`. The trainer's checkpoint gives the other two: `position` is the number of prompts used
+        before `step`, `prompts` the fingerprint of the run's prompts.
+
+        Raises BadInput if the checkpoint was trained on other prompts, or if dynamic sampling needs the position and
+        the checkpoint does not have it.
+        """
+        if prompts not in (None, self.fingerprint):
+            raise BadInput(
+                "--resume: the prompts of this run, their order or their tokens are not those that its checkpoint was "
+                "trained on. "
+                "They are decided by the content of data.train and data.heldout, by the benchmarks that data.train is "
+                "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context, "
+                "their tokens by the tokenizer of model.path and its chat template: "
+                "resume with these as they were, or begin a new run from the trained policy"
+            )
+        if self._config.algorithm.dynamic_sampling and step and position is None:
+            raise BadInput(
+                f"--resume: the checkpoint before step {step} does not say how many prompts were used, which "
+                "algorithm.dynamic_sampling needs (a replay wrote it); resume from another checkpoint"
+            )
+        self._position = position or 0
+        self._previous = None
+
+    def begin(self, step: int) -> Batch:
+        """Return a new batch for `step`, which the table begins. Steps begin in order."""
+        self._table.begin(step, self._config.train.prompts_per_step, self.units)
+        batch = Batch(step, self._table)
+        if self._config.algorithm.dynamic_sampling:
+            batch.before, self._previous = self._previous, batch
+        return batch
+
+    async def fill(self, batch: Batch, prompts: Sequence[tuple[int, Prompt]] | None = None) -> None:
+        """Generate a batch; with dynamic sampling once the one before it is generated. Raises MetronomeError if the
+        generation fails.
+
+        `prompts`: (epoch, prompt) of the groups; None: the next ones of the data.
+        """
+        if batch.before is not None and batch.before.task is not None:
+            await asyncio.wait([batch.before.task])
+            if batch.before.next_position is None:
+                return  # the batch before failed, and with it the run
+            self._position = batch.before.next_position
+            batch.before = None
+        await self._profile.begin(batch.step)
+        started = time.perf_counter()
+
+        async def put(row: Row) -> None:
+            batch.keep_sample(row)
+            await self._put(row)
+            batch.rollout_s = time.perf_counter() - started
+
+        if self._config.algorithm.dynamic_sampling:
+            await self._generate_selected(batch, put, prompts)
+        else:
+            await self._generate_all(batch, put, prompts or self._prompts(batch.step))
+        await self._profile.end(batch.step)
+
+    async def _put(self, row: Row) -> None:
+        """Put a row into the table, or those of its columns that are not there yet."""
+        known = self._table.find(row.step, row.index)
+        if known is not None:
+            row = row.only(row.names - known.names)
+        kept = row if self.keep is None else await self.keep(row)
+        if known is None:
+            self._table.put(kept)
+        else:
+            self._table.write(kept.step, kept.index, kept.columns)
+        await self._notify()
+
+    def _prompts(self, step: int) -> list[tuple[int, Prompt]]:
+        """(epoch, prompt) of each group of the step."""
+        return [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
+
+    async def _generate_all(
+        self, batch: Batch, put: Callable[[Row], Awaitable[None]], prompts: Sequence[tuple[int, Prompt]]
+    ) -> None:
+        """Generate a group for each prompt. Its responses go into the table before they are scored, so that a stage
+        that does not need the scores can begin."""
+        batch.prompts = prompts
+
+        async def land(landed: PackedLanded) -> None:
+            self._table.ledger(batch.step).land(landed)
+            await self._notify()
+
+        await self._service.producer.run(
+            step=batch.step,
+            prompts=prompts,
+            put=put,
+            land=land if self._scores_early else None,
+            sampled=self._put,
+        )
+
+    async def generate_again(self, batch: Batch | None, index: int) -> Row:
+        """Generate a group of a batch under way, whose columns a store has lost, again. There is no dynamic
+        sampling."""
+        assert batch is not None, "lost columns of a step that is over are not asked for"
+        epoch, prompt = batch.prompts[index]
+        return await self._service.producer.run_again(batch.step, index, epoch, prompt)
+
+    async def _generate_selected(
+        self, batch: Batch, put: Callable[[Row], Awaitable[None]], prompts: Sequence[tuple[int, Prompt]] | None
+    ) -> None:
+        """Generate groups for the next prompts until enough of them have unequal rewards (dynamic sampling)."""
+        wanted = self._config.train.prompts_per_step
+        position = self._position
+        limit = wanted * self._config.algorithm.dynamic_sampling_batches if prompts is None else len(prompts)
+        selection = DynamicSampling(wanted, limit, batch.step)
+        rewards: dict[int, float] = {}
+
+        async def decide(row: Row) -> None:
+            rewards[row.index] = fmean(score.value for score in open_scores(row))
+            due = selection.decide(row)
+            if due and selection.used is not None:
+                batch.reward_tried = fmean(rewards[number] for number in range(selection.used))
+                batch.prompts_used = selection.used
+                batch.next_position = position + selection.used
+            for one in due:
+                await put(one)
+
+        tried = map(self._loader.at, itertools.count(position)) if prompts is None else iter(prompts)
+        await self._service.producer.run_until(batch.step, tried, decide, selection)

@@ -1,0 +1,79 @@
+"""The batches that are started and not over yet. A batch whose generation fails, or ends too early, stops the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from engine.errors import MetronomeError
+from engine.orchestrator.batches import Batch
+from engine.orchestrator.run_state import RunState
+
+
+class BatchesInFlight:
+    """By step: each batch from its start until it is popped."""
+
+    def __init__(self, run_state: RunState) -> None:
+        self._run_state = run_state
+        self._by_step: dict[int, Batch] = {}
+
+    def start(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
+        """Keep a batch, and generate it in the background."""
+        self.keep(batch)
+        batch.task = asyncio.create_task(self._generate(generating))
+
+    async def _generate(self, generating: Coroutine[Any, Any, None]) -> None:
+        try:
+            await generating
+        except MetronomeError as error:
+            await self._run_state.fail(error)
+
+    def keep(self, batch: Batch) -> None:
+        """Keep a batch whose groups come from outside."""
+        self._by_step[batch.step] = batch
+
+    def get(self, step: int) -> Batch | None:
+        """The batch of a step; None if it was not started, or is over."""
+        return self._by_step.get(step)
+
+    def pop(self, step: int) -> Batch | None:
+        """The batch of a step, which is over now."""
+        return self._by_step.pop(step, None)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the batches."""
+        return list(self._by_step)
+
+    @property
+    def oldest(self) -> Batch | None:
+        """The batch of the first step under way; None if there is none."""
+        return min(self._by_step.values(), key=lambda batch: batch.step, default=None)
+
+    def values(self) -> list[Batch]:
+        """All batches."""
+        return list(self._by_step.values())
+
+    async def check(self) -> None:
+        """Stop the run if a generation ended without all of its groups.
+
+        Raises an exception of a generation that is not a MetronomeError: that is a bug of the orchestrator.
+        """
+        for batch in self.values():
+            if batch.task is not None and batch.task.done():
+                batch.task.result()
+                if self._run_state.failure is None and not batch.generated:
+                    await self._run_state.fail(
+                        MetronomeError(
+                            f"step {batch.step}: its generation ended with {batch.arrived} of {batch.expected} "
+                            "groups, so the trainer would wait for ever"
+                        )
+                    )
+
+    async def close(self) -> None:
+        """Cancel the generations under way."""
+        tasks = [batch.task for batch in self._by_step.values() if batch.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,83 @@
+"""DAPO's dynamic sampling (arXiv:2503.14476, §3.2, eq. 11): which of the generated groups a step trains.
+
+It keeps the first B groups *in prompt order* whose rewards are not all equal. Order of arrival would favour short
+responses. The kept set is a function of prompt order and rewards alone: how many more prompts are tried, and when their
+groups arrive, does not change it. Pure bookkeeping; `engine.orchestrator.producer` generates the groups.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from engine.algorithm.shaping import are_equal_scores
+from engine.errors import MetronomeError
+from engine.wire.columns import Row, open_scores
+
+
+class DynamicSampling:
+    """Selects the first `wanted` groups with unequal rewards, from at most `limit` prompts numbered from 0."""
+
+    def __init__(self, wanted: int, limit: int, step: int = 0) -> None:
+        """`limit`: the largest number of prompts that the step may use; `step` is for messages."""
+        self.wanted = wanted
+        self.limit = limit
+        self.found = 0
+        """Number of groups with unequal rewards so far; groups of earlier prompts may still be missing."""
+        self.used: int | None = None
+        """Number of prompts up to and with the last kept one; None until that is known."""
+        self._step = step
+        self._verdicts: dict[int, Row | None] = {}
+        self._decided = 0
+        """Number of prompts, from the first on without a gap, whose groups are known."""
+        self._kept = 0
+        """Number of those that were kept."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all wanted groups are known."""
+        return self.used is not None
+
+    def wants(self, tried: int, in_flight: int, room: int) -> bool:
+        """Whether to try another prompt, after `tried` prompts of which `in_flight` are still being generated.
+
+        As many prompts are in flight as groups are still wanted, or as the instances have `room` for if that is more.
+        Once enough groups are found, a prompt that is begun later can't be among the first.
+        """
+        return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
+
+    def decide(self, row: Row) -> list[Row]:
+        """Take in a finished group, whose `index` is the prompt's number. Returns the groups that are now selected.
+
+        Their `index` is their place among the selected, 0 … B−1, in prompt order. A group is selected once the groups
+        of all prompts before it are known. Raises MetronomeError if too few of the first `limit` prompts were kept.
+        """
+        unequal = is_unequal(row)
+        self._verdicts[row.index] = row if unequal else None
+        self.found += unequal
+        due = []
+        while not self.complete and self._decided in self._verdicts:
+            kept = self._verdicts.pop(self._decided)
+            self._decided += 1
+            if kept is not None:
+                due.append(replace(kept, index=self._kept))
+                self._kept += 1
+            if self._kept == self.wanted:
+                self.used = self._decided
+            elif self._decided == self.limit:
+                raise self._too_few()
+        return due
+
+    def _too_few(self) -> MetronomeError:
+        return MetronomeError(
+            f"step {self._step}: of {self.limit} prompts only {self._kept} have responses with different rewards, but "
+            f"train.prompts_per_step = {self.wanted} are needed. algorithm.dynamic_sampling finds too few problems "
+            "that the policy solves sometimes: use problems of a fitting difficulty, a larger rollout.group_size, or "
+            "raise algorithm.dynamic_sampling_batches"
+        )
+
+
+def is_unequal(row: Row) -> bool:
+    """Whether the verifier's scores in the group differ, by more than rounding. With scores of 0 and 1: some responses
+    are right, but not all (DAPO eq. 11). Excluded responses don't count. Reward shaping, such as the penalty on long
+    responses, is not part of these scores."""
+    return not are_equal_scores(open_scores(row))

@@ -1,0 +1,61 @@
+"""The groups of an evaluation: sampling them, and scores by further verifiers (`evaluate.also`) beside the reward's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.config import Config
+from engine.evaluation.intervals import accuracy_figures
+from engine.orchestrator.producer import Land, Producer
+from engine.orchestrator.verifier_pool import VerifierPool
+from engine.types import Group, JsonObject, Prompt
+from engine.wire.columns import Decode, Row, open_group
+
+EPOCH = -1
+"""Epoch in the sampling seeds. No training step has it, and all models are sampled with the same seeds."""
+
+
+async def further_figures(config: Config, groups: Sequence[Group]) -> JsonObject:
+    """Further keys of the evaluation's row, for each verifier NAME of `evaluate.also`.
+
+    NAME_avg_at_k and NAME_pass_at_k with their intervals, and NAME_differs, the number of responses that one of reward
+    and verifier takes for right and the other does not. Responses are scored in worker processes with the reward's time
+    limit.
+    """
+    found: JsonObject = {}
+    for name in config.evaluate.also:
+        reward = config.reward.model_copy(update={"function": name})
+        async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s) as verifier:
+            scored = await asyncio.gather(*(verifier.score(group.prompt, group.responses) for group in groups))
+        values = [[score.value for score in scores] for scores in scored]
+        found |= {f"{name}_{key}": value for key, value in dict(accuracy_figures(values)).items()}
+        pairs = [
+            (ours.value >= 1.0, theirs.value >= 1.0)
+            for group, scores in zip(groups, scored, strict=True)
+            for ours, theirs in zip(group.scores, scores, strict=True)
+        ]
+        found[f"{name}_differs"] = sum(one != other for one, other in pairs)
+    return found
+
+
+async def sample_groups(
+    producer: Producer,
+    prompts: Sequence[Prompt],
+    decode: Decode,
+    step: int = 0,
+    land: Land | None = None,
+    scored: Callable[[Sequence[float]], None] = lambda rewards: None,
+) -> list[Group]:
+    """Generate a group for each prompt and return the groups in the order of the prompts, with the responses' texts.
+    `land` gets each response, `scored` the rewards of each group, as they come in."""
+    groups: list[Group] = []
+
+    async def put(row: Row) -> None:
+        group = await asyncio.to_thread(open_group, row, decode=decode)
+        groups.append(replace(group, prompt=prompts[group.index]))
+        scored([score.value for score in group.scores])
+
+    await producer.run(step, [(EPOCH, prompt) for prompt in prompts], put, land)
+    return sorted(groups, key=lambda group: group.index)

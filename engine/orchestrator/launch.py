@@ -1,0 +1,293 @@
+"""The orchestrator: starts, watches and ends the processes of a run.
+
+`python -m engine.orchestrator.launch --config FILE [--resume] [--replay FILE]`
+
+The orchestrator runs the producer, the table of rows and its server, and starts the verifier workers and the rollout
+instances. The ranks of trainer and scorers run under torch elastic. When the orchestrator ends, however it ends, all of
+them end (engine.run.process).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from engine.config import Config
+from engine.config.recipe import load_config
+from engine.data.prepared import training_problems
+from engine.data.problems import Problems
+from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
+from engine.orchestrator.checks import check_instances, check_training
+from engine.orchestrator.live_progress import LiveProgress
+from engine.orchestrator.opening import serving_plane
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
+from engine.orchestrator.server import Server, listen_address
+from engine.orchestrator.weight_sync.place import weights_folder
+from engine.run.commands import (
+    agent_command,
+    rank_arguments,
+    trainer_environment,
+)
+from engine.run.disk import named_disk_errors
+from engine.run.fence import TAKEN_OVER, Fence
+from engine.run.folder import RunFolder
+from engine.run.identity import claim_run_id
+from engine.run.lock import hold_lock
+from engine.run.logs import kept_small
+from engine.run.open_files import raise_limit
+from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.trace import Trace
+from engine.wire import record
+from engine.wire.access_token import is_loopback
+from engine.wire.certificate import Certificate
+from engine.wire.invitation import INVITATION, write_invitation
+
+STOP_S = 60.0
+"""Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the longest of the
+trainer's waits, is shorter, that counts."""
+
+STOP_BY_SIGNAL_S = 5.0
+"""The same, in seconds, when a signal ended the run: the user who cancels a run waits for its end."""
+
+TAKEOVER_S = 30.0
+"""Seconds to wait for the lock of the run folder. The orchestrator of a killed attempt may still hold it; its lifeline
+ends that orchestrator within a second or two."""
+
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+
+
+def launch_run(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
+    """Train, and return the run folder. `config.model.path` must be a local folder.
+
+    Raises the error that ended the run. No process is left behind.
+    """
+    check_training(config)
+    listen_address(config.rollout.listen)
+    if replay is None:
+        check_instances(config)
+    else:
+        record.check_record(replay, config)
+    folder = RunFolder(config.folder)
+    with hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", TAKEOVER_S):
+        claim_run_id(folder.path, config, resume)
+        folder.fence = Fence.begin(folder.path)
+        try:
+            with named_disk_errors(folder.path):
+                folder.create(config, resume)
+                asyncio.run(_Orchestrator(config, folder, resume, replay).run())
+        except MetronomeError as error:
+            folder.fail(error)
+            raise
+        finally:
+            if not folder.fence.is_passed:
+                (folder.path / INVITATION).unlink(missing_ok=True)
+            drop_lifeline()
+    return folder
+
+
+class _Orchestrator:
+    def __init__(self, config: Config, folder: RunFolder, resume: bool, replay: Path | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.resume = resume
+        self.replay = replay
+        self.scratch = Path(hold_lifeline()).parent
+        self.trace = Trace(folder.trace, "orchestrator")
+        self._certificate = Certificate.make() if config.parallel.nodes > 1 else None
+        self._beating: asyncio.Task[None]
+        self._signal: str | None = None
+        """Name of the first signal that told the run to end; None before."""
+        self._plane: Plane | None = None
+        self._live = LiveProgress(folder)
+        self._scorers: list[ScorerProcess] = []
+        """Those of the stages whose ranks are ours; none in a replay, whose record holds their columns."""
+
+    async def run(self) -> None:
+        """Start all processes, wait until the trainer ends, then end the others.
+
+        All processes start at the same time, because each takes seconds.
+        """
+        self._stop_on_signals()
+        self._beating = asyncio.create_task(self._beat())
+        try:
+            async with kept_small(self.folder.logs):
+                await self._run()
+        finally:
+            self._beating.cancel()
+            self._live.close()
+
+    async def _beat(self) -> None:
+        """Show the flow that this process lives (tasks.orchestrator_process). Raises TakenOver if another orchestrator
+        writes the run now."""
+        while True:
+            self.folder.fence.check()
+            self.folder.heartbeat.touch()
+            self._live.look()
+            await asyncio.sleep(BEAT_S)
+
+    async def _run(self) -> None:
+        server = Server(self.config)
+        async with server.listening(self.folder.path, self._certificate):
+            if self.replay is not None:
+                plane = Plane(self.config, self.folder, self.trace)
+                await self._train(plane, server, self._start_trainer(server))
+                return
+            problems = await asyncio.to_thread(training_problems, self.config)
+            trainer = self._start_trainer(server)
+            try:
+                self._scorers = start_scorers(self.config, self.folder, server)
+                await self._run_with_rollouts(problems, server, trainer)
+            finally:
+                await asyncio.to_thread(self._stop_ranks, trainer)
+
+    async def _run_with_rollouts(self, problems: Problems, server: Server, trainer: Child) -> None:
+        weights = self._weights_folder()
+        async with serving_plane(
+            config=self.config,
+            folder=self.folder,
+            trace=self.trace,
+            problems=problems,
+            server=server,
+            weights=weights,
+            live=self._live,
+        ) as plane:
+            await self._train(plane, server, trainer)
+
+    def _start_trainer(self, server: Server) -> Child:
+        # A run that was killed may have left half a version there, in another layout.
+        shutil.rmtree(self._weights_folder(), ignore_errors=True)
+        log = self.folder.logs / "trainer.log"
+        env = trainer_environment(self.config, self._instances_elsewhere) | server.environment
+        return Child("trainer", self._trainer_command(server), log, env)
+
+    async def _train(self, plane: Plane, server: Server, trainer: Child) -> None:
+        """Answer the trainer's requests and watch all processes until the trainer ends."""
+        self._plane = plane
+        self._live.plane = plane
+        server.serve(plane)
+        try:
+            await self._wait_for_trainer(trainer, server, plane)
+        finally:
+            await asyncio.to_thread(self._stop_ranks, trainer)
+            await plane.close()
+
+    def _stop_ranks(self, trainer: Child) -> None:
+        stop_all([trainer, *(scorer.child for scorer in self._scorers)], END_S)
+
+    @property
+    def _instances_elsewhere(self) -> bool:
+        """Whether instances on other machines may join."""
+        return not is_loopback(listen_address(self.config.rollout.listen)[0])
+
+    def _trainer_command(self, server: Server) -> list[str]:
+        arguments = rank_arguments(
+            config=self.config,
+            folder=self.folder.path,
+            plane=server.url,
+            weights=self._weights_folder(),
+            attempt=self.folder.fence.attempt,
+            resume=self.resume,
+            replay=self.replay,
+        )
+        if self._certificate is None:
+            return agent_command(self.config, arguments, None)
+        run_id = uuid.uuid4().hex
+        write_invitation(
+            config=self.config,
+            folder=self.folder.path,
+            run_id=run_id,
+            arguments=arguments,
+            token=server.key,
+            certificate=self._certificate.public,
+        )
+        return agent_command(self.config, arguments, run_id)
+
+    def _weights_folder(self) -> Path:
+        return weights_folder(self.config, self.scratch, self.folder.path)
+
+    async def _wait_for_trainer(self, trainer: Child, server: Server, plane: Plane) -> None:
+        """Wait until the trainer ends, and call Plane.check meanwhile.
+
+        Raises the error that ended the run: the trainer's own, the plane's if the trainer does not stop in time or
+        dies, ProcessDied if it dies without one, TakenOver if another orchestrator has begun, or an unexpected
+        exception of an answer.
+        """
+        stop_by: float | None = None
+        while trainer.alive:
+            for background in (server.bug, self._beating):
+                if background.done():
+                    background.result()
+            await plane.check()
+            for scorer in self._scorers:
+                await scorer.check(plane)
+            if self._signal is not None and plane.failure is None:
+                await plane.fail(Stopped(f"ended by {self._signal}"))
+            if plane.failure is not None:
+                grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
+                stop_by = stop_by or time.monotonic() + grace_s
+                if time.monotonic() > stop_by:
+                    raise plane.failure
+            await asyncio.sleep(0.1)
+        if plane.trainer_error is not None:
+            raise plane.trainer_error
+        if trainer.process.returncode:
+            raise plane.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
+
+    def _stop_on_signals(self) -> None:
+        """Let SIGINT and SIGTERM end the run, after the trainer has saved the weights from before its current step.
+
+        A second signal ends the run at once, as does the first one before the trainer is ready. The `finally` blocks
+        clean up.
+        """
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread the caller handles signals
+                loop.add_signal_handler(number, self._handle_signal, task, signal.Signals(number).name)
+
+    def _handle_signal(self, task: asyncio.Task[None], name: str) -> None:
+        if self._signal is None and self._plane is not None and self._plane.is_ready:
+            self._signal = name
+        else:
+            task.cancel(f"ended by {name}")
+
+
+def main() -> int:
+    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input, 3 if another orchestrator has
+    begun.
+
+    The reason is printed; `launch_run` also leaves an error of a started run in failure.json.
+    """
+    watch_lifeline()
+    raise_limit()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--replay", type=Path)
+    arguments = parser.parse_args()
+    try:
+        launch_run(load_config(arguments.config), arguments.resume, arguments.replay)
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except MetronomeError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return TAKEN_OVER if isinstance(error, TakenOver) else 1
+    except asyncio.CancelledError as ended:
+        print(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

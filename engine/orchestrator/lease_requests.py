@@ -1,0 +1,212 @@
+"""Answers what stages ask for rows, and what they write (AsyncFlow §3.3)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from engine.config import Config
+from engine.errors import BadInput, MetronomeError, StoreError
+from engine.orchestrator.batches_in_flight import BatchesInFlight
+from engine.orchestrator.liveness import Liveness
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.stages import StageWatch
+from engine.orchestrator.stored_columns import StoredColumns
+from engine.orchestrator.table import Held, RowTable
+from engine.wire import messages
+from engine.wire.messages import TRAIN, EndOfRun, EndOfStep, StillWaiting
+from engine.wire.record import RecordWriter
+
+
+class LeaseRequests:
+    """Gives rows to stages, and takes their acknowledgements and columns; each stage takes each row once."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_state: RunState,
+        table: RowTable,
+        watch: StageWatch,
+        batches: BatchesInFlight,
+        liveness: Liveness,
+        version: Callable[[], int | None],
+    ) -> None:
+        """`version`: returns the newest weight version that the instances were told to serve."""
+        self._config = config
+        self._run_state = run_state
+        self._table = table
+        self._watch = watch
+        self._batches = batches
+        self._liveness = liveness
+        self._version = version
+        self.stored: StoredColumns | None = None
+        """The columns whose bodies lie outside the table; None if none do."""
+        self.recorder: RecordWriter | None = None
+        """Gets what the units of the trainer are given (train.record)."""
+        self.is_over = False
+        """Whether the last step is trained, so that no stage has anything left to do."""
+        self._positions: dict[int, int | None] = {}
+        """By the step that was over last: the position at which the prompts of the next one begin."""
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        """By consumer: the task that fetches its leased window from the store."""
+        self._opened: dict[str, messages.Window] = {}
+        """By consumer: its leased window, once it has come from the store."""
+
+    def end_step(self, step: int, prompt_position: int | None) -> None:
+        """A step is over. `prompt_position`: where the prompts of the next one begin, with dynamic sampling."""
+        self._positions = {step: prompt_position}
+        self._opened = {who: window for who, window in self._opened.items() if window.step != step}
+
+    async def close(self) -> None:
+        """Cancel what is being fetched."""
+        for task in self._opening.values():
+            task.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+
+    async def lease(self, request: messages.Lease) -> messages.Work:
+        """Acknowledge what a stage is through with, and reply with what it does next."""
+        stage = self._watch.stage(request.stage)
+        self._table.check_asked(stage.name, request.columns)
+        self._watch.note_request(stage.name, time.monotonic())
+        await self._acknowledge(request)
+        if not request.budget:
+            return StillWaiting()
+        if request.unfetched is not None:
+            self._open_unfetched(request, request.unfetched)
+        found: messages.Work | None = await self._run_state.wait_briefly(
+            partial(self._next_work, request, self._watch.restarts(stage.name))
+        )
+        if request.unit is not None and request.stage == TRAIN:
+            self._note_given(request.unit, found)
+        return found or StillWaiting()
+
+    def _open_unfetched(self, request: messages.Lease, number: int) -> None:
+        """Fetch the bodies of a lease's columns for a unit that could not; once, however often it asks."""
+        if self.stored is None:
+            raise BadInput(f"lease {number}: the bodies of its columns are not in a store")
+        held = self._table.held(number)
+        consumer = _consumer(request)
+        if self._table.is_held(number) and consumer not in self._opening and consumer not in self._opened:
+            self._begin_to_open(consumer, self._window(held, request.columns))
+
+    async def _acknowledge(self, request: messages.Lease) -> None:
+        for number in request.done:
+            held = self._table.held(number)
+            done = self._table.acknowledge(number)
+            if self.stored is not None and held.stage == TRAIN:
+                self.stored.trained(held.step, done)
+            ledger = self._table.ledger(held.step, held.stage)
+            if done and ledger.is_over:
+                last = held.stage == TRAIN and held.step == self._config.train.steps - 1
+                self.is_over = self.is_over or last
+            if done and (ledger.is_over or ledger.units > 1):
+                # the others wait for the end of the step, and the unit's request ahead is one like others now
+                await self._run_state.notify()
+
+    def _note_given(self, unit: int, given: messages.Work | None) -> None:
+        if isinstance(given, EndOfStep):
+            self._liveness.excuse(unit)
+        elif isinstance(given, (messages.Window, messages.EarlyWork)) and self.recorder is not None:
+            self.recorder.add(unit, given)
+
+    def _next_work(self, request: messages.Lease, restarts: int) -> messages.Work | None:
+        """Return the end of step or run, else a window, else responses to score early, else None.
+
+        `restarts`: those of the stage's ranks when the request came. Ranks that are gone since get nothing.
+        """
+        if self._watch.restarts(request.stage) != restarts:
+            return StillWaiting()
+        if (end := self._end_for(request)) is not None:
+            return end
+        self._run_state.check()  # a run that stops leases nothing more
+        consumer = _consumer(request)
+        opened = self._opened.pop(consumer, None)
+        if opened is not None and self._table.is_held(opened.lease) and request.step in (None, opened.step):
+            return opened
+        if consumer in self._opening or (request.step is not None and request.step not in self._table.steps):
+            return None
+        held = self._table.lease(
+            stage=request.stage,
+            step=request.step,
+            unit=request.unit or 0,
+            budget=request.budget,
+            consumer=request.consumer,
+            now=time.monotonic(),
+            ahead=request.ahead,
+        )
+        if held is not None:
+            return self._given(self._window(held, request.columns), request)
+        if request.early and request.step is not None:
+            landed = self._table.ledger(request.step).take_early(request.unit or 0, request.budget)
+            return messages.EarlyWork(tuple(landed)) if landed else None
+        return None
+
+    def _end_for(self, request: messages.Lease) -> EndOfStep | EndOfRun | None:
+        step = request.step
+        if step is None:
+            return EndOfRun() if self.is_over else None
+        if step in self._table.steps:
+            over = self._table.ledger(step, request.stage).is_over
+            batch = self._batches.get(step)
+            return EndOfStep(batch.next_position if batch is not None else None) if over else None
+        version = self._version()
+        ended = step in self._positions or (version is not None and step < version)
+        return EndOfStep(self._positions.get(step)) if ended else None
+
+    def _window(self, held: Held, columns: Sequence[str]) -> messages.Window:
+        rows = self._table.given_rows(held, columns)
+        return messages.Window(
+            step=held.step,
+            rows=rows,
+            batch=self._table.batch_scores(held.step, self._config.reward_weights) if held.stage == TRAIN else None,
+            lease=held.number,
+            lease_s=self._table.stages[held.stage].lease_s,
+            deliveries=held.deliveries,
+        )
+
+    def _given(self, window: messages.Window, request: messages.Lease) -> messages.Window | None:
+        """Return a leased window for its consumer; None if the orchestrator must fetch its bodies first."""
+        if self.stored is None:
+            return window
+        if request.fetches and self.recorder is None and (store := self.stored.where(window.rows)) is not None:
+            return replace(window, store=store)
+        self._begin_to_open(_consumer(request), window)
+        return None
+
+    def _begin_to_open(self, consumer: str, window: messages.Window) -> None:
+        assert self.stored is not None
+        self._opening[consumer] = asyncio.create_task(self._open(self.stored, consumer, window))
+
+    async def _open(self, stored: StoredColumns, consumer: str, window: messages.Window) -> None:
+        """Fetch the bodies of a leased window, and wake the consumer's request."""
+        try:
+            self._opened[consumer] = replace(window, rows=tuple(await stored.open(window.rows)))
+        except MetronomeError as error:
+            if window.step in self._table.steps:
+                await self._run_state.fail(error)
+        except OSError as error:  # a store that can't be started again: nobody awaits this task
+            await self._run_state.fail(StoreError(f"the columns of lease {window.lease} can't be opened: {error}"))
+        finally:
+            self._opening.pop(consumer, None)
+            await self._run_state.notify()
+
+    async def write_columns(self, request: messages.WriteColumns) -> messages.Taken:
+        """A stage gives rows of a lease its columns."""
+        self._run_state.check()
+        stage = self._watch.stage(request.stage)
+        held = self._table.held(request.lease)
+        for written in request.rows:
+            self._watch.check_columns(held.step, written)
+        new = self._table.write_columns(request.stage, request.lease, request.rows)
+        self._watch.note_written(stage.name, time.monotonic())
+        await self._run_state.notify()
+        return messages.Taken(new)
+
+
+def _consumer(request: messages.Lease) -> str:
+    """Who leases: a unit of a stage, or a program outside."""
+    return f"{request.stage} {request.unit if request.unit is not None else request.consumer!r}"

@@ -1,0 +1,262 @@
+"""The ledger of one stage in one step: which rows are ready, in which windows they are given out, and which are done.
+
+Pure bookkeeping without rows, clocks or sockets; `engine.orchestrator.table` keeps one for each stage and step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.wire.columns import PackedLanded
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How the rows of a stage are given out."""
+
+    order: str = "arrival"
+    """"arrival" or "prompt_order"."""
+    hold: bool = False
+    """Whether nothing is given before all rows are ready (mode "sync")."""
+    units: int = 1
+    """Number of units that take windows on their own."""
+    updates: int = 1
+    """Number of mini-batches, into which the rows go in their order."""
+    least: int = 0
+    """Tokens of a window below which it is not made smaller for the balance of the units."""
+    bubble: int = 0
+    """Tokens that a unit could train in the time that its pipeline fills and drains, once in each window."""
+    together: int = 1
+    """In arrival order: the number of windows that a unit gets as one, where their rows wait already."""
+
+
+class Ledger:
+    """The rows of one step, by index, for one stage. Every row is given to one unit, and done once.
+
+    Rows that were given come back with `begin_again` only; a lease that is over its deadline is the table's business.
+    """
+
+    def __init__(self, expected: int, windows: Windows) -> None:
+        """`expected`: number of rows of the step."""
+        self.expected = expected
+        self._mini_batch = expected // windows.updates
+        self._windows = windows
+        self._in_order = windows.order == "prompt_order"
+        self._ready: list[int] = []
+        """Indices in the order in which they became ready."""
+        self._tokens: dict[int, int] = {}
+        """By index: tokens of the rows that are ready."""
+        self._mini_batches: dict[int, int] = {}
+        """By index: number of the update that trains the row."""
+        self._given: set[int] = set()
+        self._done: set[int] = set()
+        self._landed: dict[tuple[int, int], PackedLanded] = {}
+        """Responses that no unit scores yet, of rows that are not ready, by (index, number)."""
+        self._early_unit: dict[int, int] = {}
+        """By index: the unit that holds its early scores."""
+        self._ordered: list[list[int]] = []
+        """Windows in prompt order, as far as they are known."""
+        self._taken = [0] * windows.units
+        """By unit: the number of windows of `_ordered` that it was given."""
+        self._tokens_given = [[0] * windows.units for _ in range(windows.updates)]
+        """By mini-batch and unit: the tokens of the windows that it was given in arrival order."""
+
+    def add_ready(self, index: int, tokens: int) -> None:
+        """A row has become ready. Raises ValueError for a wrong or repeated index."""
+        if index in self._tokens or not 0 <= index < self.expected:
+            raise ValueError(f"row {index} of {self.expected} is ready already, or there is no such row")
+        place = index if self._in_order else len(self._ready)
+        self._mini_batches[index] = place // self._mini_batch
+        self._ready.append(index)
+        self._tokens[index] = tokens
+        self._landed = {key: landed for key, landed in self._landed.items() if landed.group != index}
+
+    def mini_batch(self, index: int) -> int:
+        """Number of the update that trains a row which is ready."""
+        return self._mini_batches[index]
+
+    def land(self, landed: PackedLanded) -> None:
+        """Add a response of a row that is not ready yet."""
+        self._landed[landed.group, landed.number] = landed
+
+    def take_early(self, unit: int, budget: int) -> list[PackedLanded]:
+        """Return responses for a unit to score early while there is no window for it.
+
+        They have at most `budget` tokens with their prompts, but one is always returned if there is any. All responses
+        of a group go to the same unit.
+        """
+        taken: list[PackedLanded] = []
+        for landed in list(self._landed.values()):
+            if self._early_unit.get(landed.group, unit) == unit:
+                budget -= landed.tokens
+                if budget < 0 and taken:
+                    break
+                taken.append(self._landed.pop((landed.group, landed.number)))
+                self._early_unit[landed.group] = unit
+        return taken
+
+    def take(self, unit: int, budget: int, ahead: bool = False) -> list[int]:
+        """Give the next window to a unit: rows of at most `budget` tokens together, but at least one row. Returns [] if
+        there is no window yet.
+
+        In arrival order a window is made of the rows that are there, for the unit that asks, and not so large that the
+        others would have to wait for it (`_largest`). Several that wait are given as one (`_joined`). In prompt order
+        the windows are a function of the ordered rows alone: a window is given once it can't grow any more, and the
+        units get the windows in turn. A window has rows of one mini-batch. `ahead`: the unit still trains another
+        window; in arrival order it gets one only while windows need not be smaller for the balance.
+        """
+        if self._windows.hold and len(self._ready) < self.expected:
+            return []
+        window = self._ordered_window(unit, budget) if self._in_order else self._arrived_window(unit, budget, ahead)
+        self._given.update(window)
+        return window
+
+    def _arrived_window(self, unit: int, budget: int, ahead: bool) -> list[int]:
+        """Choose first the rows that this unit has scored early, last those that another unit has scored early."""
+        free = [index for index in self._ready if index not in self._given]
+        mini_batch = min((self._mini_batches[index] for index in free), default=0)
+        free = [index for index in free if self._mini_batches[index] == mini_batch]
+        if self._early_unit:
+            free.sort(key=lambda index: (self._early_unit.get(index) != unit, index in self._early_unit))
+        if ahead and self._windows.units > 1 and self._remaining(free, mini_batch) < 2 * self._windows.units * budget:
+            return []
+        count = self._count_fitting(free, self._largest(unit, budget, free, mini_batch))
+        for _ in range(1, self._joined(budget, free, mini_batch)):
+            more = self._count_fitting(free[count:], budget)
+            if count + more == len(free) or count + more > self._most:
+                break  # it can still grow, or is too much for one unit
+            count += more
+        window = free[:count]
+        self._tokens_given[mini_batch][unit] += sum(self._tokens[index] for index in window)
+        return window
+
+    def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        """Return the largest number of tokens of the next window: `budget`, or less, so that the units end the
+        mini-batch together.
+
+        A window has at most 1 / (2 · units) of what no unit has of the mini-batch yet. This is guided self-scheduling
+        (Polychronopoulos and Kuck 1987) with factoring's half (Hummel, Schonberg and Flynn 1992); it is how AsyncFlow's
+        balance of tokens (§3.3) is kept here. A row that is not ready counts with the mean of those that are. One unit
+        has nobody to wait for.
+        """
+        units = self._windows.units
+        if units == 1 or not free:
+            return budget
+        mean = sum(self._tokens.values()) / len(self._ready)
+        remaining = self._remaining(free, mini_batch)
+        guided = remaining / (2 * units)
+        if not self._windows.bubble:
+            return min(budget, max(self._windows.least, int(guided)))
+        size = max(guided, self._even(unit, budget, remaining, mini_batch))
+        return budget if size + mean > budget else int(size + mean / 2)
+
+    def _joined(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        """Return how many windows may be given as one. Of several units none gets more than its share of the rows that
+        wait, nor more than half of what `_largest` allows: a slow unit may have another window ahead."""
+        units = self._windows.units
+        if units == 1:
+            return self._windows.together
+        waiting = sum(self._tokens[index] for index in free)
+        share = min(waiting / units, self._remaining(free, mini_batch) / (4 * units))
+        return min(self._windows.together, int(share / budget))
+
+    def _remaining(self, free: Sequence[int], mini_batch: int) -> float:
+        """Tokens of the mini-batch that no unit has yet; a row that is not ready counts with the mean."""
+        coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._ready))
+        mean = sum(self._tokens.values()) / max(1, len(self._ready))
+        return sum(self._tokens[index] for index in free) + coming * mean
+
+    def _even(self, unit: int, budget: int, remaining: float, mini_batch: int) -> float:
+        """Return the tokens of each window of a unit under a pipeline: its part of an equal share, in as few windows as
+        the budget allows.
+
+        Each window costs the bubble once more, so the fewest windows, equally large, end first (chunks of equal size,
+        where a chunk costs a fixed time: Kruskal and Weiss 1985). All units then end after share + windows · bubble;
+        if full windows are given as long as there are rows, one unit ends no sooner than that. A unit that lacks less
+        than the bubble of its share has it.
+        """
+        given = self._tokens_given[mini_batch]
+        bubble = self._windows.bubble
+        share = (remaining + sum(given)) / self._windows.units
+        lacking = [share - one if not one or share - one > bubble else 0.0 for one in given]
+        if not lacking[unit]:
+            return bubble
+        part = remaining * lacking[unit] / sum(lacking)
+        return part / math.ceil(part / budget)
+
+    def _ordered_window(self, unit: int, budget: int) -> list[int]:
+        self._cut_windows(budget)
+        number = unit + self._taken[unit] * self._windows.units
+        if number >= len(self._ordered):
+            return []
+        self._taken[unit] += 1
+        return self._ordered[number]
+
+    def _cut_windows(self, budget: int) -> None:
+        """Cut the next rows in prompt order into windows, as long as the end of the next window is known."""
+        while True:
+            first = self._ordered[-1][-1] + 1 if self._ordered else 0
+            border = (first // self._mini_batch + 1) * self._mini_batch
+            last = first
+            while last < border and last in self._tokens:
+                last += 1
+            ready = list(range(first, last))
+            count = self._count_fitting(ready, budget)
+            if not ready or (count == len(ready) and count < self._most and last < border):
+                return
+            self._ordered.append(ready[:count])
+
+    def _count_fitting(self, indices: Sequence[int], budget: int) -> int:
+        """Return how many rows, from the first on, fit into a window; the first always counts as fitting."""
+        used = 0
+        for count, index in enumerate(indices):
+            used += self._tokens[index]
+            if count and (used > budget or count == self._most):
+                return count
+        return len(indices)
+
+    def finish(self, indices: Iterable[int]) -> None:
+        """The stage is through with rows. Raises ValueError for a row that was not given, or is done already."""
+        for index in indices:
+            if index not in self._given or index in self._done:
+                raise ValueError(f"row {index} was not given out, or is done already")
+            self._done.add(index)
+
+    @property
+    def units(self) -> int:
+        """Number of units that take windows on their own."""
+        return self._windows.units
+
+    @property
+    def _most(self) -> int:
+        """Largest number of rows of a window, so that every unit has a part of each mini-batch."""
+        several = self._windows.updates > 1
+        return -(-self._mini_batch // self.units) if several else self.expected
+
+    def begin_again(self, windows: Windows | None = None) -> None:
+        """Forget what was given and done: the stage goes through the step again, from its first row on. `windows`: how
+        rows are given out from now on, in as many mini-batches; None: as before."""
+        self._windows = windows or self._windows
+        self._given.clear()
+        self._done.clear()
+        self._early_unit.clear()
+        self._ordered.clear()
+        self._taken = [0] * self._windows.units
+        self._tokens_given = [[0] * self._windows.units for _ in self._tokens_given]
+
+    @property
+    def ready(self) -> int:
+        """Number of rows that have become ready."""
+        return len(self._ready)
+
+    @property
+    def done(self) -> int:
+        """Number of rows that the stage is through with."""
+        return len(self._done)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stage is through with all rows of the step."""
+        return len(self._done) == self.expected

@@ -1,0 +1,96 @@
+"""Starting what the plane of a run needs: instances, verifiers, the store of columns, the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.data.problems import Problems
+from engine.data.prompts import encode_problems
+from engine.data.tokenizer import Tokenizer
+from engine.orchestrator.column_store import starting_store
+from engine.orchestrator.live_progress import LiveProgress
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.rollout_service import rollout_service
+from engine.orchestrator.server import Server
+from engine.run.folder import RunFolder
+from engine.run.identity import read_run_id, run_began
+from engine.run.trace import Trace
+from engine.wire.access_token import is_loopback
+from engine.wire.address import ADDRESS_FILE, split_address
+
+
+@asynccontextmanager
+async def serving_plane(
+    config: Config,
+    folder: RunFolder,
+    trace: Trace,
+    problems: Problems,
+    server: Server,
+    weights: Path,
+    live: LiveProgress | None = None,
+    trains: bool = True,
+) -> AsyncIterator[Plane]:
+    """Start instances, verifiers and store at once, since each takes seconds, and make the plane once the instances
+    serve; end all when the body is left. `live`: gets what the user sees; `trains`: whether the trainer is ours."""
+    async with (
+        rollout_service(
+            config=config,
+            model=Path(config.model.path),
+            folder=folder.path,
+            settings=config.rollout,
+            group_size=config.rollout.group_size,
+            trace=trace,
+            synced=True,
+            notices=live.notices if live is not None else None,
+        ) as service,
+        starting_store(config, folder.path) as store,
+    ):
+        server.pool = service.pool
+        service.pool.how_to_join = how_to_join(config, folder)
+        service.pool.needed = lambda: not trains
+        if live is not None:
+            live.pool = service.pool
+        loader = await asyncio.to_thread(prompt_loader, config, problems, service.tokenizer)
+        await service.pool.connect()
+        plane = Plane(
+            config=config,
+            folder=folder,
+            trace=trace,
+            loader=loader,
+            service=service,
+            store=await store if store is not None else None,
+            weights=weights,
+            trains=trains,
+        )
+        if trains:
+            service.pool.needed = lambda: plane.is_ready
+        gc.freeze()  # what is loaded by now stays: the collector need not go through it, 0.1 s each time
+        yield plane
+
+
+def how_to_join(config: Config, folder: RunFolder) -> str:
+    """The command that starts an instance which joins a run whose server listens: here, or on any other node if
+    rollout.listen is not loopback."""
+    address = (folder.path / ADDRESS_FILE).read_text().strip()
+    if is_loopback(split_address(config.rollout.listen, "rollout.listen")[0]):
+        return f"metronome serve {folder.config} --join {folder.path}"
+    return f"metronome serve {folder.config} --join {address} --host ADDRESS_OF_ITS_NODE"
+
+
+def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> PromptLoader:
+    """Encode the problems, and return their loader."""
+    encoded = encode_problems(
+        problems,
+        tokenizer.hf,
+        config.data.prompt_template,
+        config.rollout.max_context,
+        vocabulary=tokenizer.vocabulary(),
+        clock=run_began(read_run_id(config.folder)),
+    )
+    return PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)

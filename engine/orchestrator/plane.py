@@ -1,0 +1,401 @@
+"""The plane: answers what stages and programs ask, starts the generation of batches, stops the run if a part fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import DeadlineError, MetronomeError, ServiceConflict
+from engine.orchestrator.batches import Batch, BatchGenerator
+from engine.orchestrator.batches_in_flight import BatchesInFlight
+from engine.orchestrator.column_store import ColumnStore
+from engine.orchestrator.experience import Experience
+from engine.orchestrator.lease_requests import LeaseRequests
+from engine.orchestrator.liveness import Liveness
+from engine.orchestrator.rollout_service import RolloutService
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.stages import StageWatch, stages_of
+from engine.orchestrator.stored_columns import StoredColumns
+from engine.orchestrator.table import RowTable
+from engine.orchestrator.weight_sync.publish_requests import PublishRequests
+from engine.run.folder import RunFolder
+from engine.run.trace import Trace
+from engine.schedule import Schedule
+from engine.types import Group, JsonObject, StepReport
+from engine.wire import messages
+from engine.wire.columns import Row, open_group
+from engine.wire.message import Message, Request
+from engine.wire.messages import TRAIN, EndOfStep, StillWaiting
+from engine.wire.record import FILE, RecordWriter
+
+if TYPE_CHECKING:
+    from engine.orchestrator.in_run_evaluation import InRunEvaluation
+
+Answers = Mapping[type[Request[Any]], Callable[[Any], Awaitable[Message]]]
+"""By type of request: the method that answers it."""
+
+
+class Plane:
+    """Holds the steps under way, and answers every request: of our own trainer and scorers, and of programs outside.
+
+    Within a step every row is trained once. A trainer of ours holds its leases until it dies, which ends the attempt;
+    those of programs outside have a deadline.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        trace: Trace,
+        loader: PromptLoader | None = None,
+        service: RolloutService | None = None,
+        store: ColumnStore | None = None,
+        weights: Path | None = None,
+        trains: bool = True,
+    ) -> None:
+        """A replay has no `loader` and no `service`; then only the requests that need no instances are answered.
+
+        `store`: where the bodies of columns lie; None: in the table. `weights`: folder for weights on their way to the
+        instances. `trains`: whether the trainer is ours, and not a program outside.
+        """
+        self.config = config
+        self.folder = folder
+        self.trace = trace
+        self.service = service
+        self._weights = weights or folder.path
+        self._trains = trains
+        self._run_state = RunState()
+        self._schedule = Schedule.of(config.train, config.rollout.partial)
+        self.table = RowTable(stages_of(config, None if trains else config.service.lease_s))
+        self.watch = StageWatch(config, self.table, folder.logs)
+        self._batches = BatchesInFlight(self._run_state)
+        self._liveness = Liveness()
+        self.trainer_error: MetronomeError | None = None
+        self.last: dict[str, Any] = {}
+        """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
+        self._is_ready = False
+        self._replayed_by: dict[int, set[int]] = {}
+        self._stored: StoredColumns | None = None
+        self._leases = LeaseRequests(
+            config=config,
+            run_state=self._run_state,
+            table=self.table,
+            watch=self.watch,
+            batches=self._batches,
+            liveness=self._liveness,
+            version=lambda: self._publishing.version if self._publishing is not None else None,
+        )
+        self._generator: BatchGenerator | None = None
+        self._evaluation: InRunEvaluation | None = None
+        self._publishing: PublishRequests | None = None
+        self._experience: Experience | None = None
+        if loader is not None and service is not None:
+            self._use_instances(loader, service, store)
+        self._answers = self.answers()
+
+    def _use_instances(self, loader: PromptLoader, service: RolloutService, store: ColumnStore | None) -> None:
+        """Make what generates batches, publishes weights, takes experience from outside and evaluates."""
+        generator = self._generator = BatchGenerator(
+            config=self.config, loader=loader, service=service, table=self.table, notify=self._run_state.notify
+        )
+        if store is not None:
+            self._stored = StoredColumns(
+                store, lambda step, index: generator.generate_again(self._batches.get(step), index)
+            )
+            generator.keep = self._stored.keep
+            self._leases.stored = self._stored
+        if self.config.evaluate.every:
+            from engine.orchestrator.in_run_evaluation import (
+                InRunEvaluation,  # only runs that have it pay for its imports
+            )
+
+            self._evaluation = InRunEvaluation(self.config, self.folder, service, self._run_state.notify)
+        self._publishing = PublishRequests(
+            config=self.config,
+            service=service,
+            trace=self.trace,
+            run_state=self._run_state,
+            batches=self._batches,
+            allows_publish=self._allows_publish,
+            served=self._served,
+            begins_again=self._begin_again,
+            text=loader.tokens(),
+            recorded=self.folder.first_figure("sync_difference"),
+        )
+        self._experience = Experience(
+            config=self.config,
+            service=service,
+            run_state=self._run_state,
+            table=self.table,
+            generator=self._generator,
+            batches=self._batches,
+            publishing=self._publishing,
+            generate=self._generate_batch,
+            started=self._step_started,
+            weights=self._weights,
+            trains=self._trains,
+        )
+
+    def answers(self) -> Answers:
+        """The method that answers each type of request. A replay answers no request about instances."""
+        always: Answers = {
+            messages.Ready: self._ready,
+            messages.Heartbeat: self._heartbeat,
+            messages.ReplayProgress: self._replay_progress,
+            messages.Report: self._report,
+            messages.StageFailed: self._stage_failed,
+        }
+        publishing = self._publishing
+        experience = self._experience
+        if publishing is None or experience is None:
+            return always
+        return {
+            **always,
+            messages.InitEngines: experience.init_engines,
+            messages.PutPrompts: experience.put_prompts,
+            messages.PutRow: experience.put_row,
+            messages.SampleResponses: experience.sample,
+            messages.Lease: self._leases.lease,
+            messages.WriteColumns: self._leases.write_columns,
+            messages.AwaitVersion: publishing.await_version,
+            messages.MayPublish: publishing.may_publish,
+            messages.OpenSync: publishing.open,
+            messages.ConnectSync: publishing.connect,
+            messages.SendBucket: publishing.bucket,
+            messages.AbortSync: publishing.abort,
+            messages.FinishSync: publishing.finish,
+            messages.VerifySync: publishing.verify,
+            messages.IsSnapshotWanted: publishing.sync.is_snapshot_wanted,
+        }
+
+    async def answer(self, request: Request[Any], ours: bool = True) -> Message:
+        """Return the reply to a request; `ours`: of a rank of the run's own. The arrival of a trainer's request and the
+        reply to it are signs of its life.
+
+        Raises MetronomeError if the run stops, or if a replay gets a request about instances; ServiceConflict if a
+        program asks what only the trainer of the run's own may.
+        """
+        if (method := self._answers.get(type(request))) is None:
+            raise MetronomeError(f"{type(request).__name__}: a run that replays a record has no instances")
+        if not messages.is_of_trainer(request):
+            return await method(request)
+        if self._trains and not ours:
+            raise ServiceConflict(
+                f"{type(request).__name__}: the run has a trainer of its own, and only that moves its steps and "
+                "weights; lease rows for a stage of yours, or start a service (docs/service.md)"
+            )
+        with self._liveness.answering(request.unit):
+            return await method(request)
+
+    # the run --------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> MetronomeError | None:
+        """The error that stops the run; None while the run goes on."""
+        return self._run_state.failure
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the trainer has loaded its models. From then on it is told of a failure and saves a checkpoint."""
+        return self._is_ready
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step is trained, so that no stage has anything left to do."""
+        return self._leases.is_over
+
+    async def fail(self, error: MetronomeError) -> None:
+        """Stop the run: the trainer gets `error` as the reply to its next request, saves a checkpoint and ends."""
+        await self._run_state.fail(error)
+
+    async def check(self) -> None:
+        """Stop the run if the pool gave up, the trainer is silent, a stage does not come, or a generation ended without
+        all of its groups.
+
+        Raises an exception of a background task that is not a MetronomeError: that is a bug of the orchestrator.
+        """
+        await self._batches.check()
+        if self._publishing is not None:
+            self._publishing.check()
+        if self._evaluation is not None:
+            self._evaluation.check()
+        if self.failure is None and self.service is not None and self.service.pool.failure is not None:
+            await self.fail(self.service.pool.failure)
+        if self.failure is None and (late := self.watch.late_stage(time.monotonic())):
+            await self.fail(DeadlineError(late))
+        limit, keys = self._silence_limit()
+        if self._trains and self.failure is None and (who := self._liveness.longer_than(limit)):
+            await self.fail(
+                DeadlineError(
+                    f"no sign of life of {who} in {limit:g} s ({keys}); its log: {self.folder.logs / 'trainer.log'}"
+                )
+            )
+
+    def _silence_limit(self) -> tuple[float, str]:
+        """The longest time in seconds that the trainer may be silent, and the keys that set it. Until it is ready it
+        loads models, so the time that instances get for that is added."""
+        limit = self.config.train.timeout_s
+        if self._is_ready:
+            return limit, "train.timeout_s"
+        return limit + self.config.rollout.timeout_s, "train.timeout_s + rollout.timeout_s"
+
+    def stage_progress(self) -> JsonObject:
+        """The progress of the oldest step under way: its groups that have come in, and those that are trained; and of
+        an evaluation that is being sampled."""
+        found: JsonObject = {"ready": self._is_ready, "done": self.last.get("step", -1) + 1}
+        if batch := self._batches.oldest:
+            counted = {"arrived": batch.arrived, "trained": batch.trained, "expected": batch.expected}
+            found |= {"step": batch.step, **counted}
+        if self._evaluation is not None and (under_way := self._evaluation.under_way) is not None:
+            found["evaluation"] = under_way
+        return found
+
+    def status(self) -> JsonObject:
+        """What GET /status says of the steps under way."""
+        return {
+            "version": self._publishing.verified if self._publishing is not None else None,
+            "steps": self._batches.steps,
+            "arrived": [batch.arrived for batch in self._batches.values()],
+            "held_bytes": self._experience.held_bytes if self._experience is not None else 0,
+            "stages": self.watch.status(),
+        }
+
+    async def close(self) -> None:
+        """Cancel the batches under way, the publishing and the evaluation, and write the timeline."""
+        await self._leases.close()
+        await self._batches.close()
+        if self._stored is not None:
+            await self._stored.close()
+        if self._publishing is not None:
+            await self._publishing.close()
+        if self._evaluation is not None:
+            await self._evaluation.close()
+        self.trace.flush()
+
+    async def _ready(self, request: messages.Ready) -> messages.Prompts:
+        """The trainer has loaded its models and begins with step `start`; the reply is the fingerprint of the run's
+        prompts."""
+        self._is_ready = True
+        self._leases.is_over = request.start >= self.config.train.steps
+        if self._generator is not None:
+            self._generator.units = request.units
+            if self._trains or self._publishing is None or self._publishing.version is None:
+                self._generator.resume_at(request.start, request.prompt_position, request.prompts)
+        if self._trains:
+            self.folder.cut(request.start)
+        if self._evaluation is not None:
+            self._evaluation.begin(request.start)
+        if self.config.train.record and self.service is not None and self._leases.recorder is None:
+            file = self.folder.path / FILE
+            self._leases.recorder = await asyncio.to_thread(RecordWriter, file, self.config, request.start)
+        return messages.Prompts(None if self._generator is None else self._generator.fingerprint)
+
+    async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
+        """The trainer is busy with work that needs no other request; the reply may be the error that stops the run."""
+        self._run_state.check()
+        return messages.Done()
+
+    async def _stage_failed(self, request: messages.StageFailed) -> messages.Done:
+        """Stop the run with the error of a stage that ends. The next request of each other one is answered with it."""
+        error = request.error.error()
+        if request.stage == TRAIN and not self._trains:
+            return messages.Done()  # a trainer outside may be started again
+        if request.stage == TRAIN:
+            self.trainer_error = self.trainer_error or error
+        await self.fail(error)
+        return messages.Done()
+
+    # evaluation in the run ------------------------------------------------------------------------
+
+    def _allows_publish(self) -> bool:
+        return self._evaluation is None or self._evaluation.allows_publish()
+
+    # steps ----------------------------------------------------------------------------------------
+
+    def _step_started(self) -> None:
+        if self._trains and self._generator is not None:
+            self._liveness.expect(self._generator.units)
+
+    async def _generate_batch(self, batch: Batch, prompts: Sequence[Any] | None) -> None:
+        assert self._generator is not None
+        assert self._publishing is not None
+        await self._publishing.wait_for_swap()
+        await self._generator.fill(batch, prompts)
+        if self._evaluation is not None and not self._schedule.ahead:
+            self._evaluation.evaluate(batch.step)
+
+    def _served(self, version: int) -> None:
+        """All instances hold a version that the trainer has published. The steps before it are over."""
+        if self._evaluation is not None and self._schedule.ahead:
+            self._evaluation.evaluate(version)
+        for step in self._batches.steps:
+            if step < version:
+                self._end_step(step)
+
+    def _begin_again(self) -> None:
+        """A trainer publishes a version once more, because it was started again: what it had trained is lost."""
+        assert self._generator is not None
+        for step in self._batches.steps:
+            self.table.begin_again(step, self._generator.units)
+
+    def _end_step(self, step: int) -> Batch | None:
+        batch = self._batches.pop(step)
+        if batch is not None:
+            self._leases.end_step(step, batch.next_position)
+        for part in (self.table, self._stored, self._experience):
+            if part is not None:
+                part.forget(step)
+        return batch
+
+    async def _report(self, request: messages.Report) -> messages.Done:
+        """Complete the trainer's figures and append them to steps.jsonl."""
+        figures = request.figures
+        step = request.step
+        batch = self._end_step(step)
+        pool_size = self.service.pool.size if self.service is not None else 0
+        devices = self.config.parallel.ranks + self.config.scorer_ranks + pool_size * self.config.rollout.tensor
+        report = StepReport(
+            step=step,
+            weight_version=step,
+            pool_size=pool_size,
+            rollout_s=batch.rollout_s if batch is not None else 0.0,
+            reward_tried=batch.reward_tried if batch is not None else None,
+            prompts_used=batch.prompts_used if batch is not None else None,
+            sync_difference=self._publishing.sync.difference if self._publishing is not None else None,
+            tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
+            **figures,
+        )
+        self.folder.add_step(report)
+        self.last = dataclasses.asdict(report)
+        self.folder.add_samples(step, await self._texts(batch.samples if batch is not None else []))
+        if self._evaluation is not None and step == self.config.train.steps - 1:
+            await self._evaluation.finish()
+        if self._leases.recorder is not None:
+            self._leases.recorder.flush()
+        self.trace.flush()
+        return messages.Done()
+
+    async def _texts(self, rows: Sequence[Row]) -> list[Group]:
+        """Return the groups with the responses' texts. They are decoded in a thread, because that takes long."""
+        if self.service is None:
+            return []
+        decode = self.service.tokenizer.decode
+        return await asyncio.to_thread(lambda: [open_group(row, decode=decode) for row in rows])
+
+    async def _replay_progress(self, request: messages.ReplayProgress) -> EndOfStep | StillWaiting:
+        """A unit goes on with its replay. Once it is `done` with a step it waits for the others, which may fail."""
+        self._run_state.check()
+        if not request.done:
+            return StillWaiting()
+        done = self._replayed_by.setdefault(request.step, set())
+        units = self.config.parallel.units
+        assert request.unit is not None
+        done.add(request.unit)
+        await self._run_state.notify()
+        return await self._run_state.wait_briefly(lambda: EndOfStep() if len(done) == units else None) or StillWaiting()

@@ -1,0 +1,110 @@
+"""Room on the instances: which groups wait for it, and which instance gets the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from engine.errors import MetronomeError
+from engine.orchestrator.pool.instance import Instance, Place
+
+
+class Paced(Protocol):
+    """What the choice reads of an instance."""
+
+    @property
+    def groups(self) -> int:
+        """Groups in flight on it."""
+
+    @property
+    def group_s(self) -> float | None:
+        """Seconds per group at its pace; None before the first."""
+
+
+One = TypeVar("One", bound=Paced)
+
+
+def soonest_instance(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
+    """Return the instance that will probably finish one more group first, of those with room; None if none has.
+
+    Those of `avoid` are taken only if no others serve. An instance without a pace is taken for as fast as the fastest.
+    """
+    others = [instance for instance in serving if instance not in avoid] or serving
+    free = [instance for instance in others if instance.groups < concurrency]
+    untried = min((instance.group_s for instance in serving if instance.group_s is not None), default=1.0)
+    return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
+
+
+@dataclass(frozen=True)
+class _Waiter:
+    """Somebody waits for a place."""
+
+    place: asyncio.Future[Place]
+    avoid: Collection[Instance]
+    least: int | None
+
+
+class Dispatcher:
+    """A group goes to the instance that will probably finish it first. Waiters get places in the order of asking."""
+
+    def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
+        """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a
+        place whose waiter was cancelled."""
+        self._instances = instances
+        self._concurrency = concurrency
+        self._give_back = give_back
+        self._waiting: deque[_Waiter] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        """Wait for a place; the limits are those of the requests under way and rollout.wait_s (`fail`).
+
+        `avoid`: others, if any serve; `first`: before all that wait already; `least`: of this weight version or a later
+        one.
+        """
+        asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
+        (self._waiting.appendleft if first else self._waiting.append)(asked)
+        self.hand_out()
+        try:
+            return await asked.place
+        except asyncio.CancelledError:
+            place = asked.place
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._give_back(place.result())
+            raise
+
+    def hand_out(self) -> None:
+        """Give places to the waiters, in the order of asking, as long as there are any."""
+        while self._waiting:
+            asked = self._waiting[0]
+            if not asked.place.done():
+                if (best := self._pick(asked.avoid, asked.least)) is None:
+                    break
+                asked.place.set_result(best.take_place(self._concurrency))
+            self._waiting.popleft()
+        self._wake_later()
+
+    def fail(self, error: MetronomeError) -> None:
+        """All waiters get this error instead of a place."""
+        while self._waiting:
+            place = self._waiting.popleft().place
+            if not place.done():
+                place.set_exception(error)
+
+    def _pick(self, avoid: Collection[Instance], least: int | None) -> Instance | None:
+        serving = [instance for instance in self._instances if instance.takes_prompts and instance.breaker.passes]
+        if least is not None:
+            serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
+        return soonest_instance(serving, self._concurrency, avoid)
+
+    def _wake_later(self) -> None:
+        """Look again when the first open breaker lets its trial pass."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waits = [one.breaker.wait_s for one in self._instances if one.takes_prompts and one.breaker.wait_s > 0]
+        if self._waiting and waits:
+            self._timer = asyncio.get_running_loop().call_later(min(waits), self.hand_out)

@@ -1,0 +1,198 @@
+"""Keeps the pool alive: asks every instance whether it answers, starts dead ones again and brings late ones to the
+weights. Gives up when there has been no instance for too long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, Self
+
+from engine.errors import BadInput, MetronomeError, TooManyFiles
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance_client import InstanceFault, Refused
+from engine.orchestrator.pool.pool import Pool
+from engine.run.instance_process import InstanceProcess
+from engine.wire.address import http_url
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import GetHealth, GetLoad, Health, Load
+
+LOOK_S = 0.1
+"""How often processes are looked at."""
+BACKOFF_S = 0.5
+"""Pause before the first restart of a process, and before the second attempt to bring an instance to the weights;
+it doubles."""
+ATTEMPTS = 3
+"""An instance that could not be brought to the weights so often in a row is given up."""
+
+
+class HealthMonitor:
+    """Looks after a pool within its block: it asks the pool, and tells it whom to admit and whom to exclude."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._run(self._watch_arrivals())
+        self._run(self._watch_failed_starts())
+        self._run(self._watch_processes())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """An error in a background task ends the run, because instances are no longer looked after."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._pool.fail(
+                error if isinstance(error, MetronomeError) else MetronomeError(f"the pool failed: {error!r}")
+            )
+            if not isinstance(error, MetronomeError):
+                raise error
+
+    # processes ------------------------------------------------------------------------------------
+
+    async def _watch_processes(self) -> None:
+        """Notice deaths at once; fail the pool when it needs an instance and nothing lived for longer than its
+        `patience`. An address that never answers does not live, however often it joins."""
+        pool = self._pool
+        await pool.connected.wait()
+        waits_since = time.monotonic()
+        told = None
+        while True:
+            for instance in list(pool.instances):
+                if instance.dead:
+                    pool.gone(instance, "its process ended")
+            now = time.monotonic()
+            lives = any(instance.counts for instance in pool.instances)
+            pool.lived |= lives
+            if lives or not pool.needed():
+                waits_since = now
+            elif now - waits_since > pool.patience[0]:
+                pool.fail(pool.all_gone())
+            state = None if lives else pool.needed()
+            if state != told and state is not None and pool.failure is None:
+                pool.say_waits()
+            told = state
+            await asyncio.sleep(LOOK_S)
+
+    async def _restart(self, declared: InstanceProcess, wanted: bool) -> None:
+        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times in a
+        row."""
+        rollout = self._pool.config.rollout
+        await asyncio.to_thread(declared.child.stop, 0.0)
+        while wanted and declared.may_restart(rollout.restarts):
+            await asyncio.sleep(BACKOFF_S * 2**declared.faults)
+            self._pool.processes.restart(declared)
+            try:
+                address = await declared.serves(rollout.timeout_s)
+            except MetronomeError as error:
+                self._pool.failed_restart(declared.name, str(error))
+                await asyncio.to_thread(declared.child.stop, 0.0)
+                if isinstance(error, BadInput):  # it would refuse it again
+                    return
+            else:
+                self._pool.enter(declared.name, http_url(*address), declared)
+                return
+
+    async def _watch_failed_starts(self) -> None:
+        """Start declared instances again that could not start with the others."""
+        while True:
+            self._run(self._restart(await self._pool.failed_starts.get(), wanted=True))
+
+    # instances ------------------------------------------------------------------------------------
+
+    async def _watch_arrivals(self) -> None:
+        """Look after every instance that enters the pool."""
+        while True:
+            self._run(self._watch_instance(await self._pool.arrived.get()))
+
+    async def _watch_instance(self, instance: Instance) -> None:
+        """Exclude it when it is silent and bring it back when it answers, until it is gone.
+        Then a declared one is started again, unless it asked to leave."""
+        rollout = self._pool.config.rollout
+        patience = max(rollout.heartbeat_s, rollout.wait_s / 2)  # early enough to replace it before the run gives up
+        interval = rollout.heartbeat_s / 3
+        while instance.state != "gone":
+            answered = await self._check_heartbeat(instance, interval)
+            silence = instance.silence_s
+            if answered:
+                self._bring_back(instance)
+            elif silence > patience:
+                self._pool.gone(instance, f"did not answer for {silence:.1f} s")
+            elif silence > rollout.heartbeat_s and instance.state != "silent":
+                self._pool.exclude(instance, f"no answer for {silence:.1f} s (rollout.heartbeat_s)")
+            await instance.wait_until_gone(interval)
+        if instance.declared is not None:
+            await self._restart(instance.declared, wanted=not instance.leaving)
+
+    async def _check_heartbeat(self, instance: Instance, timeout_s: float) -> bool:
+        """Whether it answered. Any answer is a sign of life, because an update keeps it from telling its load."""
+        was = instance.state, instance.version
+        asked_load = instance.client.call(GetLoad(), timeout_s=timeout_s)
+        asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)
+        load, health = await asyncio.gather(asked_load, asked_health, return_exceptions=True)
+        for result in (load, health):
+            if isinstance(result, TooManyFiles):
+                raise result  # no instance is to blame
+            if isinstance(result, BaseException) and not isinstance(result, MetronomeError):
+                raise result
+        if isinstance(health, Health) and health.protocol != ROLLOUT_PROTOCOL:
+            self._pool.gone(instance, f"speaks {_spoken(health)} of the rollout protocol, not {ROLLOUT_PROTOCOL}")
+        if isinstance(load, Load):
+            instance.loaded(load)
+            if was == (instance.state, instance.version):
+                self._compare(instance, load.weight_version)
+        answered = any(isinstance(result, (Load, Health, InstanceFault, Refused)) for result in (load, health))
+        if answered and instance.heard():
+            self._pool.changed()
+        return answered
+
+    def _compare(self, instance: Instance, holds: int) -> None:
+        """An instance that was started again behind the same address has other weights than it was brought to."""
+        if instance.takes_prompts and instance.version is not None and holds != instance.version:
+            self._pool.exclude(
+                instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
+            )
+
+    def _bring_back(self, instance: Instance) -> None:
+        """It answers: if it has no weights, begin to bring it to the current ones, or have it wait for the first."""
+        if instance.state not in ("starting", "silent"):
+            return
+        sync = self._pool.sync
+        if self._pool.synced and (sync is None or sync.version is None):
+            if instance.state == "silent":
+                instance.wait_for_publish()
+                self._pool.changed()
+        elif time.monotonic() >= instance.retry:
+            instance.begin_catch_up()
+            self._run(self._catch_up(instance))
+
+    async def _catch_up(self, instance: Instance) -> None:
+        """Bring it to the current version, again when that moved on meanwhile; then it serves.
+        Give it up after ATTEMPTS."""
+        sync = self._pool.sync
+        try:
+            async with instance.client.until_cut("bringing it to the weights"):
+                while sync is not None and instance.version != sync.version:
+                    await sync.catch_up(instance)
+        except MetronomeError as error:
+            failed = instance.failed_attempt(BACKOFF_S)
+            self._pool.exclude(instance, str(error))
+            if failed == ATTEMPTS:
+                self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {error}")
+        else:
+            self._pool.admit(instance)
+
+
+def _spoken(health: Health) -> str:
+    return "no version that it names" if health.protocol is None else f"version {health.protocol}"

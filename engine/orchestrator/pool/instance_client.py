@@ -1,0 +1,294 @@
+"""The orchestrator's side of a rollout instance: one protocol for every engine, token ids across it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import aiohttp
+import msgspec
+
+from engine.config import Evaluate, Rollout
+from engine.errors import DeadlineError, MetronomeError, TooManyFiles
+from engine.model.shape import Experts, end_of_sequence_ids, read_shape
+from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
+from engine.run.open_files import open_limit
+from engine.types import Prompt
+from engine.wire import reply_columns
+from engine.wire.columns import PackedResponse, open_ids
+from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
+
+Reply = TypeVar("Reply")
+
+
+class InstanceGone(MetronomeError):
+    """The connection to the instance failed or broke, or the pool gave the instance up.
+    Its requests go to another one."""
+
+
+class InstanceFault(MetronomeError):
+    """The instance answered with an error of its own (5xx) or with something that is no reply to the request."""
+
+
+class BrokenReply(InstanceFault):
+    """The instance answered 200 with something that breaks the protocol: nothing of it counts."""
+
+
+class Refused(MetronomeError):
+    """The instance refused the request (4xx): a mistake of ours, sending it again would not help."""
+
+
+class Busy(Refused):
+    """The instance can't take the request now (BUSY), or an update broke it off; later it can."""
+
+
+NO_FILE = (errno.EMFILE, errno.ENFILE)
+"""This process, or its machine, can open no further file: not the instance's fault."""
+NO_FILE_PAUSE_S = 0.2
+BUSY = (408, 409, 429)
+"""It waited too long for the request's body; it is paused or being updated; it holds too many requests."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are sampled."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    vocabulary: int
+    """Number of token ids that the model knows."""
+    stop_token_ids: tuple[int, ...] = ()
+    model_stop_ids: frozenset[int] = frozenset()
+    """The model's own end-of-sequence ids, which instances add."""
+    partial: bool = False
+    """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
+    experts: Experts | None = None
+    """The model's experts, if those of each token are asked for (algorithm.routing_replay)."""
+    seeded: bool = True
+    """Whether each request has a seed of its own. Without one a response comes from the instance's random stream."""
+
+    @classmethod
+    def of(
+        cls,
+        settings: Rollout | Evaluate,
+        model: Path,
+        stop: tuple[int, ...],
+        partial: bool = False,
+        routes: bool = False,
+        seeded: bool = True,
+    ) -> SamplingSettings:
+        """Those of a part of the config: `rollout` for training, `evaluate` for evaluations. `model`: a Hugging Face
+        folder; `routes`: whether the experts of each token are asked for; `seeded`: whether each request has a seed."""
+        shape = read_shape(model)
+        return cls(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            vocabulary=shape.vocabulary,
+            stop_token_ids=stop,
+            model_stop_ids=end_of_sequence_ids(model),
+            partial=partial,
+            experts=shape.experts if routes else None,
+            seeded=seeded,
+        )
+
+
+class InstanceClient:
+    """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
+
+    Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights
+    sampled leaves before they were compared with the trainer's. A `cut` loses what is held. Only `Instance` calls
+    `distrust`, `trust` and `cut`.
+    """
+
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        self.name = name
+        self.url = url
+        self._session = session
+        self._timeout_s = timeout_s
+        self._under_way: set[asyncio.Timeout] = set()
+        self._cut: dict[asyncio.Timeout, str] = {}
+        self._cuts = 0
+        self._trusted = asyncio.Event()
+        self._trusted.set()
+
+    async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None) -> Reply:
+        """Send a request and wait for its reply; `timeout_s` defaults to rollout.timeout_s.
+
+        While this process can open no file for the connection, it waits. Raises InstanceGone (connection broken, or
+        cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …), Refused (other 4xx) and TooManyFiles; each
+        names instance and route.
+        """
+        what = f"{request.method} {request.path}"
+        data = msgspec.json.encode(request) if request.method == "POST" else None
+        no_file: str | None = None
+        try:
+            async with self._limited(what, self._timeout_s if timeout_s is None else timeout_s):
+                while True:
+                    no_file = None
+                    try:
+                        status, form, raw = await self._answer(request, data)
+                        break
+                    except OSError as error:
+                        if error.errno not in NO_FILE:
+                            raise
+                        no_file = error.strerror
+                    await asyncio.sleep(NO_FILE_PAUSE_S)
+        except DeadlineError:
+            if no_file is None:
+                raise
+            raise TooManyFiles(
+                f"{self.name}: {what} could not be sent: {no_file} in this process, whose limit is {open_limit()}; "
+                "raise it (ulimit -Hn), or lower rollout.concurrency"
+            ) from None
+        except aiohttp.ClientResponseError as error:
+            raise InstanceFault(f"{self.name}: {what}: no HTTP answer: {error.message}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise InstanceGone(f"{self.name}: {what}: {type(error).__name__} {error}") from None
+        return cast(Reply, _reply(call=f"{self.name}: {what}", status=status, form=form, raw=raw, kind=request.reply))
+
+    async def _answer(self, request: InstanceRequest[Reply], data: bytes | None) -> tuple[int, str, bytes]:
+        """Its reply's status, content type and body."""
+        headers = {"Content-Type": "application/json", "Accept": request.accept}
+        async with self._session.request(
+            request.method, self.url + request.path, data=data, headers=headers, allow_redirects=False
+        ) as answer:
+            return answer.status, answer.content_type, await answer.read()
+
+    @asynccontextmanager
+    async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
+        """Until the deadline (None: there is none), or `cut`."""
+        scope = asyncio.timeout(limit_s)
+        try:
+            async with scope:
+                self._under_way.add(scope)
+                yield
+        except TimeoutError:
+            if reason := self._cut.pop(scope, None):
+                raise InstanceGone(f"{self.name}: {what} was given up: {reason}") from None
+            raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
+        finally:
+            self._under_way.discard(scope)
+            self._cut.pop(scope, None)
+
+    def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
+        """Work on the instance that has deadlines of its own: a `cut` ends it with InstanceGone."""
+        return self._limited(what, None)
+
+    def distrust(self) -> None:
+        """It gets weights that are not compared with the trainer's yet: hold its responses back."""
+        self._trusted.clear()
+
+    def trust(self, anew: bool = False) -> None:
+        """It computes with the trainer's weights: let its responses go. `anew`: it was left out before, so what was
+        asked of it since is lost, as by a `cut`: other weights may have sampled that."""
+        self._cuts += anew
+        self._trusted.set()
+
+    async def _until_trusted(self, cuts: int) -> None:
+        """For a response that was asked for after so many cuts.
+        Raises InstanceGone when it was cut since, DeadlineError."""
+        if cuts == self._cuts and not self._trusted.is_set():
+            what = "POST /v1/completions, whose weights were to be compared with the trainer's"
+            async with self._limited(what, self._timeout_s):
+                await self._trusted.wait()
+        if cuts != self._cuts:
+            raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
+
+    def cut(self, reason: str) -> None:
+        """End every call under way with InstanceGone, so that its callers go on without this instance."""
+        self._cuts += 1
+        now = asyncio.get_running_loop().time()
+        for scope in self._under_way - self._cut.keys():
+            if not scope.expired():  # else its own deadline has just ended it
+                self._cut[scope] = reason
+                scope.reschedule(now)
+
+    async def complete(
+        self, prompt: Prompt, sampling: SamplingSettings, seed: int | None, so_far: PackedResponse | None = None
+    ) -> PackedResponse:
+        """Sample one response, or go on with one.
+
+        Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one
+        that a pause broke off comes back with finish_reason "abort".
+        """
+        begun = open_ids(so_far.token_ids) if so_far is not None else ()
+        cuts = self._cuts
+        reply = await self.call(
+            Complete(
+                prompt=[*prompt.token_ids, *begun],
+                max_tokens=sampling.max_new_tokens - len(begun),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=msgspec.UNSET if seed is None else seed,
+                stop_token_ids=list(sampling.stop_token_ids),
+                continued=len(begun) or msgspec.UNSET,
+                routes=True if sampling.experts else msgspec.UNSET,
+            )
+        )
+        response = self._checked(reply, sampling, len(prompt.token_ids), len(begun), seed=seed)
+        await self._until_trusted(cuts)
+        if response.finish_reason == "abort" and not (sampling.partial and response.length):
+            raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
+        return join_responses(so_far, response)
+
+    def _checked(
+        self, reply: CompletionReply, sampling: SamplingSettings, prompt: int, begun: int, seed: int | None
+    ) -> PackedResponse:
+        """Return the reply's response, which continues so many tokens of prompt and response. Raise BrokenReply if it
+        is no reply to the request."""
+        stops = frozenset(sampling.stop_token_ids)
+        asked = Asked(
+            max_tokens=sampling.max_new_tokens - begun,
+            vocabulary=sampling.vocabulary,
+            stops=stops,
+            ends=stops | sampling.model_stop_ids,
+            experts=sampling.experts,
+            prompt=prompt + begun,
+        )
+        try:
+            return check_reply(reply, asked, seed, self.name)
+        except BrokenRule as wrong:
+            raise BrokenReply(f"{self.name}: its reply to POST /v1/completions breaks the protocol: {wrong}") from None
+
+
+def join_responses(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:
+    """A response and its continuation as one: tokens, log-probabilities, weight versions and routes are those they were
+    sampled with. The continuation's routes begin with the prompt's, as computed again."""
+    if so_far is None:
+        return more
+    begun = so_far.length
+    later = tuple((begun + start, version) for start, version in more.versions)
+    if later and so_far.versions and later[0][1] == so_far.versions[-1][1]:
+        later = later[1:]  # the same weights as before the cut
+    return msgspec.structs.replace(
+        more,
+        token_ids=so_far.token_ids + more.token_ids,
+        logprobs=so_far.logprobs + more.logprobs,
+        versions=so_far.versions + later,
+        loss_mask=so_far.loss_mask + more.loss_mask,
+        routes=so_far.routes + more.routes[len(so_far.routes) :],
+    )
+
+
+def _reply(call: str, status: int, form: str, raw: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """The reply as this kind, read as its media type (`form`) says; an empty body is an empty object."""
+    if status != 200:
+        error = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
+        raise error(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
+    try:
+        if form == reply_columns.CONTENT_TYPE and kind is CompletionReply:
+            return CompletionReply.of_columns(raw)
+        return msgspec.json.decode(raw if raw.strip() else b"{}", type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        begins = raw[:200].decode(errors="replace")
+        raise BrokenReply(f"{call} answered 200 with no such reply: {error}; it begins {begins!r}") from None

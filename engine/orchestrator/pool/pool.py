@@ -1,0 +1,378 @@
+"""The rollout instances of a run: which take prompts, which come, go and come back.
+
+`InstanceProcesses` has the instances that a run starts itself: their processes, their addresses, their restarts.
+
+The pool knows neither the health monitor nor what a publish does. Both ask it, and tell it when to admit or exclude an
+instance. A new instance waits in `arrived` for the monitor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from engine.config import Config
+from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.orchestrator.pool.dispatch import Dispatcher
+from engine.orchestrator.pool.instance import WORKING, Instance, Place
+from engine.orchestrator.pool.instance_client import InstanceClient
+from engine.orchestrator.run_events import RunEvents
+from engine.run.commands import instance_command
+from engine.run.instance_process import InstanceProcess
+from engine.run.process import Child, stop_all
+from engine.run.trace import Trace
+from engine.wire.access_token import access_token, authorization_headers
+from engine.wire.address import http_url
+
+
+class InstanceProcesses:
+    """Starts the declared instances' processes, again when they died, and ends them."""
+
+    def __init__(self, config: Config, model: Path, folder: Path) -> None:
+        """`model`: a Hugging Face folder; logs and addresses are written to `folder`/logs, their
+        profiles (train.profile) to `folder`/profile."""
+        self._config = config
+        self._model = model
+        self._logs = folder / "logs"
+        self._profiles = (folder / "profile").resolve() if config.train.profile else None
+        self.declared: list[InstanceProcess] = []
+
+    def spawn(self, count: int) -> None:
+        """Start so many instances; returns at once."""
+        for number in range(count):
+            port_file = self._logs / f"instance-{number}.address"
+            self.declared.append(InstanceProcess(number, self._child(number, port_file), port_file))
+
+    def restart(self, one: InstanceProcess) -> None:
+        """Start its process again."""
+        one.restarts += 1
+        one.faults += 1
+        one.began = time.monotonic()
+        one.child = self._child(one.number, one.port_file)
+
+    def _child(self, number: int, port_file: Path) -> Child:
+        port_file.unlink(missing_ok=True)
+        name = f"instance-{number}"
+        command, env = instance_command(
+            config=self._config, model=self._model, name=name, number=number, port_file=port_file
+        )
+        if self._profiles is not None:
+            command += ["--profile", str(self._profiles)]
+        return Child(name, command, self._logs / f"{name}.log", env)
+
+    async def close(self) -> None:
+        """End all of them."""
+        await asyncio.to_thread(stop_all, [one.child for one in self.declared])
+
+
+BREACHES = 3
+"""An instance that sent so many replies that break the protocol is given up."""
+
+
+class Sync(Protocol):
+    """What brings late instances to the weights (engine.orchestrator.weight_sync.sync)."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the last publish that was finished; None before the first."""
+
+    async def catch_up(self, instance: Instance) -> None:
+        """Bring a late instance to `version`, which it then holds. Raises MetronomeError when that failed."""
+
+
+class Pool:
+    """Instances with bounded concurrency; a group goes to the one that will probably finish it first."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Path,
+        folder: Path,
+        trace: Trace | None = None,
+        synced: bool = False,
+        notices: RunEvents | None = None,
+    ) -> None:
+        """`synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk;
+        `notices`: get which instances come, go and fail."""
+        self.config = config
+        self.processes = InstanceProcesses(config, model, folder)
+        self.sync: Sync | None = None
+        """For the health monitor; None until there is one."""
+        self.synced = synced
+        self.failure: MetronomeError | None = None
+        """Why the pool gave up: no instance lived for longer than `patience`."""
+        self.needed: Callable[[], bool] = lambda: True
+        """Whether the run needs an instance now. While its trainer loads it needs none, and no time runs."""
+        self.lived = False
+        """Whether any instance ever lived: one of the run's own once it serves, another once it has answered."""
+        self.how_to_join = ""
+        """A command that starts an instance which joins; empty where the pipeline starts them."""
+        self.instances: list[Instance] = []
+        """All that are not gone."""
+        self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
+        """New ones, which the health monitor does not look after yet."""
+        self.failed_starts: asyncio.Queue[InstanceProcess] = asyncio.Queue()
+        """Declared instances that could not start with the others, which the health monitor starts again."""
+        self.connected = asyncio.Event()
+        """Set once every declared instance has been there, or has failed to start."""
+        self._trace = trace
+        self._notices = notices or RunEvents()
+        self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
+        self._changed = asyncio.Event()
+        self._session: aiohttp.ClientSession | None = None
+        self._ends: dict[str, str] = {}
+
+    # its instances --------------------------------------------------------------------------------
+
+    def spawn(self, count: int) -> None:
+        """Start so many declared instances' processes; `connect` waits for them."""
+        self.processes.spawn(count)
+
+    async def connect(self) -> None:
+        """Wait until every declared instance serves or has failed to start. The health monitor starts the failed ones
+        again.
+
+        If all failed, or one refuses its input, the recipe is wrong: raises ProcessDied, DeadlineError or BadInput with
+        the name of the first.
+        """
+        declared = self.processes.declared
+        errors = await asyncio.gather(*(self._first_start(one) for one in declared))
+        failed = [(one, error) for one, error in zip(declared, errors, strict=True) if error is not None]
+        for _, error in failed:
+            if isinstance(error, BadInput) or len(failed) == len(declared):
+                raise error
+        for one, error in failed:
+            self.note(one.name, str(error))
+            self._say("fails", f"{one.name} could not start: {error}")
+            self.failed_starts.put_nowait(one)
+        self.connected.set()
+
+    async def _first_start(self, one: InstanceProcess) -> MetronomeError | None:
+        """Wait until a declared instance serves, and take it in. A process that was killed is started again, at most
+        rollout.restarts times. Return why it failed to start; None if it serves."""
+        rollout = self.config.rollout
+        while True:
+            try:
+                address = await one.serves(rollout.timeout_s)
+            except MetronomeError as error:
+                if not one.child.was_killed or not one.may_restart(rollout.restarts):
+                    return error
+                self._say("fails", f"{one.name} is started again: {error}")
+                self.processes.restart(one)
+            else:
+                self.enter(one.name, http_url(*address), one)
+                return None
+
+    def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
+        """Take in an instance that answers under `url`; it serves once it holds the current weights."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            token = authorization_headers(access_token())
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
+        client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
+        instance = Instance(client, declared, self._trace)
+        self.lived |= declared is not None
+        if declared is None:
+            self._say("joins", f"{name} has joined from {url}")
+        elif declared.restarts:
+            self._say("joins", f"{name} was started again (the {declared.restarts}. time)")
+        self.instances.append(instance)
+        self._ends.pop(name, None)
+        if not self.synced:
+            self.admit(instance)
+        self.arrived.put_nowait(instance)
+        self.changed()
+        return instance
+
+    def find(self, name: str) -> Instance | None:
+        """The instance of this name that is not gone."""
+        return next((instance for instance in self.instances if instance.name == name), None)
+
+    @property
+    def size(self) -> int:
+        """pool_size: instances that take prompts, or are being given the weights with which they go on."""
+        return sum(instance.state in WORKING for instance in self.instances)
+
+    @property
+    def serving(self) -> int:
+        """Instances that take prompts now."""
+        return sum(instance.takes_prompts for instance in self.instances)
+
+    def members(self) -> list[Instance]:
+        """Those that must get the next version. One that is catching up is not among them: it does so again."""
+        return [instance for instance in self.instances if instance.gets_version]
+
+    def admit(self, instance: Instance) -> None:
+        """It holds the current weights: it takes prompts, unless it was excluded or asked to leave meanwhile."""
+        if instance.leaving:
+            self.gone(instance, "left")
+        elif instance.lives:
+            if instance.excluded:
+                self._say("serves", f"{instance.name} serves again")
+            instance.admit()
+            self.changed()
+
+    def exclude(self, instance: Instance, reason: str) -> None:
+        """No more prompts until it answers and holds the weights. One that asked to leave, or died, is gone."""
+        if instance.leaving or instance.dead:
+            self.gone(instance, reason)
+        elif instance.state != "gone":
+            self._say("fails", f"{instance.name} takes no prompts for now: {reason}")
+            instance.exclude(reason)
+            self.changed()
+
+    def gone(self, instance: Instance, reason: str) -> None:
+        """It never comes back as this object; the health monitor may start a declared one again."""
+        if instance.state != "gone":
+            self.lived |= instance.met
+            instance.depart(reason)
+            how = "has left" if instance.reason == "left" else f"is gone: {instance.reason}"
+            self._say("leaves", f"{instance.name} {how}")
+            self._ends[instance.name] = instance.reason
+            self.instances.remove(instance)
+            self.changed()
+
+    def leave(self, instance: Instance) -> None:
+        """It gets no new groups; once it holds none, and no update is under way, it is gone."""
+        instance.drain()
+        if instance.may_depart:
+            self.gone(instance, "left")
+
+    # the next group -------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def borrow(
+        self, avoid: Collection[Instance] = (), first: bool = False, least: int | None = None
+    ) -> AsyncIterator[Place]:
+        """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
+
+        `first`: before all that wait already, for a group that was begun and cut. `least`: only on one that holds this
+        weight version or a later one.
+
+        Raises ProcessDied when no instance lived for longer than `patience`.
+        """
+        place = await self._ask(avoid, first, least)
+        while not place.instance.takes_prompts:  # it was excluded, or began an update, before this task went on
+            self._give_back(place)
+            place = await self._ask(avoid, True, least)
+        try:
+            yield place
+        finally:
+            self._give_back(place)
+
+    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        if self.failure is not None:
+            raise self.failure
+        return await self._dispatcher.ask(avoid, first, least)
+
+    def _give_back(self, place: Place) -> None:
+        place.instance.give_back(place)
+        if place.instance.may_depart:
+            self.gone(place.instance, "left")
+        self.changed()
+
+    def changed(self) -> None:
+        """Something may be possible now that was not: give out places, wake `wait_for_member`."""
+        self._changed.set()
+        self._dispatcher.hand_out()
+
+    def fault(self, instance: Instance, reason: str = "no reason is known") -> None:
+        """A request to it failed; enough of them in a row and it is left alone for a while (CircuitBreaker)."""
+        if instance.state in ("serving", "draining"):  # else the pool itself broke the request off
+            text = f"{instance.name} has failed on a request, which is sent again: {reason}"
+            self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
+            instance.breaker.fault()
+        if instance.dead:
+            self.gone(instance, "its process ended")
+
+    def broke_protocol(self, instance: Instance, reason: str) -> None:
+        """It sent a reply that breaks the protocol: it takes no prompts until it was brought to the weights anew. After
+        BREACHES of them it is given up."""
+        if not instance.takes_prompts and instance.state != "draining":
+            return  # what was sent before it was excluded is not held against it again
+        if instance.breached() < BREACHES:
+            self.exclude(instance, reason)
+        else:
+            self.gone(instance, f"given up after {BREACHES} replies that break the protocol: {reason}")
+
+    def success(self, instance: Instance) -> None:
+        """It answered a request as it should."""
+        was_open = instance.breaker.state != "closed"
+        instance.answered()
+        if was_open:
+            self.changed()
+
+    def busy(self, instance: Instance) -> None:
+        """It takes no request although it should serve: when that lasts it is brought to the weights anew."""
+        refused_s = instance.refused()
+        if instance.takes_prompts and refused_s > self.config.rollout.heartbeat_s:
+            self.exclude(instance, f"has refused every request as paused for {refused_s:.1f} s")
+
+    # the end --------------------------------------------------------------------------------------
+
+    async def wait_for_member(self) -> None:
+        """Until an instance lives. Raises ProcessDied when none did for longer than `patience`."""
+        while not self.members():
+            if self.failure is not None:
+                raise self.failure
+            self._changed.clear()
+            await self._changed.wait()  # the health monitor, which fails the pool, ends this
+
+    def fail(self, error: MetronomeError) -> None:
+        """Give up: all that wait for an instance get this error."""
+        self.failure = self.failure or error
+        self._dispatcher.fail(self.failure)
+        self.changed()
+
+    @property
+    def patience(self) -> tuple[float, str]:
+        """Seconds that the run waits for a living instance, and the key that sets them."""
+        return self.config.rollout.patience(self.lived)
+
+    def say_waits(self) -> None:
+        """Tell that there is no instance, for how long the run waits for one, and how one joins."""
+        limit, key = self.patience
+        one = "an instance" if self.lived else "the first instance"
+        since = "" if self.needed() else ", counted from when the trainer has loaded its models"
+        how = f". This starts one: {self.how_to_join}" if self.how_to_join else ""
+        self._say("waits", f"the run waits for {one}, for up to {limit:g} s ({key}){since}{how}")
+
+    def all_gone(self) -> ProcessDied:
+        """The error that says how the instances ended, or that none has come."""
+        ends = self._ends | {
+            one.name: f"is {one.state}: {one.reason}" if one.met or one.reason else "did not answer since it joined"
+            for one in self.instances
+            if not one.counts
+        }
+        how = "; ".join(f"{name} {end}" for name, end in ends.items()) or "none has joined"
+        limit, key = self.patience
+        if self.lived:
+            return ProcessDied(f"no rollout instance is left: waited {limit:g} s for one ({key}); {how}")
+        command = f"; this starts one: {self.how_to_join}" if self.how_to_join else ""
+        return ProcessDied(f"no rollout instance has come: waited {limit:g} s for the first ({key}); {how}{command}")
+
+    def note(self, name: str, end: str) -> None:
+        """How an instance ended that is not in the pool (a restart that failed)."""
+        self._ends[name] = end
+
+    def failed_restart(self, name: str, end: str) -> None:
+        """A declared instance was started again and could not serve."""
+        self.note(name, end)
+        self._say("fails", f"{name} could not be started again: {end}")
+
+    def _say(self, kind: str, text: str) -> None:
+        self._notices.happened("instances", kind, text)
+
+    async def close(self) -> None:
+        """End all instances."""
+        for instance in self.instances:
+            instance.draw()
+        if self._session is not None:
+            await self._session.close()
+        await self.processes.close()

@@ -1,0 +1,66 @@
+"""GET /metrics of the orchestrator: pool, instances and the trainer's last step in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.orchestrator.pool.circuit_breaker import CircuitBreaker
+from engine.orchestrator.pool.instance import WORKING, State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+FIGURES = {
+    "running": "Responses being decoded.",
+    "waiting": "Requests that wait for a slot.",
+    "tokens_per_s": "Tokens generated per second between the last two heartbeats.",
+    "version": "Weight version it was brought to.",
+    "restarts": "How often its process was started again.",
+    "groups": "Groups in flight.",
+    "group_s": "Seconds per group at its pace, smoothed.",
+}
+"""Of an instance, by the key of its status."""
+
+
+class _Scrape(Collector):
+    def __init__(self, instances: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> None:
+        self._instances = instances
+        self._step = step
+
+    def collect(self) -> Iterator[Metric]:
+        size = sum(one["state"] in WORKING for one in self._instances)
+        yield GaugeMetricFamily("metronome_pool_size", "Instances that take prompts, or are being given weights.", size)
+        for key, text in FIGURES.items():
+            yield self._of_instances(key, text)
+        yield self._states("state", "1 for the state it is in.", get_args(State))
+        yield self._states("breaker", "1 for the state of its circuit breaker.", CircuitBreaker.STATES)
+        for key, value in self._step.items():
+            if isinstance(value, (int, float)):
+                yield GaugeMetricFamily(
+                    f"metronome_step_{key}", f"{key} of the last finished step (steps.jsonl).", value
+                )
+
+    def _of_instances(self, key: str, text: str) -> Metric:
+        family = GaugeMetricFamily(f"metronome_pool_instance_{key}", text, labels=["instance"])
+        for one in self._instances:
+            if one[key] is not None:
+                family.add_metric([one["name"]], one[key])
+        return family
+
+    def _states(self, key: str, text: str, states: Sequence[str]) -> Metric:
+        family = GaugeMetricFamily(f"metronome_pool_instance_{key}", text, labels=["instance", key])
+        for one in self._instances:
+            for state in states:
+                family.add_metric([one["name"], state], float(one[key] == state))
+        return family
+
+
+def metrics_text(instances: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> bytes:
+    """The text for what Instance.status gives and the last step's report (empty before the first)."""
+    registry = CollectorRegistry()
+    registry.register(_Scrape(instances, step))
+    return generate_latest(registry)

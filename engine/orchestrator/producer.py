@@ -1,0 +1,356 @@
+"""Generates and scores the groups of a step (the temporary data generator of Periodic Asynchrony, §4.3)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.data.loader import sampling_seed
+from engine.errors import DeadlineError, MetronomeError
+from engine.orchestrator.dynamic_sampling import DynamicSampling
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance_client import (
+    BrokenReply,
+    Busy,
+    InstanceFault,
+    InstanceGone,
+    Refused,
+    SamplingSettings,
+)
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.run_events import RunEvents
+from engine.reward.scorer import ResponseScorer
+from engine.run.trace import Trace
+from engine.schedule import Schedule
+from engine.types import Prompt, Score
+from engine.wire.columns import PackedLanded, PackedResponse, Row, pack_ids, pack_row, pack_scores
+from engine.wire.routes import pack_routes
+
+ScoreTask = asyncio.Task[list[Score]]
+"""The task that scores a response."""
+
+Put = Callable[[Row], Awaitable[None]]
+"""Called with each group as it is complete."""
+Land = Callable[[PackedLanded], Awaitable[None]]
+"""Called with each response as it arrives, before its group is complete."""
+
+
+FAULTS = 10
+"""The run fails once instances have failed this often on one response."""
+BUSY_S = 0.2
+"""Seconds before a request that a paused instance refused is sent again."""
+
+
+@dataclass(eq=False)
+class _PendingGroup:
+    """State of a group that is being generated."""
+
+    step: int
+    index: int
+    prompt: Prompt
+    seeds: Sequence[int | None]
+    """Of each response; None: it has none."""
+    verifying: asyncio.TaskGroup
+    land: Land | None
+    scored: bool = True
+    """Whether its responses are scored."""
+    done: dict[int, tuple[PackedResponse, ScoreTask | None]] = field(default_factory=dict)
+    """By number: the finished responses, and their scoring where the reward takes one response per call."""
+    so_far: dict[int, PackedResponse] = field(default_factory=dict)
+    """By number: the beginnings of responses that a weight update cut (rollout.partial)."""
+    faults: Counter[int] = field(default_factory=Counter)
+    """By number: how often instances failed on the response."""
+    failed_on: tuple[Instance, ...] = ()
+    """The instance that failed or was paused in the last attempt; empty if none did."""
+    busy: bool = False
+    """Whether an instance refused a request of the last attempt because it was paused."""
+    refused_since: float | None = None
+    """Monotonic time since which every instance has refused the group as paused; None after any other outcome.
+
+    Time spent waiting for a place is added to it, and so does not count.
+    """
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the responses that are not finished."""
+        return [number for number in range(len(self.seeds)) if number not in self.done]
+
+    def where(self, number: int) -> str:
+        """Name a response, for messages."""
+        return f"step {self.step}, generating: response {number} to prompt {self.prompt.id}"
+
+    def count_failure(self, number: int, error: MetronomeError) -> None:
+        """Count a failure. Raises MetronomeError once instances failed FAULTS times on the response."""
+        self.faults[number] += 1
+        if self.faults[number] >= FAULTS:
+            raise MetronomeError(f"{self.where(number)} failed {FAULTS} times, at last: {error}") from error
+
+    def check_refusals(self, number: int, error: Busy, limit_s: float) -> None:
+        """Raise DeadlineError once only paused instances were found for `limit_s` seconds."""
+        self.refused_since = self.refused_since or time.monotonic()
+        if time.monotonic() - self.refused_since > limit_s:
+            raise DeadlineError(
+                f"{self.where(number)} found no instance that takes it in {limit_s:g} s: {error}"
+            ) from error
+
+
+class Producer:
+    """Generates groups: sends the requests of a prompt to one instance together, packs and scores the responses."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        verifier: ResponseScorer,
+        sampling: SamplingSettings,
+        group_size: int,
+        seed: int,
+        trace: Trace,
+        deadlines_count: bool = True,
+        notices: RunEvents | None = None,
+    ) -> None:
+        """`deadlines_count`: whether a response that takes longer than rollout.timeout_s is a fault of the instance;
+        `notices`: get what goes wrong with responses and scores."""
+        self._pool = pool
+        self._verifier = verifier
+        self._sampling = sampling
+        self._group_size = group_size
+        self._seed = seed
+        self._trace = trace
+        self._deadlines_count = deadlines_count
+        self._notices = notices or RunEvents()
+
+    async def run(
+        self,
+        step: int,
+        prompts: Sequence[tuple[int, Prompt]],
+        put: Put,
+        land: Land | None = None,
+        sampled: Put | None = None,
+    ) -> None:
+        """Generate a group for each (epoch, prompt); `put` gets each finished group, `land` each finished response,
+        `sampled` each group whose responses are all there, before they are scored.
+
+        Groups are sent out in order, and only so many at once: so whole groups finish early, and training starts early.
+        The first failure cancels the rest and is raised.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, (epoch, prompt) in enumerate(prompts):
+                    tasks.create_task(
+                        self._generate_group(
+                            step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land, sampled=sampled
+                        )
+                    )
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+
+    async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> Row:
+        """Generate a group of a step again, with the seeds of the first time if they have any, and return it."""
+        made: list[Row] = []
+
+        async def put(group: Row) -> None:
+            made.append(group)
+
+        try:
+            await self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=None)
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+        return made[0]
+
+    async def run_until(
+        self,
+        step: int,
+        prompts: Iterator[tuple[int, Prompt]],
+        put: Put,
+        selection: DynamicSampling,
+    ) -> None:
+        """Generate groups of (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
+
+        `put` gets each finished group and passes it to the selection. More prompts are begun than may be needed, so
+        that the instances stay busy. At the end, groups that are still being generated are cancelled; a `put` that has
+        begun is waited for, since the selection is complete before its last group is put. The first failure cancels the
+        rest and is raised.
+        """
+        tried = 0
+        running = set[asyncio.Task[None]]()
+        putting = set[asyncio.Task[None] | None]()
+
+        async def begin(group: Row) -> None:
+            putting.add(asyncio.current_task())
+            await put(group)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while not selection.complete:
+                    while selection.wants(
+                        tried, len(running), self._pool.serving * self._pool.config.rollout.concurrency
+                    ):
+                        epoch, prompt = next(prompts)
+                        running.add(
+                            tasks.create_task(
+                                self._generate_group(
+                                    step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, land=None
+                                )
+                            )
+                        )
+                        tried += 1
+                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in running - putting:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+
+    async def _generate_group(
+        self,
+        step: int,
+        index: int,
+        epoch: int,
+        prompt: Prompt,
+        put: Put,
+        land: Land | None,
+        sampled: Put | None = None,
+    ) -> None:
+        """Generate and score one group, and `put` it."""
+        seeds = [self._seed_of(epoch, prompt, number) for number in range(self._group_size)]
+        async with asyncio.TaskGroup() as verifying:
+            work = _PendingGroup(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
+            while missing := work.missing:  # again for what an instance did not finish, with the seeds that they have
+                await self._send_missing(work, missing)
+            responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
+            row = pack_row(step, index, prompt, responses)
+            if (experts := self._sampling.experts) is not None:
+                row = row.with_columns([pack_routes(len(prompt.token_ids), responses, experts)])
+            if sampled is not None:
+                await sampled(row)
+        if self._verifier.per_response:
+            scores = [score for verdict in verdicts for score in verdict.result()]
+        else:
+            scores = await self._score(step, index, prompt, responses)
+        self._notices.group(responses, scores, self._sampling.max_new_tokens)
+        await put(row.with_columns([pack_scores(scores)]))
+
+    def _seed_of(self, epoch: int, prompt: Prompt, number: int) -> int | None:
+        return sampling_seed(self._seed, epoch, prompt.id, number) if self._sampling.seeded else None
+
+    async def sample(self, step: int, prompt: Prompt, seeds: Sequence[int]) -> list[PackedResponse]:
+        """Sample a response for each seed on the instances, and score none. `step`: for messages and the trace.
+
+        Raises MetronomeError as `run` does.
+        """
+        try:
+            async with asyncio.TaskGroup() as verifying:
+                work = _PendingGroup(
+                    step=step, index=-1, prompt=prompt, seeds=seeds, verifying=verifying, land=None, scored=False
+                )
+                while missing := work.missing:
+                    await self._send_missing(work, missing)
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+        return [work.done[number][0] for number in range(len(seeds))]
+
+    async def _send_missing(self, work: _PendingGroup, missing: list[int]) -> None:
+        """Send the requests for the missing responses to one instance, and wait until each is finished or has failed.
+
+        An instance that failed last time is avoided if another one serves. On trial, an instance gets one request only.
+        """
+        asked_at = time.monotonic()
+        async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest_version(work.step)) as place:
+            if work.refused_since is not None:
+                work.refused_since += time.monotonic() - asked_at
+            work.failed_on = ()
+            numbers = missing[:1] if place.trial else missing
+            began = time.monotonic()
+            beside = place.instance.groups
+            async with asyncio.TaskGroup() as sampling:
+                for number in numbers:
+                    sampling.create_task(self._sample_response(work, number, place.instance))
+            if len(numbers) == self._group_size and not work.missing and not work.so_far:
+                place.instance.finished(time.monotonic() - began, max(beside, place.instance.groups))
+        if work.busy:
+            work.busy = False
+            await asyncio.sleep(BUSY_S)
+
+    def _oldest_version(self, step: int) -> int | None:
+        """Return the oldest weight version that may sample for the step, in training in mode "bounded"; else None.
+
+        In that mode the instances may hold different versions.
+        """
+        config = self._pool.config
+        if not self._pool.synced or config.train.mode != "bounded":
+            return None
+        return Schedule.of(config.train, config.rollout.partial).accepted(step).start
+
+    async def _sample_response(self, work: _PendingGroup, number: int, instance: Instance) -> None:
+        """Sample one response on `instance`, or note in `work` that the instance failed on it.
+
+        A reward that takes one response per call starts at once, and nothing waits for it here.
+        """
+        started = time.time()
+        prompt = work.prompt
+        try:
+            sampled = await instance.client.complete(
+                prompt, self._sampling, work.seeds[number], work.so_far.get(number)
+            )
+        except Busy as error:
+            self._pool.busy(instance)
+            work.busy = True
+            work.failed_on = (instance,)
+            work.check_refusals(number, error, self._pool.config.rollout.timeout_s)
+            return
+        except (InstanceGone, InstanceFault, DeadlineError) as error:
+            if isinstance(error, BrokenReply):
+                self._pool.broke_protocol(instance, str(error))
+            elif self._deadlines_count or not isinstance(error, DeadlineError):
+                self._pool.fault(instance, str(error))
+            work.failed_on = (instance,)
+            work.refused_since = None
+            work.count_failure(number, error)
+            return
+        except Refused as error:
+            raise Refused(f"{work.where(number)}: {error}") from error
+        self._pool.success(instance)
+        work.refused_since = None
+        before = work.so_far.get(number)
+        self._trace.add(
+            "rollout",
+            started,
+            time.time(),
+            lane=instance.name,
+            step=work.step,
+            group=work.index,
+            number=number,
+            prompt_tokens=len(prompt.token_ids),
+            tokens=sampled.length - (before.length if before is not None else 0),
+            **({"version": sampled.versions[-1][1]} if sampled.versions else {}),
+        )
+        if sampled.finish_reason == "abort":
+            work.so_far[number] = sampled  # the next attempt continues it
+            return
+        if work.land is not None:
+            await work.land(
+                PackedLanded(
+                    step=work.step,
+                    group=work.index,
+                    number=number,
+                    prompt=pack_ids(prompt.token_ids),
+                    token_ids=sampled.token_ids,
+                )
+            )
+        verify = work.scored and self._verifier.per_response
+        verdict = work.verifying.create_task(self._score(work.step, work.index, prompt, (sampled,))) if verify else None
+        work.done[number] = sampled, verdict
+
+    async def _score(self, step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> list[Score]:
+        started = time.time()
+        scores = await self._verifier.score(prompt, responses)
+        self._trace.add("verify", started, time.time(), lane="verifier", step=step, group=index)
+        return scores
+
+
+def first_leaf(failures: ExceptionGroup[Exception]) -> Exception:
+    """Return the first exception of a (nested) group. The others only followed from the cancellation that it caused."""
+    first = failures.exceptions[0]
+    return first_leaf(first) if isinstance(first, ExceptionGroup) else first

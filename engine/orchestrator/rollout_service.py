@@ -1,0 +1,84 @@
+"""Instances, verifiers and producer together, for training and for evaluation alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import Config, Evaluate, Rollout
+from engine.data.tokenizer import Tokenizer
+from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.instance_client import SamplingSettings
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.producer import Producer
+from engine.orchestrator.run_events import RunEvents
+from engine.orchestrator.verifier_pool import VerifierPool
+from engine.run.trace import Trace
+from engine.wire.verifier_messages import LoadTokenizer
+
+
+@dataclass(frozen=True)
+class RolloutService:
+    """What is needed to generate and score groups."""
+
+    pool: Pool
+    producer: Producer
+    tokenizer: Tokenizer
+    verifier: VerifierPool
+
+
+@asynccontextmanager
+async def rollout_service(
+    config: Config,
+    model: Path,
+    folder: Path,
+    settings: Rollout | Evaluate,
+    group_size: int,
+    trace: Trace,
+    synced: bool = False,
+    joined: bool = False,
+    notices: RunEvents | None = None,
+) -> AsyncIterator[RolloutService]:
+    """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
+
+    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights,
+    else (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else
+    at least one is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
+    """
+    pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced, notices=notices)
+    verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
+    try:
+        async with HealthMonitor(pool):
+            pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
+            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model, config.rollout.stop))
+            await verifier.start(_for_verifiers(loading))
+            tokenizer = await loading
+            partial = synced and config.rollout.partial
+            producer = Producer(
+                pool=pool,
+                verifier=verifier,
+                sampling=SamplingSettings.of(
+                    settings=settings,
+                    model=model,
+                    stop=tokenizer.stop_ids,
+                    partial=partial,
+                    routes=synced and config.algorithm.routing_replay,
+                    seeded=not synced or config.rollout.seeded,
+                ),
+                group_size=group_size,
+                seed=config.run.seed,
+                trace=trace,
+                notices=notices,
+            )
+            yield RolloutService(pool, producer, tokenizer, verifier)
+    finally:
+        verifier.close()
+        await pool.close()
+        trace.flush()
+
+
+async def _for_verifiers(loading: Awaitable[Tokenizer]) -> LoadTokenizer:
+    return (await loading).for_verifiers

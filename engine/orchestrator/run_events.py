@@ -1,0 +1,145 @@
+"""What a user should see of a run while it goes on: what goes wrong, and which instances come and go.
+
+One line each, and none is repeated without end: a share is told again with its new count after longer and longer
+pauses, and events of one kind that come in a burst are counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.algorithm.shaping import are_equal_scores
+from engine.types import Score
+from engine.wire.columns import PackedResponse
+
+Tell = Callable[[str, str], None]
+"""Takes a line: what it is about ("instances", "rewards", "responses"), and the text."""
+
+FIRST_S = 10.0
+"""Seconds from the first count of a share to its first line, so that the line says more than the first group."""
+PAUSE_S = 30.0
+"""Seconds between a share's first two lines, doubled for each further one; and the time of a burst of events."""
+LONGEST_S = 600.0
+"""The longest pause between two lines of a share, in seconds."""
+BURST = 5
+"""Events of one kind that are told one by one within PAUSE_S; further ones are counted."""
+
+_FAULTS = {
+    ("timeout", False): "scores timed out and count as 0",
+    ("error", False): "scores failed, count as 0",
+    ("timeout", True): "scores timed out; their responses are excluded",
+    ("error", True): "scores failed; their responses are excluded",
+    ("ok", True): "responses were excluded by their reward",
+}
+"""What is told of a score, by its status and whether it is excluded."""
+
+
+@dataclass
+class _Share:
+    """How many of all, so far."""
+
+    count: int = 0
+    of: int = 0
+    told: int = 0
+    """The count of the last line."""
+    due: float = 0.0
+    """Monotonic time of the next line."""
+    pause: float = PAUSE_S
+    detail: str = ""
+
+
+@dataclass
+class _Kind:
+    """Events of one kind within PAUSE_S."""
+
+    began: float
+    told: int = 0
+    more: int = 0
+    last: str = ""
+
+
+class RunEvents:
+    """Collects what happens, and tells it to one listener.
+
+    `look` must be called now and then, `close` at the end. All in one thread."""
+
+    def __init__(self, tell: Tell = lambda stage, text: None, trained: bool = True) -> None:
+        """`trained`: whether the groups are trained. Equal scores in a group of an evaluation are no loss."""
+        self._tell = tell
+        self._trained = trained
+        self._shares: dict[tuple[str, str], _Share] = {}
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+
+    def happened(self, stage: str, kind: str, text: str, burst: int = BURST) -> None:
+        """Tell an event at once, or count it if there were `burst` of its kind within PAUSE_S. Of a text with several
+        lines, the end of a log for example, the first one is told."""
+        text = text.partition("\n")[0].removesuffix(" ends:")
+        now = time.monotonic()
+        found = self._kinds.get((stage, kind))
+        if found is None or now - found.began > PAUSE_S:
+            if found is not None:
+                self._tell_burst(stage, found)
+            found = self._kinds[stage, kind] = _Kind(now)
+        if found.told < burst:
+            found.told += 1
+            self._tell(stage, text)
+        else:
+            found.more += 1
+            found.last = text
+
+    def share(self, stage: str, what: str, count: int, of: int, detail: str = "") -> None:
+        """Count `count` more of `of` more. The line is "3 of 512 <what>: <detail>", with the sums so far."""
+        found = self._shares.setdefault((stage, what), _Share())
+        found.of += of
+        if count and not found.count:
+            found.due = time.monotonic() + FIRST_S
+        found.count += count
+        found.detail = detail or found.detail
+
+    def group(self, responses: Sequence[PackedResponse], scores: Sequence[Score], max_new_tokens: int) -> None:
+        """Count what went wrong with a group's responses and their scores."""
+        size = len(responses)
+        cut = sum(response.finish_reason == "length" for response in responses)
+        limit = f"{max_new_tokens} tokens (max_new_tokens) or by the context"
+        self.share("responses", f"responses were cut at {limit}", cut, size)
+        empty = sum(response.finish_reason == "stop" and response.length <= 1 for response in responses)
+        self.share("responses", "responses are empty: they end with their first token", empty, size)
+        if self._trained:
+            equal = are_equal_scores(scores)
+            self.share("rewards", "groups have equal scores and teach nothing (equal_groups)", int(equal), 1)
+        for wanted, what in _FAULTS.items():
+            wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]
+            self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
+
+    def look(self) -> None:
+        """Tell what is due."""
+        now = time.monotonic()
+        for (stage, what), share in self._shares.items():
+            if share.count > share.told and now >= share.due:
+                self._tell_share(stage, what, share)
+                share.due = now + share.pause
+                share.pause = min(2 * share.pause, LONGEST_S)
+        for key, found in list(self._kinds.items()):
+            if now - found.began > PAUSE_S:
+                self._tell_burst(key[0], found)
+                del self._kinds[key]
+
+    def close(self) -> None:
+        """Tell what was not told yet."""
+        for (stage, what), share in self._shares.items():
+            if share.count > share.told:
+                self._tell_share(stage, what, share)
+        for (stage, _), found in self._kinds.items():
+            self._tell_burst(stage, found)
+        self._kinds.clear()
+
+    def _tell_share(self, stage: str, what: str, share: _Share) -> None:
+        share.told = share.count
+        self._tell(stage, f"{share.count:,} of {share.of:,} {what}" + (f": {share.detail}" if share.detail else ""))
+
+    def _tell_burst(self, stage: str, found: _Kind) -> None:
+        if found.more:
+            self._tell(stage, f"{found.last} (the last of {found.more} more such lines)")
+            found.more = 0

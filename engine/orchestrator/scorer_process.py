@@ -1,0 +1,75 @@
+"""The ranks of a scorer as the orchestrator sees them: started, watched, and started again when they die or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from engine.config import Config
+from engine.config.stages import REFERENCE_STAGE
+from engine.errors import ProcessDied
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.server import Server
+from engine.orchestrator.stages import scorer_log
+from engine.run.commands import scorer_command, scorer_environment
+from engine.run.folder import RunFolder
+from engine.run.process import Child
+
+END_S = 5.0
+"""Seconds that the agent may take to end its ranks, by force if need be (engine.ranks.agent), before it is killed."""
+
+
+class ScorerProcess:
+    """The elastic agent of a stage's ranks. What they held when they ended is given to those that are started next."""
+
+    def __init__(self, stage: str, restarts: int, start: Callable[[], Child]) -> None:
+        """`restarts`: how often they are started again without progress between, before the run fails."""
+        self.stage = stage
+        self._restarts = restarts
+        self._start = start
+        self.child = start()
+        self._failures = 0
+        """Ends in a row without progress between them."""
+        self._written = 0
+        """How often the stage had written columns when the ranks last ended."""
+
+    async def check(self, plane: Plane) -> None:
+        """Start the ranks again if they have died or hang, or fail the run if they have done so too often. A run that
+        ends by itself ends its scorers."""
+        if plane.failure is not None or plane.is_over:
+            return
+        hangs = plane.watch.hanging(self.stage, time.monotonic()) if self.child.alive else ""
+        if self.child.alive and not hangs:
+            return
+        await asyncio.to_thread(self.child.stop, END_S)
+        why = f"were killed, because {hangs}" if hangs else "ended"
+        written = plane.watch.written(self.stage)
+        self._failures = 1 if written > self._written else self._failures + 1
+        self._written = written
+        if self._failures > self._restarts:
+            often = f"the {self._failures} starts of its ranks" if self._failures > 1 else "the start of its ranks"
+            await plane.fail(
+                ProcessDied(
+                    f"the stage {self.stage!r} has made no progress in {often} (stages.{self.stage}.restarts = "
+                    f"{self._restarts}); the last ones {why}; the agent {self.child.how_it_ended()}"
+                )
+            )
+            return
+        plane.watch.give_again(self.stage)
+        self.child = self._start()
+
+
+def start_scorers(config: Config, folder: RunFolder, server: Server) -> list[ScorerProcess]:
+    """Start the stages whose ranks are ours: the reference, where it has devices of its own."""
+    if (stage := config.reference_stage) is None:
+        return []
+    start = partial(_start, config=config, folder=folder, server=server, stage=REFERENCE_STAGE)
+    return [ScorerProcess(REFERENCE_STAGE, stage.restarts, start)]
+
+
+def _start(config: Config, folder: RunFolder, server: Server, stage: str) -> Child:
+    command = scorer_command(config, stage, folder.path, server.url)
+    env = scorer_environment(config, stage) | server.environment
+    return Child(f"scorer of the stage {stage!r}", command, scorer_log(folder.logs, stage), env)

@@ -1,0 +1,163 @@
+"""The service: the orchestrator with its instances and verifiers, but without our trainer (docs/service.md).
+
+`python -m engine.orchestrator.serve --config FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.config import Config, Parallel
+from engine.config.recipe import load_config
+from engine.data.prepared import training_problems
+from engine.data.problems import Problems
+from engine.errors import BadInput, MetronomeError
+from engine.orchestrator.checks import check_instances, check_rollouts
+from engine.orchestrator.opening import serving_plane
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
+from engine.orchestrator.server import Server, listen_address
+from engine.orchestrator.weight_sync.place import weights_folder
+from engine.run.folder import RunFolder
+from engine.run.identity import claim_run_id
+from engine.run.lock import hold_lock
+from engine.run.logs import kept_small
+from engine.run.open_files import raise_limit
+from engine.run.process import drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.trace import Trace
+
+Say = Callable[[str], None]
+
+
+def run_service(config: Config, say: Say) -> None:
+    """Serve until SIGTERM or SIGINT. `config.model.path` must be a local folder; `say` is told the address.
+
+    Raises BadInput for a recipe that can't be served, and the error that ended the service. No process is left behind.
+    """
+    config = check_service(config)
+    folder = RunFolder(config.folder)
+    with hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", 0.0):
+        if folder.steps.exists():
+            raise BadInput(f"run folder {folder.path} is that of a training run; give another --set run.name=NAME")
+        claim_run_id(folder.path, config, resume=True)
+        folder.create(config, resume=folder.config.exists())
+        try:
+            asyncio.run(_serve(config, folder, say))
+        except MetronomeError as error:
+            folder.fail(error)
+            raise
+        finally:
+            drop_lifeline()
+
+
+def check_service(config: Config) -> Config:
+    """The config without a layout of our own trainer. Raises BadInput for what a service does not do, and for what
+    this machine does not have."""
+    if config.train.record:
+        raise BadInput("train.record = true: a service keeps no record, because its trainer is another program's")
+    if config.weights.transport in ("nccl", "hccl"):
+        raise BadInput(
+            f'weights.transport = "{config.weights.transport}": a trainer outside sends from host memory; set it to '
+            '"file" or "gloo"'
+        )
+    listen_address(config.rollout.listen)
+    check_instances(config)
+    config = config.model_copy(update={"parallel": Parallel()})
+    check_rollouts(config)
+    return config
+
+
+async def _serve(config: Config, folder: RunFolder, say: Say) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = Server(config)
+    async with kept_small(folder.logs), server.listening(folder.path) as address:
+        serving = asyncio.create_task(_serve_plane(config, folder, server, lambda: say(_says(address))))
+        ending = asyncio.create_task(stopped.wait())
+        await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not serving.done():
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+        else:
+            serving.result()
+
+
+def _says(address: str) -> str:
+    return f"the service answers at {address}"
+
+
+async def _serve_plane(config: Config, folder: RunFolder, server: Server, ready: Callable[[], None]) -> None:
+    """Answer until an error ends the service, which is raised, or until this is cancelled."""
+    problems = await asyncio.to_thread(training_problems, config)
+    scorers = start_scorers(config, folder, server)
+    try:
+        await _serve_with(scorers=scorers, config=config, folder=folder, problems=problems, server=server, ready=ready)
+    finally:
+        await asyncio.to_thread(stop_all, [scorer.child for scorer in scorers], END_S)
+
+
+async def _serve_with(
+    scorers: Sequence[ScorerProcess],
+    config: Config,
+    folder: RunFolder,
+    problems: Problems,
+    server: Server,
+    ready: Callable[[], None],
+) -> None:
+    async with serving_plane(
+        config=config,
+        folder=folder,
+        trace=Trace(folder.trace, "orchestrator"),
+        problems=problems,
+        server=server,
+        weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path),
+        trains=False,
+    ) as plane:
+        server.serve(plane)
+        ready()
+        try:
+            await _until_failure(plane, server, scorers)
+        finally:
+            await plane.close()
+
+
+async def _until_failure(plane: Plane, server: Server, scorers: Sequence[ScorerProcess]) -> None:
+    while True:
+        if server.bug.done():
+            server.bug.result()
+        await plane.check()
+        for scorer in scorers:
+            await scorer.check(plane)
+        if plane.failure is not None:
+            raise plane.failure
+        await asyncio.sleep(0.1)
+
+
+def main() -> int:
+    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input."""
+    watch_lifeline()
+    raise_limit()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    try:
+        run_service(load_config(parser.parse_args().config), lambda text: print(text, flush=True))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except MetronomeError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,401 @@
+"""The orchestrator's one server: POST /ask for stages and programs, /join and /leave for instances, /status,
+/metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from engine.config import Config
+from engine.errors import BadInput, MetronomeError, ServiceConflict, ServiceFull, StaleRolloutError
+from engine.orchestrator.plane import Plane
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.pool.pool_metrics import CONTENT_TYPE as METRICS
+from engine.orchestrator.pool.pool_metrics import metrics_text
+from engine.run.disk import named_disk_errors
+from engine.run.files import write_atomically
+from engine.run.limits import check_open_files
+from engine.wire.access_token import TOKEN_FILE, access_token, check_address, is_authorized, write_token
+from engine.wire.access_token import VARIABLE as TOKEN
+from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
+from engine.wire.certificate import CERTIFICATE, Certificate
+from engine.wire.connections import Connections, OneRequest, RareMessages
+from engine.wire.message import Failure, Message, pack
+from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, read_request
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+
+MAX_BODY = 64 * 1024
+"""Bytes of a request to /join or /leave."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+STATUS: dict[type[MetronomeError], int] = {
+    BadInput: 400,
+    ServiceConflict: 409,
+    StaleRolloutError: 409,
+    ServiceFull: 429,
+}
+"""Status of the answer to /ask with each error; others are answered with 503."""
+BODY_S = 30.0
+"""Seconds that a client has for a request's body."""
+KEEP_ALIVE_S = 86400.0
+"""Seconds that an idle connection of an authorized client stays open."""
+FREE_S = 5.0
+"""Seconds that a port may still be taken: the orchestrator of a killed attempt ends within a second or two."""
+LOOK_S = 0.2
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """The routes of one run. Whatever is refused has had no effect. Requests to /ask wait until there is a plane.
+
+    Programs ask with METRONOME_TOKEN's token, or, without, with one in a file of the user's beside the address."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._token = access_token()
+        self.key = self._token or secrets.token_hex(32)
+        """The token that /ask wants."""
+        self.pool: Pool | None = None
+        """Set once there are instances, or may be."""
+        self._plane: asyncio.Future[Plane] = asyncio.get_running_loop().create_future()
+        self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets an exception of an answer that is not a MetronomeError."""
+        self._left: set[str] = set()
+        self._reading = 0
+        """Bytes of the bodies to /ask that are under way."""
+        self._max_bytes = config.service.max_mib * 2**20
+        self._connections = Connections()
+        self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
+        self.url = ""
+        """Where our ranks ask, once the server listens."""
+        self.environment = {TOKEN: self.key}
+        """What our ranks need in their environment to ask."""
+
+    def serve(self, plane: Plane) -> None:
+        """Answer /ask from now on."""
+        self._plane.set_result(plane)
+
+    @contextlib.asynccontextmanager
+    async def listening(self, folder: Path, certificate: Certificate | None = None) -> AsyncIterator[str]:
+        """Listen on rollout.listen within the block, which gets host:port; it is also in <folder>/rollout.address.
+
+        `certificate`: with several nodes, that of a second listener beside the rendezvous, which speaks TLS. Raises
+        BadInput if an address can't be listened on.
+        """
+        host, _ = listen_address(self._config.rollout.listen)
+        runner = web.AppRunner(
+            self._application(), access_log=None, shutdown_timeout=0.1, keepalive_timeout=KEEP_ALIVE_S
+        )
+        await runner.setup()
+        servers = [await self._listen(runner, self._config.rollout.listen, "rollout.listen", None)]
+        port = servers[0].sockets[0].getsockname()[1]
+        address = f"{bracket_host(reachable_host(host))}:{port}"
+        self.url = f"http://{bracket_host('127.0.0.1' if host in ('0.0.0.0', '::') else host)}:{port}"
+        file = folder / ADDRESS_FILE
+        try:
+            if certificate is not None:
+                self.environment |= {CERTIFICATE: certificate.public}
+                near = rendezvous_neighbour(self._config)
+                servers.append(await self._listen(runner, near, "parallel.rendezvous", certificate.server_context()))
+                self.url = f"https://{near}"
+            (folder / TOKEN_FILE).unlink(missing_ok=True)  # that of an attempt that was killed
+            if self._token is None:
+                write_token(folder / TOKEN_FILE, self.key)
+            write_atomically(file, f"{address}\n")
+            yield address
+        finally:
+            for server in servers:
+                server.close()
+            if file.exists() and file.read_text() == f"{address}\n":  # another orchestrator may have written its own
+                file.unlink()
+                (folder / TOKEN_FILE).unlink(missing_ok=True)
+            await runner.cleanup()
+
+    async def _listen(
+        self, runner: web.AppRunner, address: str, key: str, context: ssl.SSLContext | None
+    ) -> asyncio.Server:
+        host, port = listen_address(address, key) if context is None else split_address(address, key)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(RareMessages().of_loop)
+
+        def connection() -> OneRequest:
+            assert runner.server is not None, "runner.setup() makes it"
+            return OneRequest(runner.server(), self._connections, self._config.transfer_timeout_s, self._guards)
+
+        try:
+            return await loop.create_server(connection, host, port, ssl=context)
+        except OSError as error:
+            await runner.cleanup()
+            raise BadInput(f"{key} = {address!r}: {_reason(error)}") from None
+
+    def _application(self) -> web.Application:
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._max_bytes)
+        app.add_routes(
+            [
+                web.post("/ask", self._ask),
+                web.post("/join", self._join),
+                web.post("/leave", self._leave),
+                web.get("/status", self._status),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer errors, and close the connection after a request whose client has not shown that it is trusted."""
+        asks = request.path == "/ask"
+        trusted = asks and is_authorized(request.headers.get("Authorization"), self.key)
+        guard = self._guards.get(request.transport) if request.transport is not None else None
+        if trusted and guard is not None:
+            guard.trust()
+        reply = await (self._answer_ask(request, handler, trusted) if asks else self._answer(request, handler))
+        if not trusted:
+            reply.force_close()  # one request per connection: its time is limited (OneRequest)
+        return reply
+
+    # /ask -----------------------------------------------------------------------------------------
+
+    async def _answer_ask(self, request: web.Request, handler: Handler, trusted: bool) -> web.StreamResponse:
+        if not trusted:
+            said = (
+                "the access token is missing or wrong: give the run folder, whose file only its owner can read, "
+                "or set METRONOME_TOKEN as it is for the orchestrator"
+            )
+            return _failed(401, BadInput(said))
+        try:
+            return await handler(request)
+        except MetronomeError as error:
+            return _failed(next((STATUS[kind] for kind in STATUS if isinstance(error, kind)), 503), error)
+        except web.HTTPException as error:  # no such method, body too large
+            return _failed(error.status, BadInput(error.reason))
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        spoken = request.headers.get(PROTOCOL_HEADER, "none")
+        if spoken != str(PROTOCOL):
+            raise BadInput(
+                f"the client speaks version {spoken:.20} of the plane's protocol, the orchestrator version {PROTOCOL}: "
+                "install the same release of Metronome for both"
+            )
+        if request.content_type != CONTENT_TYPE:
+            return _failed(415, BadInput(f"Content-Type {request.content_type!r:.80}, expected {CONTENT_TYPE}"))
+        size = request.content_length
+        if size is None:
+            return _failed(411, BadInput("a request needs a Content-Length"))
+        if size > self._max_bytes - self._reading:
+            raise ServiceFull(
+                f"{self._reading:,} bytes of requests are under way, and {size:,} more would be more than "
+                f"{self._max_bytes:,} (service.max_mib)"
+            )
+        self._reading += size
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+            reply = await self._reply(body, OURS_HEADER in request.headers)
+            return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
+        except TimeoutError:
+            return _failed(408, BadInput(f"the body of {size:,} bytes did not arrive within {BODY_S:g} s"))
+        finally:
+            self._reading -= size
+
+    async def _reply(self, body: bytes, ours: bool) -> Message:
+        try:
+            request = read_request(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadInput(f"the body is not a request of the plane: {error}") from None
+        plane = await asyncio.shield(self._plane)
+        answering = asyncio.ensure_future(plane.answer(request, ours))
+        answering.add_done_callback(self._note_bug)
+        with named_disk_errors(self._config.folder):
+            return await answering
+
+    def _note_bug(self, answering: asyncio.Future[Message]) -> None:
+        error = None if answering.cancelled() else answering.exception()
+        if error is not None and not isinstance(error, MetronomeError) and not self.bug.done():
+            self.bug.set_exception(error)
+
+    # instances ------------------------------------------------------------------------------------
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        # between nodes there is always a token; on loopback, where this is not TLS, only with METRONOME_TOKEN
+        if not is_authorized(request.headers.get("Authorization"), self.key if request.secure else self._token):
+            return _error(401, "the access token (METRONOME_TOKEN) is missing or wrong")
+        try:
+            return await handler(request)
+        except BadInput as error:
+            return _error(400, str(error))
+        except web.HTTPException as error:  # no such route or method
+            return _error(error.status, error.reason)
+
+    async def _join(self, request: web.Request) -> web.Response:
+        """{"protocol", "name", "url"}: the instance enters the pool, or is in it. With "again": true, 410 if it was
+        asked to leave."""
+        body = await _object(request)
+        _check_protocol(body)
+        name = _name(body)
+        url = _url(body, self._token)
+        again = body.get("again", False)
+        if not isinstance(again, bool):
+            raise BadInput(f"again = {again!r}: expected true or false")
+        if (pool := self.pool) is None:
+            return _error(425, "the run takes no instances yet")
+        if pool.failure is not None:
+            return _error(503, f"the run is ending: {pool.failure}")
+        if again and name in self._left:
+            return _error(410, f"{name} was asked to leave")
+        known = pool.find(name)
+        if known is not None and known.leaving:
+            return _error(410, f"{name} was asked to leave")
+        if known is not None and known.client.url != url:
+            if known.declared is not None or known.lives:
+                return _error(409, f"the name {name} is taken by an instance at {known.client.url}")
+            pool.gone(known, f"joined again at {url}")
+            known = None
+        if known is None:
+            check_open_files(pool.config, len(pool.instances) + 1)
+        self._left.discard(name)
+        known = known or pool.enter(name, url)
+        return web.json_response({"state": known.state})
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        """{"name"}: no new groups; what it holds is finished, then it is gone (no longer in /status)."""
+        name = _name(await _object(request))
+        known = self.pool.find(name) if self.pool is not None else None
+        if known is None or self.pool is None:
+            return _error(404, f"no instance {name}")
+        self._left.add(name)
+        self.pool.leave(known)
+        return web.json_response({"state": known.state})
+
+    # people ---------------------------------------------------------------------------------------
+
+    async def _status(self, request: web.Request) -> web.Response:
+        """The instances, the last finished step, and the steps under way."""
+        pool = self.pool
+        plane = self._plane.result() if self._plane.done() else None
+        failure = (plane.failure if plane is not None else None) or (pool.failure if pool is not None else None)
+        return web.json_response(
+            {
+                "pool_size": pool.size if pool is not None else 0,
+                "instances": [instance.status() for instance in pool.instances] if pool is not None else [],
+                "step": self._last().get("step"),
+                "failure": str(failure) if failure is not None else None,
+                **(plane.status() if plane is not None else {}),
+            }
+        )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        instances = [instance.status() for instance in self.pool.instances] if self.pool is not None else []
+        return web.Response(body=metrics_text(instances, self._last()), headers={"Content-Type": METRICS})
+
+    def _last(self) -> Mapping[str, Any]:
+        return self._plane.result().last if self._plane.done() else {}
+
+
+def rendezvous_neighbour(config: Config) -> str:
+    """The address at which ranks of all nodes reach the orchestrator: the port after that of the rendezvous."""
+    host, port = split_address(config.parallel.rendezvous, "parallel.rendezvous")
+    return f"{bracket_host(host)}:{port + 1}"
+
+
+def listen_address(text: str, key: str = "rollout.listen") -> tuple[str, int]:
+    """(host, port) of an address. Raises BadInput, which names the `key`, unless it is host:port, on loopback where
+    there is no token."""
+    host, port = split_address(text, key)
+    check_address(host, access_token(), key)
+    return host, port
+
+
+def check_listens(text: str) -> None:
+    """Raise BadInput unless a server of this process can listen on an address, with the words of the server."""
+    host, port = listen_address(text)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    deadline = time.monotonic() + (FREE_S if port else 0.0)
+    while (wrong := _refusal(family, host, port)) is not None:
+        if time.monotonic() > deadline:
+            raise BadInput(f"rollout.listen = {text!r}: {wrong}")
+        time.sleep(LOOK_S)
+
+
+def _refusal(family: socket.AddressFamily, host: str, port: int) -> str | None:
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return _reason(error)
+    return None
+
+
+def _reason(error: OSError) -> str:
+    """The OS error text, without the address that Python prepends."""
+    return os.strerror(error.errno) if error.errno is not None else str(error)
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    if (request.content_length or 0) > MAX_BODY:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
+    try:
+        body = json.loads(await request.content.read(MAX_BODY))
+    except (ValueError, RecursionError):
+        raise BadInput("the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise BadInput("the body must be a JSON object")
+    return body
+
+
+def _check_protocol(body: Mapping[str, Any]) -> None:
+    version = body.get("protocol")
+    if type(version) is not int or version != ROLLOUT_PROTOCOL:
+        spoken = "does not say its version" if version is None else f"speaks version {version!r}"
+        raise BadInput(
+            f"protocol: the instance {spoken} of the rollout protocol, this orchestrator speaks {ROLLOUT_PROTOCOL}; "
+            "start the instance with the release of Metronome that the run has"
+        )
+
+
+def _name(body: Mapping[str, Any]) -> str:
+    name = body.get("name")
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise BadInput(
+            f"name = {name!r}: expected up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
+        )
+    return name
+
+
+def _url(body: Mapping[str, Any], token: str | None) -> str:
+    """http://host:port. Off loopback only where there is a token: the orchestrator would send prompts there."""
+    url = body.get("url")
+    problem = BadInput(f"url = {url!r}: expected http://host:port")
+    if not isinstance(url, str):
+        raise problem
+    try:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.port is None or url != f"http://{parts.netloc}" or "@" in parts.netloc:
+            raise problem
+    except ValueError:
+        raise problem from None
+    if token is None:
+        check_address(parts.hostname or "", token, "url")
+    return url
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "RegistryError", "code": status}}, status=status)
+
+
+def _failed(status: int, error: MetronomeError) -> web.Response:
+    return web.Response(body=pack(Failure.of(error)), status=status, content_type=CONTENT_TYPE)

@@ -1,0 +1,190 @@
+"""The stages of a recipe that consume rows: `train`, the reference's scorer, and programs of the user's."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from engine.config import BATCH_SCOPE, WINDOW_PER_STAGE, Config
+from engine.config.stages import REFERENCE_STAGE
+from engine.errors import BadInput, TransferError
+from engine.orchestrator.ledger import Windows
+from engine.orchestrator.table import RowTable, StageRules
+from engine.types import JsonObject
+from engine.wire.columns import OWN, REFERENCE, Row, open_values
+from engine.wire.messages import TRAIN, Written
+from engine.wire.routes import ROUTES
+
+
+def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
+    """Yield the stages of a recipe. `lease_s`: the deadline of the trainer's leases; None: they have none, because the
+    ranks of trainer and scorers are ours.
+
+    A stage that computes the reference cuts the same windows as the trainer, so that both compute the same rows. Leases
+    of our own scorers end with their processes (`RowTable.expire`).
+    """
+    train = config.train
+    routes = [ROUTES] if config.algorithm.routing_replay else []
+    given = {name: _gives(name, stage.gives) for name, stage in config.stages.items()}
+    yield StageRules(
+        name=TRAIN,
+        needs=frozenset((*OWN, *routes)).union(*given.values()),
+        lease_s=lease_s,
+        windows=Windows(
+            order=train.consume,
+            hold=train.mode == "sync",
+            units=config.parallel.units,
+            updates=train.updates,
+            least=config.least_window_tokens,
+            bubble=config.bubble_tokens,
+            together=WINDOW_PER_STAGE if lease_s is None and config.parallel.pipeline == 1 else 1,
+        ),
+        whole=config.algorithm.advantage in BATCH_SCOPE,
+    )
+    for name, stage in config.stages.items():
+        own = name == REFERENCE_STAGE
+        yield StageRules(
+            name=name,
+            needs=frozenset((*stage.needs, *(routes if own else []))),
+            gives=given[name],
+            lease_s=None if own else stage.lease_s,
+            windows=Windows(
+                order=train.consume,
+                units=stage.data if own else 1,
+                updates=train.updates if own else 1,
+            ),
+        )
+
+
+def scorer_log(logs: Path, name: str) -> Path:
+    """The log of the ranks of a stage of ours, in the run's folder of logs."""
+    return logs / f"scorer-{name}.log"
+
+
+def _gives(name: str, gives: list[str]) -> frozenset[str]:
+    return frozenset([REFERENCE]) if name == REFERENCE_STAGE else frozenset(gives)
+
+
+class StageWatch:
+    """Which stages have come, and whether rows wait too long for one. It also checks what stages write."""
+
+    def __init__(self, config: Config, table: RowTable, logs: Path) -> None:
+        """`logs`: folder with the logs of our own scorers."""
+        self._config = config
+        self._table = table
+        self._logs = logs
+        self._asked: dict[str, float] = {}
+        """By stage: when it last asked for rows."""
+        self._since: dict[str, tuple[float, int]] = {}
+        """By stage: since when rows wait without progress, and the number of rows that were done then."""
+        self._written: Counter[str] = Counter()
+        """By stage: how often it has written columns."""
+        self._restarts: Counter[str] = Counter()
+
+    def stage(self, name: str) -> StageRules:
+        """The stage of this name. Raises BadInput if the recipe has none."""
+        if name not in self._table.stages:
+            raise BadInput(
+                f"there is no stage {name!r} in the recipe; it has {', '.join(sorted(self._table.stages))}. Declare it "
+                f"as [stages.{name}]"
+            )
+        return self._table.stages[name]
+
+    def note_request(self, name: str, now: float) -> None:
+        """The stage has asked for rows."""
+        self._asked[name] = now
+
+    def note_written(self, name: str, now: float) -> None:
+        """The stage has written columns."""
+        self._asked[name] = now
+        self._written[name] += 1
+
+    def written(self, name: str) -> int:
+        """How often the stage has written columns so far."""
+        return self._written[name]
+
+    def give_again(self, name: str) -> None:
+        """The ranks of a stage are gone: others get what they held, and may take their time until they ask."""
+        self._asked.pop(name, None)
+        self._restarts[name] += 1
+        self._table.expire(name)
+
+    def restarts(self, name: str) -> int:
+        """How often the ranks of the stage were gone so far. What they asked before must get no rows."""
+        return self._restarts[name]
+
+    def hanging(self, name: str, now: float) -> str:
+        """Say why the ranks of a stage that live count as hanging: they hold a window longer than its `lease_s`, or ask
+        for nothing as long while rows wait; "" if they don't."""
+        limit = self._config.stages[name].lease_s
+        held = self._table.oldest_lease(name)
+        if held is not None:
+            late = f"they hold groups {list(held.indices)} of step {held.step} for more than {limit:g} s"
+            return f"{late} (stages.{name}.lease_s)" if now - held.given > limit else ""
+        waiting, _ = self._table.waiting(name)
+        silent = now - self._asked.get(name, now)
+        return f"{waiting} groups wait, and they asked for none in {silent:.0f} s" if waiting and silent > limit else ""
+
+    def late_stage(self, now: float) -> str:
+        """Say for which stage rows wait longer than its `wait_s` without any progress; "" if none do."""
+        for name, stage in self._config.stages.items():
+            waiting, done = self._table.waiting(name)
+            since, before = self._since.get(name, (now, done))
+            if not waiting or done != before:
+                since = now
+            self._since[name] = (since, done)
+            if now - since > stage.wait_s:
+                return (
+                    f"{waiting} groups of steps {self._table.steps} have waited {stage.wait_s:g} s "
+                    f"(stages.{name}.wait_s) for the stage {name!r}: {self._what_it_does(name)}"
+                )
+        return ""
+
+    def _what_it_does(self, name: str) -> str:
+        own = name == REFERENCE_STAGE
+        if name in self._asked:
+            found = "it makes no progress"
+        else:
+            found = "its ranks have not asked for rows" if own else "no program has asked for rows of it"
+        return f"{found}; their log: {scorer_log(self._logs, name)}" if own else found
+
+    def status(self) -> JsonObject:
+        """By stage: rows that wait for it, and rows that it is through with, in the steps under way."""
+        found: JsonObject = {}
+        for name in self._table.stages:
+            waiting, done = self._table.waiting(name)
+            found[name] = {"waiting": waiting, "done": done}
+        return found
+
+    def check_columns(self, step: int, written: Written) -> None:
+        """Raise BadInput unless each column is whole and has a finite number for each response or each token of the
+        row."""
+        head = self._table.find(step, written.index)
+        if head is None:
+            raise BadInput(f"step {step} has no group {written.index}")
+        row = head.with_columns(written.columns)
+        for column in written.columns:
+            _check_values(row, column.name, by_response=column.name in self._config.reward_weights)
+
+
+def _check_values(row: Row, name: str, by_response: bool) -> None:
+    where = f"step {row.step}, group {row.index}: the column {name!r}"
+    responses = len(row.lengths)
+    tokens = sum(row.lengths)
+    try:
+        values = open_values(row, name)
+    except TransferError as error:
+        raise BadInput(str(error)) from None
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise BadInput(f"{where} is malformed: {error}") from None
+    allowed = [responses] if by_response else [responses, tokens]
+    if values.ndim != 1 or len(values) not in allowed:
+        expected = f"[{responses}] (responses)" + ("" if by_response else f" or [{tokens}] (tokens)")
+        raise BadInput(f"{where} has the shape {list(values.shape)}, expected {expected}")
+    if values.dtype.kind not in "fiub" or not math.isfinite(np.abs(values.astype(np.float64)).sum()):
+        raise BadInput(f"{where} has values that are not finite numbers")

@@ -1,0 +1,116 @@
+"""Evaluates a model on benchmarks outside a run, with rollout instances of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from engine.config import Config
+from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
+from engine.evaluation.results import Subject, record_evaluation
+from engine.orchestrator.evaluation_groups import further_figures, sample_groups
+from engine.orchestrator.evaluation_progress import EvaluationProgress
+from engine.orchestrator.rollout_service import rollout_service
+from engine.orchestrator.server import Server
+from engine.run.folder import RunFolder
+from engine.run.limits import check_open_files
+from engine.run.logs import kept_small
+from engine.run.open_files import raise_limit
+from engine.run.trace import Trace
+from engine.types import JsonObject
+from engine.wire.columns import PackedLanded
+
+
+def evaluate_model(
+    config: Config,
+    model: Path,
+    weight_version: int,
+    folder: RunFolder,
+    meeting: Path | None = None,
+    progress: EvaluationProgress | None = None,
+) -> list[JsonObject]:
+    """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
+
+    Appends a row per benchmark to evaluations.jsonl and returns the rows (docs/evaluation.md describes them). Writes a
+    table of all responses per benchmark. Prompts that are too long are skipped and counted. `meeting`: a folder
+    through which instances that were started elsewhere, with the same model, join the evaluation, as they join a run
+    through its folder; then the evaluation need not start any. `progress` is kept up to date. Raises ProcessDied if
+    there is no instance for rollout.wait_s seconds, and BadInput for input that can't be evaluated.
+    """
+    check_open_files(config)
+    raise_limit()
+    benchmarks = read_benchmarks(config)
+    return asyncio.run(
+        _evaluate(
+            config=config,
+            model=model,
+            version=weight_version,
+            folder=folder,
+            benchmarks=benchmarks,
+            meeting=meeting,
+            progress=progress or EvaluationProgress(),
+        )
+    )
+
+
+async def _evaluate(
+    config: Config,
+    model: Path,
+    version: int,
+    folder: RunFolder,
+    benchmarks: Sequence[Benchmark],
+    meeting: Path | None,
+    progress: EvaluationProgress,
+) -> list[JsonObject]:
+    settings = config.evaluate
+    trace = Trace(folder.trace, "evaluation")
+    joined = meeting is not None
+    config = with_evaluation_context(config)
+    async with (
+        kept_small(folder.logs),
+        rollout_service(
+            config=config,
+            model=model,
+            folder=folder.path,
+            settings=settings,
+            group_size=settings.samples,
+            trace=trace,
+            joined=joined,
+            notices=progress.notices,
+        ) as service,
+        AsyncExitStack() as stack,
+    ):
+        if meeting is not None:
+            server = Server(config)
+            server.pool = service.pool
+            await stack.enter_async_context(server.listening(meeting))
+        encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
+        await service.pool.connect()
+        started = time.perf_counter()
+        progress.expected = sum(len(one.prompts) for one in encoded) * settings.samples
+
+        async def land(landed: PackedLanded) -> None:
+            progress.landed += 1
+
+        decode = service.tokenizer.decode
+        sampled = await asyncio.gather(
+            *(sample_groups(service.producer, one.prompts, decode, land=land, scored=progress.group) for one in encoded)
+        )
+        progress.notices.close()
+        figures = {"seconds": time.perf_counter() - started}
+        subject = Subject(str(model.resolve()), version)
+        return [
+            await record_evaluation(
+                config=config,
+                folder=folder,
+                subject=subject,
+                benchmark=one,
+                groups=groups,
+                verifier=service.verifier,
+                more={**figures, **await further_figures(config, groups)},
+            )
+            for one, groups in zip(encoded, sampled, strict=True)
+        ]

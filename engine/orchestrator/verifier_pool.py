@@ -1,0 +1,423 @@
+"""Runs verifiers in separate processes, so that a verifier that hangs, crashes or leaks memory can be killed. A
+verifier is a user's code: its environment has no token and no key of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from engine.config import OnFault, Reward
+from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
+from engine.reward.verifiers import BUILT_IN
+from engine.run.commands import verifier_command
+from engine.run.process import Child
+from engine.types import Prompt, Response, Score
+from engine.wire import verifier_messages
+from engine.wire.columns import PackedResponse
+from engine.wire.messages import PROTOCOL
+from engine.wire.verifier_messages import (
+    TOO_MANY_PROCESSES,
+    LoadTokenizer,
+    RewardFailed,
+    RewardLoaded,
+    RewardRefused,
+    Scores,
+    VerifierMessage,
+)
+
+PASSED = frozenset(
+    " ".join(
+        (
+            "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TERM NO_COLOR VIRTUAL_ENV CONDA_PREFIX",
+            "LD_LIBRARY_PATH LD_PRELOAD DYLD_LIBRARY_PATH TOKENIZERS_PARALLELISM",
+            "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE",
+            "HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT TRANSFORMERS_OFFLINE TRANSFORMERS_CACHE XDG_CACHE_HOME",
+            "CUDA_HOME CUDA_VISIBLE_DEVICES ASCEND_RT_VISIBLE_DEVICES",
+            "ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH PREFECT__FLOW_RUN_ID",
+        )
+    ).split()
+)
+"""Variables that a verifier process gets: where programs, libraries and caches are, and which devices it may use.
+PREFECT__FLOW_RUN_ID says to whom a process belongs."""
+PASSED_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
+"""Beginnings of the names of further ones."""
+
+
+def verifier_environment(named: Iterable[str]) -> dict[str, str]:
+    """Return the variables of this process's environment that a verifier process gets. `named`: reward.environment."""
+    wanted = PASSED | set(named)
+    return {name: value for name, value in os.environ.items() if name in wanted or name.startswith(PASSED_PREFIXES)}
+
+
+END_S = 6.0 if sys.platform == "linux" else 0.0
+"""Seconds that a worker's guardian has to end what the worker has started (engine.verifier.guardian): some hundredths
+are usual."""
+DEATHS = 3
+"""A process that died is no fault of the response, unless so many die of the same call, or are killed while loading."""
+
+
+NO_TOKENIZER = LoadTokenizer()
+"""Each response that is scored comes with its text."""
+
+TICK_S = 0.5
+"""At most so many seconds pass for a call between two looks at the clock. An orchestrator that was stopped meanwhile
+has not waited longer."""
+
+
+class _WorkerDied(RewardError):
+    """A verifier process ended before it answered; the message says how."""
+
+
+class VerifierPool:
+    """Scores responses in `workers` processes, one call at a time in each. Bound to the event loop that calls `start`.
+
+    Use it as `async with VerifierPool(...) as pool`, or call `start` and `close`.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        workers: int = 1,
+        timeout_s: float = 10.0,
+        on_error: OnFault = "stop",
+        on_timeout: OnFault = "zero",
+        start_timeout_s: float = 120.0,
+        log: Path | None = None,
+        variables: Sequence[str] = (),
+        memory: int = 0,
+        processes: int = 0,
+    ) -> None:
+        """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`, `on_timeout`: reward.on_error and
+        reward.on_timeout; `start_timeout_s`: seconds for loading the reward; `log`: file for what the reward prints,
+        else this process's stderr; `variables`: reward.environment; `memory`: limit in bytes for a user's reward,
+        `processes`: of what each worker's reward may have started at once; 0 for none."""
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        self._on_timeout = on_timeout
+        environment = verifier_environment(variables)
+        self._workers = [
+            _VerifierProcess(
+                name=f"verifier {index}",
+                spec=spec,
+                start_timeout_s=start_timeout_s,
+                log=log,
+                environment=environment,
+                memory=memory,
+                processes=processes,
+            )
+            for index in range(workers)
+        ]
+        self._idle: asyncio.Queue[_VerifierProcess] = asyncio.Queue()
+
+    @classmethod
+    def of(cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0) -> VerifierPool:
+        """The pool that a recipe asks for; other arguments as above."""
+        return cls(
+            spec=reward.function,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+            on_timeout=reward.on_timeout,
+            start_timeout_s=start_timeout_s,
+            log=log,
+            variables=reward.environment,
+            memory=int(reward.memory_gb * 2**30),
+            processes=reward.processes,
+        )
+
+    async def start(self, tokenizer: Awaitable[LoadTokenizer] | LoadTokenizer = NO_TOKENIZER) -> None:
+        """Start all workers and wait until each has loaded the reward. The processes start while `tokenizer`, which
+        decodes responses, is waited for.
+
+        Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than `start_timeout_s`.
+        """
+        try:
+            for worker in self._workers:
+                worker.launch()
+            loaded = tokenizer if isinstance(tokenizer, LoadTokenizer) else await tokenizer
+            for worker in self._workers:
+                worker.begin(loaded)
+            for worker in self._workers:
+                await worker.ready()
+                self._idle.put_nowait(worker)
+        finally:
+            if self._idle.qsize() < len(self._workers):
+                self.close()
+
+    @property
+    def per_response(self) -> bool:
+        """Whether the reward takes one response per call, instead of a whole group; known after `start`."""
+        return self._workers[0].per_response
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
+        """Return one score for each response, in order. A group reward needs the whole group in one call.
+
+        After a call that takes longer than `timeout_s`, the responses score 0 with status "timeout". If the reward
+        raises, returns no number or ends its process DEATHS times, they score 0 with status "error". "exclude" marks
+        these scores as excluded. "stop" raises RewardError instead, but for errors of a built-in reward.
+        """
+        if not self.per_response:
+            return await self._score_call(prompt, responses)
+        return [score for response in responses for score in await self._score_call(prompt, [response])]
+
+    def close(self) -> None:
+        """Kill all workers and the processes that they started. Calls under way and later calls raise ProcessDied."""
+        for worker in self._workers:
+            worker.close()
+
+    async def __aenter__(self) -> VerifierPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def _score_call(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
+        request = verifier_messages.make_score_call(prompt, responses, text_only=self._spec in BUILT_IN)
+        try:
+            return await self._ask_until_answered(verifier_messages.frame_message(request))
+        except TimeoutError:
+            score = self._failed("timeout", self._on_timeout, prompt, f"no score within {self._timeout_s:g} s")
+        except RewardError as error:
+            score = self._failed("error", self._on_error, prompt, str(error))
+        return [score] * len(responses)
+
+    def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
+        what = f'reward.function = "{self._spec}", prompt {prompt.id}: {why}'
+        if choice == "stop" and not (status == "error" and self._spec in BUILT_IN):  # which fails only by a response
+            raise RewardError(what)
+        return Score(0.0, status, what, excluded=choice == "exclude")
+
+    async def _ask_until_answered(self, request: bytes) -> list[Score]:
+        """Ask idle workers one after the other until one of them does not die, at most DEATHS."""
+        for _ in range(DEATHS - 1):
+            with contextlib.suppress(_WorkerDied):
+                return await self._ask_idle_worker(request)
+        try:
+            return await self._ask_idle_worker(request)
+        except _WorkerDied as error:
+            raise RewardError(f"{DEATHS} processes died of it, at last: {error}") from None
+
+    async def _ask_idle_worker(self, request: bytes) -> list[Score]:
+        # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
+        worker = await self._idle.get()
+        try:
+            return await worker.ask(request, self._timeout_s)
+        finally:
+            self._idle.put_nowait(worker)
+
+
+class _VerifierProcess:
+    """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: str,
+        start_timeout_s: float,
+        log: Path | None,
+        environment: Mapping[str, str],
+        memory: int,
+        processes: int,
+    ) -> None:
+        """`environment`: all variables that it gets; `memory`: limit in bytes, `processes`: of those that it starts; 0
+        for none."""
+        self.per_response = False
+        self._environment = environment
+        self._memory = memory
+        self._processes = processes
+        self._child: Child | None = None
+        self._name = name
+        self._spec = spec
+        self._start_timeout_s = start_timeout_s
+        self._log = log
+        self._closed = False
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._lifeline: int | None = None
+        """File descriptor of our end of the process's lifeline; None before the first process."""
+        self._loading: asyncio.Task[None] | None = None
+        self._tokenizer = b""
+        """The frame of `LoadTokenizer`, once `_begun`."""
+        self._begun = asyncio.Event()
+
+    def launch(self) -> None:
+        """Start the process; `ready` waits until it takes calls.
+
+        Nothing is awaited here, so that `close` can't run in between.
+        """
+        self._loading = asyncio.create_task(self._load(self._start_process()))
+        # `ready` raises the error. Retrieving it here too keeps asyncio from warning if `ready` is not called again.
+        self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def begin(self, tokenizer: LoadTokenizer) -> None:
+        """Give this process, and each that replaces it, what it needs first."""
+        self._tokenizer = verifier_messages.frame_message(tokenizer)
+        self._begun.set()
+
+    async def ready(self) -> None:
+        """Wait until the process has loaded the reward.
+
+        Raises BadInput or DeadlineError, in every call, if it could not; ProcessDied if the pool was closed.
+        """
+        assert self._loading is not None, "`launch` comes first"
+        await asyncio.shield(self._loading)
+
+    async def ask(self, request: bytes, timeout_s: float) -> list[Score]:
+        """Send a call and return its scores.
+
+        Raises TimeoutError after `timeout_s`, RewardError if the reward fails, _WorkerDied if the process ends,
+        ProcessDied if the pool was closed, and what `ready` raises.
+        """
+        self._check_open()
+        await self.ready()
+        answer = None
+        try:
+            answer = await _within(timeout_s, self._send_and_receive(request))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
+            how = self._how_it_ended()
+            raise (RewardError if self._had_too_many() else _WorkerDied)(f"its process {how}") from None
+        finally:
+            if answer is None and not self._closed:
+                # It timed out, died or was cancelled: a late answer would be taken for the answer to the next call.
+                self._kill()
+                self.launch()
+        if isinstance(answer, RewardFailed):
+            raise RewardError(answer.message)
+        assert isinstance(answer, Scores), "a verifier answers a call with RewardFailed or Scores"
+        return answer.opened()
+
+    def close(self) -> None:
+        """Kill the process and start no new one."""
+        self._closed = True
+        self._begun.set()
+        self._kill()
+
+    def _start_process(self) -> socket.socket:
+        """Start a process. Return our end of the connection to it."""
+        ours, theirs = socket.socketpair()
+        pipe, self._lifeline = os.pipe()
+        try:
+            limits = {"memory": self._memory, "processes": self._processes}
+            command = verifier_command(connection=theirs.fileno(), lifeline=pipe, spec=self._spec, **limits)
+            self._child = Child(
+                name=self._name,
+                arguments=command,
+                log=self._log,
+                pass_fds=(theirs.fileno(), pipe),
+                inherited=self._environment,
+            )
+        finally:
+            theirs.close()
+            os.close(pipe)
+        self._writer = None
+        return ours
+
+    async def _load(self, connection: socket.socket) -> None:
+        """Wait until the process has loaded the reward. One that is killed meanwhile is started again."""
+        for _ in range(DEATHS - 1):
+            with contextlib.suppress(_WorkerDied):
+                return await self._wait_until_loaded(connection)
+            self._check_open()
+            self._kill()
+            connection = self._start_process()
+        try:
+            await self._wait_until_loaded(connection)
+        except _WorkerDied as error:
+            raise BadInput(str(error)) from None
+
+    async def _wait_until_loaded(self, connection: socket.socket) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=connection)
+        await self._begun.wait()  # `start` ends it: it begins or closes the process
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self._writer.write(self._tokenizer)
+                await self._writer.drain()
+                hello = await self._receive()
+        except TimeoutError:
+            raise DeadlineError(
+                f'{self._name}: reward.function = "{self._spec}" was not loaded within {self._start_timeout_s:g} s'
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
+            what = f'reward.function = "{self._spec}": while loading it, its process {self._how_it_ended()}'
+            assert self._child is not None, "it is set until `_kill`"
+            raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
+        if isinstance(hello, RewardRefused):
+            raise BadInput(hello.message)
+        assert isinstance(hello, RewardLoaded), "a verifier begins with RewardRefused or RewardLoaded"
+        if hello.protocol != PROTOCOL:
+            raise BadInput(
+                f"{self._name} speaks version {hello.protocol} of the verifiers' protocol, the orchestrator version "
+                f"{PROTOCOL}: both must come from the same release of Metronome"
+            )
+        self.per_response = hello.per_response
+
+    async def _send_and_receive(self, request: bytes) -> VerifierMessage:
+        assert self._writer is not None, "`ready` comes first"
+        self._writer.write(request)
+        await self._writer.drain()
+        return await self._receive()
+
+    async def _receive(self) -> VerifierMessage:
+        assert self._reader is not None, "`_wait_until_loaded` opens it"
+        head = await self._reader.readexactly(verifier_messages.LENGTH.size)
+        return verifier_messages.read_message(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
+
+    def _kill(self) -> None:
+        child = self._child
+        self._child = None
+        if child is not None:
+            if self._writer is not None:
+                self._writer.close()
+            if self._lifeline is not None:
+                os.close(self._lifeline)  # the kernel ends the worker, its guardian what the worker has started
+            child.stop(END_S)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProcessDied(f"{self._name} was closed with its pool before the response was scored")
+
+    def _how_it_ended(self) -> str:
+        """Say how the process ended, for messages. Its connection is closed, so it has ended or ends within moments."""
+        assert self._child is not None, "`ask` and `_wait_until_loaded` call this while there is a process"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(max(1.0, END_S))
+        if self._had_too_many():
+            return (
+                f"was ended with all that it had started: they were more than {self._processes} at once "
+                "(reward.processes)"
+            )
+        return self._child.how_it_ended()
+
+    def _had_too_many(self) -> bool:
+        """Whether its guardian has ended it because of the number of processes that it had started."""
+        return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:
+    """The result of `work`. Raises TimeoutError after `timeout_s` in which this process ran."""
+    task = asyncio.ensure_future(work)
+    left = timeout_s
+    try:
+        while left > 0:
+            began = time.monotonic()
+            await asyncio.wait((task,), timeout=min(left, TICK_S))
+            if task.done():
+                return task.result()
+            left -= min(time.monotonic() - began, TICK_S)
+        raise TimeoutError
+    finally:
+        task.cancel()

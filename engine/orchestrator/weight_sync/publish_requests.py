@@ -1,0 +1,265 @@
+"""Answers the trainer's requests about a publish, and runs the swaps that wait for the batches in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.config import Config
+from engine.errors import MetronomeError, ServiceConflict, WeightSyncError
+from engine.model.shape import read_shape
+from engine.orchestrator.batches import Batch
+from engine.orchestrator.batches_in_flight import BatchesInFlight
+from engine.orchestrator.rollout_service import RolloutService
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.weight_sync.sync import WeightSync, make_probe
+from engine.run.trace import Trace
+from engine.schedule import Schedule
+from engine.wire.message import Done
+from engine.wire.messages import AwaitVersion, StillWaiting
+from engine.wire.sync_messages import (
+    AbortSync,
+    ConnectSync,
+    FinishSync,
+    MayPublish,
+    OpenSync,
+    Proceed,
+    PublishAllowed,
+    SendBucket,
+    SyncOpened,
+    VerifySync,
+)
+
+T = TypeVar("T")
+
+
+class PublishRequests:
+    """Gives every instance exactly the version that the trainer publishes; else the run fails and names the cause.
+
+    The first version may be any, for a trainer that resumes; each later one is the next, or the last one once more,
+    from a trainer that was started again. A WeightSyncError ends the run: instances may hold anything.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        service: RolloutService,
+        trace: Trace,
+        run_state: RunState,
+        batches: BatchesInFlight,
+        allows_publish: Callable[[], bool],
+        served: Callable[[int], None],
+        begins_again: Callable[[], None],
+        text: Iterable[int] = (),
+        recorded: float = 0.0,
+    ) -> None:
+        """`allows_publish`: returns False while an evaluation needs the current weights; `served`: called with a
+        version that all instances hold and were compared with; `begins_again`: called when a version is published once
+        more; `text`: tokens of ordinary text, which trainer and instances compare; `recorded`: as of `Probe`."""
+        self._config = config
+        self._trace = trace
+        self._run_state = run_state
+        self._batches = batches
+        self._allows_publish = allows_publish
+        self._served = served
+        self._begins_again = begins_again
+        self._schedule = Schedule.of(config.train, config.rollout.partial)
+        self._swap: asyncio.Task[None] | None = None
+        self._began = 0.0
+        self.version: int | None = None
+        """The newest version that every instance was told to serve; None before the first."""
+        self.verified: int | None = None
+        """The newest version that every instance holds and was compared with; None before the first."""
+        self._offered: int | None = None
+        """The version that was opened last."""
+        self._unverified = False
+        """Whether the trainer has not told its log-probabilities of the version yet."""
+        self.sync = self._make_weight_sync(service, text, recorded)
+        """Leads the instances through weight syncs."""
+        service.pool.sync = self.sync  # the pool asks it to bring late instances to the weights
+
+    def _make_weight_sync(self, service: RolloutService, text: Iterable[int], recorded: float) -> WeightSync:
+        config = self._config
+        rollout = config.rollout
+        vocabulary = read_shape(Path(config.model.path)).vocabulary
+        return WeightSync(
+            pool=service.pool,
+            probe=make_probe(
+                vocabulary=vocabulary,
+                count=config.weights.check_tokens,
+                max_context=rollout.max_context,
+                dtype=config.model.dtype,
+                text=text,
+                recorded=recorded,
+            ),
+            timeout_s=rollout.timeout_s,
+            staged=config.weights.staged,
+            cut=rollout.partial,
+            in_turn=self._in_background and not self._schedule.exact and not rollout.partial,
+        )
+
+    # requests -------------------------------------------------------------------------------------
+
+    async def may_publish(self, request: MayPublish) -> PublishAllowed:
+        """Reply whether weights may be published now; the trainer asks again if not.
+
+        The last swap must be finished, and no evaluation may need the current weights. If each batch has one version
+        and weights are not swapped in the background, all batches in flight must be generated.
+        """
+        self._run_state.check()
+        self._check_version(request.version)
+        now = await self._run_state.wait_briefly(lambda: self._may_publish_now() or None)
+        return PublishAllowed(now is not None)
+
+    def _check_version(self, version: int) -> None:
+        """Raise ServiceConflict where the schedule has no place for the version."""
+        due = version if self.version is None else self.version + 1
+        if version not in (due, self.version) or version < 0:
+            raise ServiceConflict(
+                f"weight version {version}: version {self.version} was published last, so {due} is the next"
+            )
+        for batch in self._batches.values():
+            if batch.step < version and batch.trained < batch.expected:
+                raise ServiceConflict(
+                    f"weight version {version}: of step {batch.step} not every group is acknowledged "
+                    f"({batch.arrived} of {batch.expected} have arrived)"
+                )
+
+    def _may_publish_now(self) -> bool:
+        in_flight = self._batches.values()
+        generated = self._in_background or not self._schedule.exact or all(batch.generated for batch in in_flight)
+        return generated and (self._swap is None or self._swap.done()) and self._allows_publish()
+
+    @property
+    def _in_background(self) -> bool:
+        """Whether instances swap to staged weights once they have finished their responses, while the trainer goes on.
+
+        This is the delayed parameter update of AsyncFlow §4.2.3.
+        """
+        return self._schedule.ahead > 0 and self._config.weights.staged
+
+    async def open(self, request: OpenSync) -> SyncOpened:
+        """Begin a weight sync (WeightSync.open): buckets may follow. If the run is stopping, raise the error that
+        stops it."""
+        self._run_state.check()
+        self._check_version(request.version)
+        if self._unverified:
+            raise await self._failed(
+                WeightSyncError(
+                    f"weight version {self._offered} was never compared with the trainer's, which may have died before"
+                )
+            )
+        self._offered = request.version
+        if request.version == self.version:
+            self._begins_again()
+        self._began = time.time()
+        return await self._leading(self.sync.open(request))
+
+    async def connect(self, request: ConnectSync) -> Proceed:
+        """Have the instances join the groups (WeightSync.connect)."""
+        self._check_offered(request.version)
+        return await self._leading(self.sync.connect(request))
+
+    async def bucket(self, request: SendBucket) -> Proceed:
+        """Have the instances receive a bucket (WeightSync.bucket)."""
+        self._check_offered(request.info.version)
+        return await self._leading(self.sync.bucket(request))
+
+    async def abort(self, request: AbortSync) -> Proceed:
+        """The sender could not send (WeightSync.abort)."""
+        self._check_offered(request.version)
+        return await self._leading(self.sync.abort(request))
+
+    async def finish(self, request: FinishSync) -> Done:
+        """Finish the weight sync (WeightSync.finish), or start a task that does so in the background."""
+        self._check_offered(request.version)
+        swap = self._finish_sync(request)
+        if self._in_background:
+            self._swap = asyncio.create_task(self._swap_in_background(swap, self._batches.values()))
+        else:
+            await self._leading(swap)
+        self.version = request.version
+        self._unverified = True
+        return Done()
+
+    async def verify(self, request: VerifySync) -> Done:
+        """Take in the trainer's log-probabilities of the probe, for the comparison with every instance's.
+
+        The comparison ends before this returns, or is part of the swap in the background.
+        """
+        self._run_state.check()
+        if not self._unverified:
+            raise ServiceConflict("no weight version waits to be verified")
+        self.sync.expect(request.expected)
+        if not self._in_background:
+            await self._leading(self._checked())
+        self._unverified = False
+        return Done()
+
+    async def await_version(self, request: AwaitVersion) -> Done | StillWaiting:
+        """Wait for a version."""
+        found = await self._run_state.wait_briefly(
+            lambda: Done() if self.verified is not None and self.verified >= request.version else None
+        )
+        return found or StillWaiting()
+
+    def _check_offered(self, version: int) -> None:
+        self._run_state.check()
+        if version != self._offered:
+            raise ServiceConflict(f"weight version {version} was not opened; version {self._offered} is")
+
+    async def _leading(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except WeightSyncError as error:
+            raise await self._failed(error) from None
+
+    async def _failed(self, error: WeightSyncError) -> WeightSyncError:
+        await self._run_state.fail(error)
+        return error
+
+    # swaps ----------------------------------------------------------------------------------------
+
+    async def _checked(self) -> None:
+        version = self._offered
+        await self.sync.checked()
+        assert version is not None
+        self.verified = version
+        self._served(version)
+        await self._run_state.notify()
+
+    async def _finish_sync(self, request: FinishSync) -> None:
+        await self.sync.finish(request)
+        self._trace.add("sync", self._began, time.time(), lane="instances", step=request.version)
+
+    async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
+        """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `batches` are
+        generated; else each instance swaps when it becomes free."""
+        try:
+            if self._schedule.exact:
+                await self._run_state.wait_until(lambda: all(batch.generated for batch in batches))
+            await swap
+            await self._checked()
+        except MetronomeError as error:
+            await self._run_state.fail(error)
+        await self._run_state.notify()
+
+    async def wait_for_swap(self) -> None:
+        """Wait for the swap in the background if the next batch needs the new version from its first response on."""
+        if self._swap is not None and (self._schedule.exact or self._config.rollout.partial):
+            await asyncio.wait([self._swap])
+
+    def check(self) -> None:
+        """Raise the unexpected exception of a finished swap, if any: a bug of the orchestrator."""
+        if self._swap is not None and self._swap.done():
+            self._swap.result()
+
+    async def close(self) -> None:
+        """Cancel the swap in the background, and close the weight sync."""
+        if self._swap is not None:
+            self._swap.cancel()
+            await asyncio.gather(self._swap, return_exceptions=True)
+        await self.sync.close()

@@ -1,0 +1,515 @@
+"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out.
+
+Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket,
+which every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and
+serves again. Checked: each must give the trainer's log-probabilities for a few fixed tokens. That is computed by both
+beside the first responses of the new weights, which are held back until it has passed (InstanceClient.distrust), and
+lost when it does not. Once per connection an instance shows that it follows new weights at all: it loads visibly
+perturbed ones and its log-probabilities must move.
+
+`Participants` acts on all instances of one sync together, and leaves out those that fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from engine.errors import BadInput, DeadlineError, MetronomeError, WeightSyncError
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance_client import InstanceFault, Refused
+from engine.orchestrator.run_state import SIGN_OF_LIFE_S
+from engine.orchestrator.weight_sync.probe import Probe, make_probe
+from engine.orchestrator.weight_sync.update_calls import UpdateCalls
+from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
+from engine.wire.sync_messages import (
+    AbortSync,
+    BucketInfo,
+    ConnectSync,
+    FinishSync,
+    IsSnapshotWanted,
+    OpenSync,
+    Proceed,
+    SendBucket,
+    SnapshotWanted,
+    SyncOpened,
+)
+from engine.wire.weights.bucket_file import wire_of
+
+STRIKES = 2
+"""An instance that fails so many transfers in a row while others live is left out."""
+
+FATAL = (Refused, WeightSyncError, BadInput)
+"""Not the end of an instance: what was sent, or what it makes of it, is wrong."""
+
+
+class SyncPool(Protocol):
+    """What is asked of the pool."""
+
+    def members(self) -> list[Instance]:
+        """Those that must get the next version."""
+
+    async def wait_for_member(self) -> None:
+        """Until there is one; raises when the pool gives up."""
+
+    def exclude(self, instance: Instance, reason: str) -> None:
+        """It failed: no prompts until it was brought to the weights again."""
+
+    def admit(self, instance: Instance) -> None:
+        """It holds the current weights."""
+
+
+class Participants:
+    """The members of the sync under way."""
+
+    def __init__(self, pool: SyncPool) -> None:
+        self._pool = pool
+        self.members: list[Instance] = []
+        self.connected: list[Instance] = []
+        """The members of the last generation's groups; empty once one of them failed."""
+        self._strikes: dict[Instance, int] = {}
+
+    @property
+    def local(self) -> bool:
+        """Whether all are on this machine."""
+        return all(_local(instance.client.url) for instance in self.members)
+
+    def succeeded(self) -> None:
+        """The sync was finished: what went wrong before does not count any more."""
+        self._strikes.clear()
+
+    async def each(self, act: Callable[[Instance], Awaitable[Any]]) -> list[Any]:
+        """`act` with every member at once. A member that fails is left out. The others' results, in their order.
+
+        Raises the first WeightSyncError or refusal when no member is left and not all of them just died.
+        """
+        members = self.members
+        results = await asyncio.gather(*(act(instance) for instance in members), return_exceptions=True)
+        failed = {
+            one: result for one, result in zip(members, results, strict=True) if isinstance(result, BaseException)
+        }
+        self._leave_out(failed)
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def in_turn(self, act: Callable[[Instance], Awaitable[Any]]) -> None:
+        """`act` with one member after the other, also after one that failed; else as `each`."""
+        failed: dict[Instance, BaseException] = {}
+        for instance in self.members:
+            results = await asyncio.gather(act(instance), return_exceptions=True)
+            if isinstance(error := results[0], BaseException):
+                failed[instance] = error
+        self._leave_out(failed)
+
+    async def together(self, act: Callable[[Instance], Coroutine[Any, Any, None]]) -> bool:
+        """`act` with every member of a group at once. As soon as one can't go on, the calls to the others end.
+
+        One that died or refused is left out, one that failed otherwise may try again. Whether all members succeeded.
+        """
+        tasks = {asyncio.create_task(act(instance)): instance for instance in self.members}
+        pending = set(tasks)
+        broken = False
+        while pending and not broken:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            broken = any(task.exception() is not None and not isinstance(task.exception(), Refused) for task in done)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        failed = {
+            one: error
+            for task, one in tasks.items()
+            if not task.cancelled() and (error := task.exception()) is not None
+        }
+        if failed or pending:
+            self.connected = []
+        struck = [one for one, error in failed.items() if isinstance(error, InstanceFault)]
+        self._leave_out({one: error for one, error in failed.items() if one not in struck})
+        self.strike(struck, "; ".join(str(failed[one]) for one in struck))
+        return not failed and not pending
+
+    def strike(self, instances: Iterable[Instance], reason: str) -> None:
+        """Another member may be to blame: leave one out only when it fails so often in a row."""
+        for instance in list(instances):
+            self._strikes[instance] = self._strikes.get(instance, 0) + 1
+            if self._strikes[instance] >= STRIKES:
+                why = f"{instance.name}: {STRIKES} weight transfers in a row failed: {reason}"
+                self._leave_out({instance: WeightSyncError(why)})
+
+    def _leave_out(self, failed: dict[Instance, BaseException]) -> None:
+        for instance, error in failed.items():
+            if not isinstance(error, MetronomeError):
+                raise error
+            self._pool.exclude(instance, str(error))
+            self.connected = []
+        self.members = [instance for instance in self.members if instance not in failed]
+        fatal = [error for error in failed.values() if isinstance(error, FATAL)]
+        if fatal and not self.members:
+            raise WeightSyncError(str(fatal[0])) from None
+
+
+def _local(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+__all__ = ["Probe", "WeightSync", "make_probe"]
+
+OVERTAKEN = 2
+"""A late instance that so many versions have overtaken holds the next one up, until it has caught up."""
+LOOK_S = 0.05
+PATIENCE_S = 5.0
+"""What a living instance needs at most to answer GET /health."""
+
+
+class WeightSync:
+    """One per run. The trainer's sender calls open … finish in order; the pool calls catch_up at any time."""
+
+    def __init__(
+        self,
+        pool: SyncPool,
+        probe: Probe | None,
+        timeout_s: float,
+        staged: bool = False,
+        cut: bool = False,
+        in_turn: bool = False,
+    ) -> None:
+        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at
+        finish; `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for;
+        `in_turn`: staged weights are swapped in by one instance after the other, while those whose turn has not come go
+        on with the old ones."""
+        self._cut = cut
+        self._in_turn = in_turn and staged
+        self._pool = pool
+        self._probe = probe
+        self._timeout_s = timeout_s
+        self._staged = staged
+        self._calls = UpdateCalls(probe, timeout_s)
+        self._version: int | None = None
+        self._snapshot: Path | None = None
+        self._wanted = asyncio.Event()
+        """Set once a late instance waits for that snapshot."""
+        self._expected: Sequence[float] | None = None
+        """The trainer's log-probabilities of the probe under that version."""
+        self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
+        """The same, of the publish under way."""
+        self._checks: dict[Instance, asyncio.Task[None]] = {}
+        """Comparisons under way."""
+        self._apart: dict[Instance, float] = {}
+        """What they have found."""
+        self.difference: float | None = None
+        """By how much the log-probabilities of the probe differed most between the trainer and an instance, under the
+        last version that was compared; None where nothing was."""
+        self._unchecked = False
+        self._participants = Participants(pool)
+        self._sizes: list[int] = []
+        self._generation = 0
+        self._started = False
+        self._tested: set[Instance] = set()
+        self._one_bucket = asyncio.Lock()
+        self._quiet = asyncio.Event()
+        """Set while no publish is under way."""
+        self._quiet.set()
+        self._overtaken: set[Instance] = set()
+        """Instances that are catching up, and that OVERTAKEN versions have overtaken."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the last publish that was finished; None before the first."""
+        return self._version
+
+    # a publish, as the trainer's sender goes through it -------------------------------------------
+
+    async def open(self, request: OpenSync) -> SyncOpened:
+        """Pause the instances that are to get the version. Waits for one (the pool's limit)."""
+        version = request.version
+        if self._unchecked:
+            raise MetronomeError(
+                f"weight version {self._version} was not compared with the trainer's before version {version}"
+            )
+        if not self._pool.members():
+            self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
+        await self._pool.wait_for_member()
+        await self._wait_for_overtaken()
+        self._quiet.clear()
+        self._started = False
+        self._trainer_logprobs = asyncio.get_running_loop().create_future()
+        self._participants.members = self._pool.members()
+        for instance in self._participants.members:
+            if not (self._staged and instance.takes_prompts):
+                instance.begin_update()
+        during = f"weight version {version}"
+        await self._participants.each(partial(self._prepare, during=during))
+        self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
+        if self._participants.members != self._participants.connected:
+            self._participants.connected = []
+            self._generation += 1
+        return SyncOpened(
+            generation=self._generation,
+            members=tuple(instance.name for instance in self._participants.members),
+            world_size=1 + sum(self._sizes),
+            connect=not self._participants.connected,
+            local=self._participants.local,
+            probe=self._probe.token_ids if self._probe is not None else (),
+        )
+
+    async def _wait_for_overtaken(self) -> None:
+        """Else an instance that needs longer than a step would never join. After the limit it is overtaken again."""
+        if self._overtaken:
+            names = ", ".join(sorted(instance.name for instance in self._overtaken))
+            print(f"the weight sync waits for {names}, which {OVERTAKEN} versions have overtaken", flush=True)
+            deadline = time.monotonic() + self._timeout_s
+            while self._overtaken and time.monotonic() < deadline:
+                await asyncio.sleep(LOOK_S)
+
+    async def connect(self, request: ConnectSync) -> Proceed:
+        """Have all members join the stages' groups while the senders gather them."""
+        sizes = self._sizes
+        ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
+
+        async def join(instance: Instance) -> None:
+            info = InitInfo(
+                transport=request.transport,
+                generation=self._generation,
+                stages=list(request.stages),
+                world_size=1 + sum(sizes),
+                rank=ranks[instance],
+                timeout_s=self._timeout_s,
+            )
+            await self._calls.send(instance, Connect(info), f"weight version {request.version}")
+
+        if await self._participants.together(join):
+            self._participants.connected = list(self._participants.members)
+            return Proceed()
+        return Proceed(retry=True)
+
+    async def bucket(self, request: SendBucket) -> Proceed:
+        """Have every member receive the same bucket, one bucket at a time.
+
+        Raises WeightSyncError when every member refuses the bucket: then it is the bucket that is wrong.
+        """
+        info = request.info
+        info.staged = self._staged
+        async with self._one_bucket:
+            if not self._staged and not self._started:
+                members = self._participants.members
+                await self._participants.each(partial(self._calls.start, during=f"weight version {info.version}"))
+                self._started = True
+                if self._participants.members != members and info.transport != "file":
+                    return Proceed(retry=True)
+
+            async def receive(instance: Instance) -> None:
+                await self._calls.update(instance, info, info.title)
+
+            if info.transport == "file":
+                await self._participants.each(receive)
+                return Proceed()
+            return Proceed(retry=not await self._participants.together(receive))
+
+    async def abort(self, request: AbortSync) -> Proceed:
+        """A sender could not send: leave out instances that no longer answer, and have the groups made anew."""
+        self._participants.connected = []
+
+        async def answers(instance: Instance) -> None:
+            await instance.client.call(GetHealth(), timeout_s=min(PATIENCE_S, self._timeout_s))
+
+        await self._participants.each(answers)
+        self._participants.strike(self._participants.members, request.reason)
+        return Proceed(retry=True)
+
+    async def finish(self, request: FinishSync) -> None:
+        """Every member serves the version, or is left out; `checked` must follow before a response of it is seen.
+
+        The snapshot may be complete only later. Raises WeightSyncError when all members that live hold something else.
+        """
+        version = request.version
+        self._unchecked = True
+
+        async def complete(instance: Instance) -> None:
+            if self._staged and instance.takes_prompts:
+                instance.begin_update()
+            if instance.updating:
+                await self._swap(instance, version)
+            if instance.updating:
+                instance.hold(version)
+                self._checks[instance] = asyncio.create_task(self._compare(instance, version))
+                self._pool.admit(instance)
+            else:  # it left, or was left out, since `open`; it may be catching up by now
+                self._participants.connected = []
+
+        await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
+        self._version = version
+        self._snapshot = Path(request.snapshot) if request.snapshot else None
+        self._wanted.clear()
+        self._participants.succeeded()
+
+    async def _swap(self, instance: Instance, version: int) -> None:
+        if self._staged:
+            await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
+            await self._calls.start(instance, f"weight version {version}")
+            await self._calls.update(instance, StagedWeights(version), f"weight version {version}")
+        instance.distrust()
+        await self._calls.swap(instance, version)
+
+    def expect(self, expected: Sequence[float]) -> None:
+        """The trainer's log-probabilities of the probe under the version that was opened last; empty: it has none."""
+        if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
+            self._trainer_logprobs.set_result(expected or None)
+
+    async def checked(self) -> None:
+        """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its
+        responses are lost. Raises WeightSyncError when all members that live compute with something else."""
+        checks = self._checks
+
+        async def check(instance: Instance) -> None:
+            if instance not in checks:
+                return
+            if instance.state in ("serving", "draining"):
+                await checks[instance]
+            else:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+                checks[instance].cancel()
+                await asyncio.gather(checks[instance], return_exceptions=True)
+
+        await self._participants.each(check)
+        self._expected = await self._wait_for_trainer_logprobs()
+        if self._expected is not None:
+            self.difference = max(self._apart.values(), default=0.0)
+            self._calls.noise = self.difference if self._calls.noise is None else self._calls.noise
+        self._apart = {}
+        self._checks = {}
+        self._unchecked = False
+        self._quiet.set()
+
+    async def _compare(self, instance: Instance, version: int) -> None:
+        self._apart[instance] = await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
+        instance.trust()
+
+    async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
+        """The trainer's log-probabilities, once it has told them."""
+        assert self._trainer_logprobs is not None
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._trainer_logprobs), self._timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
+                f"{self._version} within {self._timeout_s:g} s"
+            ) from None
+
+    async def close(self) -> None:
+        """End the comparisons under way."""
+        for check in self._checks.values():
+            check.cancel()
+        await asyncio.gather(*self._checks.values(), return_exceptions=True)
+
+    # instances that come late ---------------------------------------------------------------------
+
+    async def catch_up(self, instance: Instance) -> None:
+        """Self-test a late instance and bring it to the current version from its snapshot; it is not admitted yet.
+
+        Waits for a publish under way, and begins again when another was finished meanwhile; the third one waits for it.
+        Raises MetronomeError.
+        """
+        instance.distrust()
+        await self._test_once(instance)
+        overtaken = 0
+        try:
+            while not await self._caught_up(instance):
+                overtaken += 1
+                if overtaken == OVERTAKEN:
+                    self._overtaken.add(instance)
+        finally:
+            self._overtaken.discard(instance)
+
+    async def _caught_up(self, instance: Instance) -> bool:
+        """Bring it to the current version; return whether that is still the current one."""
+        await self._until_quiet(instance)
+        if self._version is None:
+            raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
+        version = self._version
+        expected = self._expected
+        try:
+            await self._load_snapshot(instance, version)
+            await self._calls.swap(instance, version)
+            await self._calls.compare(instance, version, partial(_known, expected))
+        except (Refused, BadInput):
+            if self._version == version and self._quiet.is_set():
+                raise
+            return False  # the snapshot gave way to a newer one
+        if self._version != version or not self._quiet.is_set():
+            return False
+        instance.hold(version)
+        instance.trust(anew=True)
+        return True
+
+    async def _load_snapshot(self, instance: Instance, version: int) -> None:
+        if self._snapshot is None:
+            raise MetronomeError(f"{instance.name}: weight version {version} left no snapshot to load")
+        files = await self._files(self._snapshot)
+        await self._calls.pause(instance, f"weight version {version}", abort=True)
+        await self._calls.start(instance, f"weight version {version}")
+        for number, file in enumerate(files):
+            tensors = await asyncio.to_thread(wire_of, file)
+            info = BucketInfo(transport="file", version=version, stage=0, bucket=number, path=str(file), **tensors)
+            await self._calls.update(instance, info, info.title)
+
+    async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
+        """Reply whether a late instance waits for the snapshot of the version; waits a second for one."""
+        if request.version == self._version:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), SIGN_OF_LIFE_S)
+        else:  # the instances have not taken it over yet
+            await asyncio.sleep(SIGN_OF_LIFE_S)
+        return SnapshotWanted(self._wanted.is_set() and request.version == self._version)
+
+    async def _files(self, snapshot: Path) -> list[Path]:
+        """The buckets of a snapshot, once it is whole. The trainer is asked to write it (`is_snapshot_wanted`)."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not snapshot.is_dir() and self._snapshot == snapshot:
+                    self._wanted.set()  # again and again, as a version may be published once more meanwhile
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise DeadlineError(f"the snapshot {snapshot} was not whole within {self._timeout_s:g} s") from None
+        if not (files := sorted(snapshot.glob("*.safetensors"))):
+            raise BadInput(f"{snapshot}: no weights in this snapshot")
+        return files
+
+    async def _until_quiet(self, instance: Instance) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{instance.name}: the weight sync after version {self._version} did not end within "
+                f"{self._timeout_s:g} s"
+            ) from None
+
+    async def self_test(self, instance: Instance) -> None:
+        """UpdateCalls.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""
+        await self._calls.self_test(instance)
+
+    async def _prepare(self, instance: Instance, during: str) -> None:
+        await self._test_once(instance)
+        if not self._staged:
+            await self._calls.pause(instance, during, abort=self._cut)
+
+    async def _test_once(self, instance: Instance) -> None:
+        if instance not in self._tested:
+            await self.self_test(instance)
+            self._tested.add(instance)
+
+
+async def _known(expected: Sequence[float] | None) -> Sequence[float] | None:
+    return expected

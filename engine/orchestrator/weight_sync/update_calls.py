@@ -1,0 +1,167 @@
+"""The steps of a weight update on one instance, in the order in which the routes want them, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from engine.errors import MetronomeError, WeightSyncError
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance_client import InstanceFault, Refused
+from engine.orchestrator.weight_sync.probe import Probe
+from engine.wire.rollout_messages import (
+    BaseWeights,
+    FinishUpdate,
+    GetWeightVersion,
+    GetWorldSize,
+    InstanceRequest,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    StagedWeights,
+    StartUpdate,
+    Update,
+)
+from engine.wire.sync_messages import BucketInfo
+
+Reply = TypeVar("Reply")
+SELF_TEST = "self-test"
+PERTURBED_VERSION = 2**40
+"""Named by an instance with perturbed weights: no step accepts it."""
+MOVED = 0.01
+"""The least by which a log-probability must move when weights are perturbed."""
+
+
+class UpdateCalls:
+    """Calls to instances; each raises what InstanceClient.call raises, and says `during` what: "weight version 3"."""
+
+    def __init__(self, probe: Probe | None, timeout_s: float) -> None:
+        """`timeout_s`: of every call."""
+        self.probe = probe
+        self.timeout_s = timeout_s
+        self.noise: float | None = None
+        """The largest difference of the instances from the trainer under the first version that was compared: what
+        engines that are right differ by."""
+        self._base: dict[Instance, list[float]] = {}
+        """The log-probabilities of the probe under the weights that an instance was started from, until it is compared
+        for the first time."""
+
+    async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
+        """Until nothing runs; `abort` breaks off what runs."""
+        await self.send(instance, Pause("abort" if abort else "wait"), during)
+
+    async def start(self, instance: Instance, during: str) -> None:
+        """Begin an update, or begin it again."""
+        await self.send(instance, StartUpdate(), during)
+
+    async def update(self, instance: Instance, weights: BucketInfo | StagedWeights | BaseWeights, during: str) -> None:
+        """Receive and load weights."""
+        await self.send(instance, Update(weights), during)
+
+    async def name(self, instance: Instance, version: int, during: str) -> None:
+        """The update is whole: it is that version, and the instance serves it."""
+        await self.send(instance, FinishUpdate(version), during)
+        await self.send(instance, ResetPrefixCache(), during)
+        await self.send(instance, Resume(), during)
+
+    async def swap(self, instance: Instance, version: int) -> None:
+        """Name the version, and see that the instance does. Raises WeightSyncError naming the instance."""
+        during = f"weight version {version}"
+        await self.name(instance, version, during)
+        holds = (await self.send(instance, GetWeightVersion(), during)).weight_version
+        if holds != version:
+            raise WeightSyncError(
+                f"{instance.name}: it holds weight version {holds} after an update to version {version}"
+            )
+
+    async def compare(
+        self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]
+    ) -> float:
+        """Compare the instance's log-probabilities of the probe under the version with the trainer's, and return their
+        difference. The instance is asked first: the trainer computes its own meanwhile. 0 where there is nothing to
+        compare.
+
+        Raises WeightSyncError naming the instance.
+        """
+        if self.probe is None:
+            return 0.0
+        found = await self.ask(instance, self.probe, f"weight version {version}")
+        expected = await trainer()
+        if not expected:
+            return 0.0
+        apart = self.probe.difference(expected, found)
+        base = self._base.pop(instance, None)
+        noise = self.noise
+        if noise is None and base is not None and version == 0:  # which has these weights
+            noise = self.probe.difference(expected, base)
+        limit = self.probe.limit(noise)
+        if apart <= limit:
+            return apart
+        measured = "" if noise is None else f" ({noise:.3g} was measured with weights that both held)"
+        raise WeightSyncError(
+            f"{instance.name}: after the update to weight version {version} its log-probabilities of {len(expected)} "
+            f"fixed tokens differ from the trainer's: {self.probe.which} difference {apart:.3g}, limit {limit:.3g}"
+            f"{measured}; it computes with other weights, or otherwise"
+        )
+
+    async def self_test(self, instance: Instance) -> None:
+        """Load the weights it was started from, perturbed: its log-probabilities must move. One that holds other
+        weights than those it was started from, as after an earlier run, gets them first.
+
+        Raises WeightSyncError naming the instance. Leaves it paused with the perturbed weights: a sync must follow.
+        """
+        if self.probe is None:
+            return
+        if not await self._serves_its_base(instance):
+            await self._load_base(instance, [], 0)
+        base = await self.ask(instance, self.probe, SELF_TEST)
+        await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION)
+        perturbed = await self.ask(instance, self.probe, SELF_TEST)
+        await self.pause(instance, SELF_TEST, abort=True)
+        self._base[instance] = base
+        moved = max(abs(a - b) for a, b in zip(base, perturbed, strict=True))
+        if not moved > MOVED:
+            raise WeightSyncError(
+                f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens "
+                f"{self.probe.perturb} changed, and its log-probabilities moved by {moved:.3g}, expected more than "
+                f"{MOVED:g}; it computes with something else than the weights it is given"
+            )
+
+    async def _serves_its_base(self, instance: Instance) -> bool:
+        """Whether it serves the weights it was started from; it may have been paused by the orchestrator of another
+        run."""
+        if (await self.send(instance, GetWeightVersion(), SELF_TEST)).weight_version:
+            return False
+        try:
+            await self.send(instance, Resume(), SELF_TEST)
+        except Refused:  # a weight update is unfinished
+            return False
+        return True
+
+    async def _load_base(self, instance: Instance, perturb: list[int], version: int) -> None:
+        await self.pause(instance, SELF_TEST, abort=True)
+        await self.start(instance, SELF_TEST)
+        await self.update(instance, BaseWeights(perturb), SELF_TEST)
+        await self.name(instance, version, SELF_TEST)
+
+    async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
+        """The instance's log-probabilities of the probe."""
+        reply = await self.send(instance, probe.request(), during)
+        try:
+            return probe.read(reply)
+        except InstanceFault as error:
+            raise InstanceFault(f"{instance.name}: {error} ({during})") from None
+
+    async def world_size(self, instance: Instance, during: str) -> int:
+        """Processes of the instance that take part in a transfer."""
+        size = (await self.send(instance, GetWorldSize(), during)).world_size
+        if size < 1:
+            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}, expected at least 1")
+        return size
+
+    async def send(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:
+        """The reply to a request, with the update's deadline."""
+        try:
+            return await instance.client.call(request, timeout_s=self.timeout_s)
+        except MetronomeError as error:
+            raise type(error)(f"{error} ({during})") from None

@@ -1,0 +1,209 @@
+"""Starts the orchestrator and follows its steps.jsonl. However `run_training` ends, the orchestrator ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine import errors
+from engine.config import Config
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
+from engine.run.commands import orchestrator_command
+from engine.run.fence import TAKEN_OVER
+from engine.run.folder import RunFolder, dump_config
+from engine.run.process import Child
+from engine.tools.timeline import draw_timeline
+from engine.types import JsonObject
+from tasks import stage_progress
+from tasks.console import say
+from tasks.interruption import say_stopping, signal_of
+from tasks.progress_display import showing
+
+POLL_S = 0.3
+"""Seconds between two looks at steps.jsonl."""
+PAUSE_S = 5.0
+"""Most seconds of silence that count between two looks."""
+STOP_S = 9.0
+"""Time in which the orchestrator must end its own children; then it is killed, and they end by their lifelines."""
+
+
+class LineFollower:
+    """Reads new complete lines of a JSON-lines file to which another process appends. A resumed run may also shorten
+    the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Lines that are already in the file do not count as new."""
+        self._path = path
+        self._inode = 0
+        self._position = 0
+        self._seen: set[bytes] = set()
+        self.new()
+
+    def new(self) -> list[JsonObject]:
+        """Lines that are new since the last call. A half-written last line is left for later. A missing file is
+        empty."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            self._rewind_if_replaced(file.fileno())
+            file.seek(self._position)
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._position += len(whole) + 1
+        fresh = [line for line in whole.split(b"\n") if line and line not in self._seen]
+        self._seen.update(fresh)
+        return [json.loads(line) for line in fresh]
+
+    def _rewind_if_replaced(self, descriptor: int) -> None:
+        """A file that was shortened is a new file. Read it from its start; the lines that were kept are known by their
+        text."""
+        inode = os.fstat(descriptor).st_ino
+        if inode != self._inode:
+            self._inode = inode
+            self._position = 0
+
+
+def run_training(
+    config: Config,
+    resume: bool = False,
+    replay: Path | None = None,
+    on_step: Callable[[JsonObject], None] = lambda row: None,
+) -> RunFolder:
+    """Train in an orchestrator process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder. How
+    far the training is, and the orchestrator's notices, are printed.
+
+    Raises the error that ended the run: BadInput, or another MetronomeError with the orchestrator's message. No process
+    is left behind. The timeline is drawn in every ending, unless another orchestrator writes the folder now. A signal
+    that ends this process is passed on to the orchestrator.
+    """
+    folder = RunFolder(config.folder)
+    folder.failure.unlink(missing_ok=True)  # of an earlier attempt
+    follower = LineFollower(folder.steps)
+    notices = LineFollower(folder.notices)
+
+    def look() -> None:
+        for notice in notices.new():
+            say(notice["stage"], notice["text"])
+        for row in follower.new():
+            on_step(row)
+
+    folder.progress.unlink(missing_ok=True)  # a killed orchestrator's
+    with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
+        file = Path(scratch) / "config.toml"
+        dump_config(config, file)
+        child = Child("orchestrator", orchestrator_command(file, resume, replay), folder.logs / "orchestrator.log")
+        watch = _Watch(child, folder.heartbeat, config)
+        try:
+            with showing("train", stage_progress.training(config)):
+                code = _follow(child, watch, look)
+        except BaseException as ended:
+            _stop(child, signal_of(ended))
+            if not isinstance(ended, TakenOver):
+                _draw(folder)
+            raise
+        child.stop(STOP_S)
+    if code == TAKEN_OVER:
+        raise TakenOver(
+            f"run folder {folder.path}: another orchestrator writes it now; process {child.pid} has stopped"
+        )
+    _draw(folder)
+    if code:
+        raise _failure(child, folder, code)
+    return folder
+
+
+def _stop(child: Child, number: signal.Signals | None) -> None:
+    """Stop the orchestrator because of a signal, which is passed on to it, or because of an error."""
+    if number is None:
+        child.stop(STOP_S)
+        return
+    say_stopping(STOP_S)
+    child.stop(STOP_S, number)
+
+
+def _draw(folder: RunFolder) -> None:
+    try:
+        draw_timeline(folder.path)
+    except (OSError, BadInput) as error:
+        print(f"warning: the timeline can't be drawn: {error}", file=sys.stderr, flush=True)
+
+
+class _Watch:
+    """RunEvents an orchestrator that hangs or was stopped, early enough to end it within 2 x train.timeout_s. All other
+    deadlines of a run are the orchestrator's own."""
+
+    def __init__(self, child: Child, heartbeat: Path, config: Config) -> None:
+        self._child = child
+        self._heartbeat = heartbeat
+        timeout_s = config.train.timeout_s
+        self._limit_s, self._limit_text = max(
+            (2 * timeout_s - STOP_S, f"2 x train.timeout_s, less {STOP_S:g} s to end in"),
+            (timeout_s, "train.timeout_s"),
+        )
+        self._start_s = config.rollout.timeout_s
+        """Seconds that the orchestrator has in addition until its first sign of life: it may wait for a lock."""
+        self._seen = self._touched()
+        self._silence_s = 0.0
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Raise DeadlineError if the orchestrator has given no sign of life for too long."""
+        now = time.monotonic()
+        # of a pause in which this process slept too, only a moment counts
+        self._silence_s += min(now - self._looked, PAUSE_S)
+        self._looked = now
+        if (touched := self._touched()) != self._seen:
+            self._seen = touched
+            self._silence_s = 0.0
+            self._start_s = 0.0
+        limit = self._limit_s + self._start_s
+        if self._silence_s > limit:
+            raise DeadlineError(
+                f"the orchestrator (process {self._child.pid}) gave no sign of life for {limit:g} s ({self._limit_text}"
+                + (" + rollout.timeout_s" if self._start_s else "")
+                + f"): it hangs or was stopped, and is ended; its log: {self._child.log}"
+            )
+
+    def _touched(self) -> int:
+        return self._heartbeat.stat().st_mtime_ns if self._heartbeat.exists() else 0
+
+
+def _follow(child: Child, watch: _Watch, look: Callable[[], None]) -> int:
+    """Call `look`, which passes new lines on, until the orchestrator has ended; returns its exit status.
+
+    Raises DeadlineError if the orchestrator hangs.
+    """
+    while True:
+        try:
+            code: int | None = child.process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        look()
+        if code is not None:
+            return code
+        watch.look()
+
+
+def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
+    """The error that the orchestrator wrote, or how it died if it wrote none."""
+    if code == 2:  # perhaps before it wrote to the run folder: a reason there may be an earlier run's
+        return BadInput(last_error(child))
+    if (told := folder.last_failure()) is not None:
+        name, message = told
+        return getattr(errors, name, MetronomeError)(message)
+    return ProcessDied(f"the orchestrator {child.how_it_ended()}")
+
+
+def last_error(child: Child) -> str:
+    """The message of the orchestrator's last `error: ` line."""
+    assert child.log is not None
+    lines = child.log.read_text(errors="replace").splitlines()
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return told[-1] if told else f"the orchestrator {child.how_it_ended()}"

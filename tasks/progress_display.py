@@ -1,0 +1,103 @@
+"""Shows how far a stage is: a bar on a terminal, a line now and then in a log file or a pipe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from tasks import console
+from tasks.console import duration, say
+
+LOOK_S = 0.5
+"""Seconds between two looks."""
+LONGEST_S = 60.0
+"""Longest pause between two lines of a log, in seconds. The first is `console.QUIET_S`, and each further one is twice
+as long, until something else was printed."""
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """How far a stage is."""
+
+    text: str
+    share: float | None = None
+    """Of the work, 0 … 1; None if it is not known."""
+
+
+Look = Callable[[], StageProgress | None]
+"""Says how far a stage is; None if that is not known yet. It is called from another thread."""
+
+
+class _TimeLeft:
+    """Estimates it from the share that was done since the first look that knew one."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, float] | None = None
+        """Monotonic time and share of that look."""
+
+    def __call__(self, share: float | None) -> str:
+        if share is None or share >= 1.0:
+            return ""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = (now, share)
+        since, first = self._began
+        if share <= first:
+            return ""
+        return f"  {duration((now - since) * (1.0 - share) / (share - first))} left"
+
+
+@contextmanager
+def showing(stage: str, look: Look) -> Iterator[None]:
+    """Show how far a stage is during the body.
+
+    On a terminal a bar stands below the other lines, and is gone at the end. Elsewhere a line is printed once nothing
+    was printed for `console.QUIET_S`.
+    """
+    ended = threading.Event()
+    shown = _bar if console.is_terminal() else _lines
+    thread = threading.Thread(target=shown, args=(stage, look, ended), name=f"progress of {stage}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _lines(stage: str, look: Look, ended: threading.Event) -> None:
+    left = _TimeLeft()
+    pause = console.QUIET_S
+    own = console.last_line()
+    while not ended.wait(min(LOOK_S, pause)):
+        if console.last_line() != own:
+            own = console.last_line()
+            pause = console.QUIET_S
+        found = look()
+        if found is None:
+            continue
+        remaining = left(found.share)
+        if time.monotonic() - own > pause:
+            say(stage, f"{found.text}{remaining}")
+            own = console.last_line()
+            pause = min(2 * pause, LONGEST_S)
+
+
+def _bar(stage: str, look: Look, ended: threading.Event) -> None:
+    left = _TimeLeft()
+    columns = (TextColumn("[bold cyan]{task.description:<12}"), BarColumn(24), TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=Console(), transient=True, auto_refresh=False) as bar:
+        one = bar.add_task(stage, total=None, text="")
+        while not ended.wait(LOOK_S):
+            found = look()
+            if found is None:
+                continue
+            total = None if found.share is None else 1.0
+            bar.update(one, total=total, completed=found.share or 0.0, text=f"{found.text}{left(found.share)}")
+            bar.refresh()

@@ -1,0 +1,357 @@
+"""Where groups go: pool and producer over real sockets; the instances are scripted."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from engine.config import Config
+from engine.errors import MetronomeError
+from engine.orchestrator.dynamic_sampling import DynamicSampling
+from engine.orchestrator.pool.circuit_breaker import LIMIT
+from engine.orchestrator.pool.instance_client import Refused, SamplingSettings
+from engine.orchestrator.producer import Producer
+from engine.types import Prompt, Score
+from engine.wire.columns import open_group
+from support.pool_world import PROMPTS, ROLLOUT, worlds
+from support.scripted import Scores, Scripted, until
+
+PARTIAL = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000, partial=True)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return worlds(tmp_path, monkeypatch)
+
+
+async def test_every_response_comes_exactly_once_within_the_limits(world):
+    async with world() as w:
+        a, one = await w.join("a")
+        b, _ = await w.join("b")
+        a.delay_s = b.delay_s = 0.01
+        await w.run()
+        w.check_complete()
+        assert max(a.most, b.most) <= 2 * 4
+        assert min(len(a.seeds), len(b.seeds)) >= 8
+        assert one.groups == 0
+
+
+async def test_groups_that_are_scored_as_a_whole(world):
+    async with world() as w:
+        scores = Scores(per_response=False)
+        w.producer = Producer(
+            pool=w.pool,
+            verifier=scores,
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
+            group_size=4,
+            seed=0,
+            trace=w.trace,
+        )
+        bad, _ = await w.join("a")
+        await w.join("b")
+        bad.status = 500
+        await w.run()
+        w.check_complete()
+        assert scores.calls == [4] * len(PROMPTS)
+
+
+async def test_a_slow_instance_gets_less(world):
+    async with world() as w:
+        slow, _ = await w.join("a")
+        fast, _ = await w.join("b")
+        slow.delay_s = 0.3
+        fast.delay_s = 0.02
+        await w.run([*PROMPTS, *[Prompt(f"q{n}", "", "", (4, n)) for n in range(16)]])
+        assert len(slow.seeds) < len(fast.seeds) / 2
+
+
+async def test_a_place_on_an_instance_that_is_excluded_as_it_is_given_is_not_used(world):
+    """What is sent after the exclusion would be cut by nobody."""
+    async with world() as w:
+        _, one = await w.join("a")
+        begun = [w.pool.borrow() for _ in range(2)]
+        for group in begun:
+            await group.__aenter__()
+        entered = asyncio.Event()
+
+        async def wait():
+            async with w.pool.borrow() as place:
+                assert place.instance.state == "serving"
+                entered.set()
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        await begun[0].__aexit__(None, None, None)  # the place is given, and its task has not gone on yet
+        w.pool.exclude(one, "silent")
+        await asyncio.sleep(0)
+        assert not entered.is_set()
+        assert one.groups == 1
+        await asyncio.wait_for(waiting, 5)  # it answers, and serves again
+        await begun[1].__aexit__(None, None, None)
+        assert one.groups == 0
+
+
+async def test_the_instance_that_failed_last_is_avoided_if_another_one_serves(world):
+    async with world(heartbeat_s=30) as w:  # a busy machine makes neither silent
+        _, a = await w.join("a")
+        _, b = await w.join("b")
+        for failed, other in ((a, b), (b, a)):
+            async with w.pool.borrow(avoid=(failed,)) as place, w.pool.borrow(avoid=(failed,)) as second:
+                assert place.instance is second.instance is other
+                with pytest.raises(TimeoutError):  # it is full, and waited for
+                    await asyncio.wait_for(w.pool.borrow(avoid=(failed,)).__aenter__(), 0.05)
+                async with w.pool.borrow(avoid=(a, b)):
+                    assert failed.groups == 1
+        w.pool.gone(b, "it died")
+        async with w.pool.borrow(avoid=(a,)) as place:
+            assert place.instance is a
+
+
+async def test_faults_are_sent_again_elsewhere_and_open_the_breaker(world):
+    async with world() as w:
+        bad, one = await w.join("a")
+        await w.join("b")
+        bad.status = 500
+        await w.run()
+        w.check_complete()
+        assert one.breaker.state == "open"
+        assert len(bad.seeds) <= 8  # two groups; then no more
+        assert one.state == "serving"
+
+
+async def test_requests_that_take_too_long_open_the_breaker(world):
+    """The instance answers everything but requests for responses: its health says nothing."""
+    async with world(timeout_s=0.2) as w:
+        hanging, one = await w.join("a")
+        hanging.delay_s = 60
+        running = asyncio.create_task(w.run(PROMPTS[:1]))
+        await until(lambda: one.breaker.state == "open", "the breaker")
+        assert one.state == "serving"
+        running.cancel()
+
+
+async def test_a_lone_instance_gets_its_trial_and_then_the_rest(world):
+    async with world() as w:
+        only, one = await w.join("a")
+        only.status = 503
+        running = asyncio.create_task(w.run(PROMPTS[:2]))
+        await until(lambda: one.breaker.state == "open", "the breaker")
+        await until(lambda: only.running == 0, "what was under way")
+        sent = len(only.seeds)
+        only.status = 200
+        only.delay_s = 0.05
+        await until(lambda: only.running > 0, "the trial")
+        assert (only.running, len(only.seeds)) == (1, sent + 1)
+        await running
+        w.check_complete(PROMPTS[:2])
+        assert one.breaker.state == "closed"
+
+
+async def test_the_end_of_a_breakers_time_wakes_the_one_who_waits_though_nothing_else_happens(world):
+    async with world(heartbeat_s=30) as w:
+        _, one = await w.join("a")
+        await until(lambda: one.met, "its first answer")
+        for _ in range(LIMIT):
+            w.pool.fault(one)
+        assert one.breaker.state == "open"
+        async with asyncio.timeout(9), w.pool.borrow() as place:  # before the next heartbeat
+            assert (place.instance, place.trial) == (one, True)
+
+
+async def test_an_instance_that_breaks_the_protocol_is_excluded_by_name_and_nothing_of_it_is_trained(world):
+    """Its tokens are others than it announced; its requests go elsewhere with the same seeds."""
+    async with world() as w:
+        bad, one = await w.join("a")
+        good, _ = await w.join("b")
+
+        def corrupt(found):
+            found["choices"][0]["token_ids"][0] += 1
+            return found
+
+        bad.spoil = corrupt
+        good.delay_s = 0.01
+        await w.run()
+        w.check_complete()
+        assert {response.instance for group in w.groups for response in group.responses} == {"b"}
+        assert "a: its reply to POST /v1/completions breaks the protocol: its digest is" in one.reason
+
+
+async def test_an_instance_that_breaks_the_protocol_again_and_again_is_given_up(world):
+    async with world(heartbeat_s=0.1) as w:
+        bad, one = await w.join("a")
+        good, _ = await w.join("b")
+        bad.spoil = lambda found: found | {"weight_versions": []}
+        good.delay_s = 0.3
+        many = [Prompt(f"q{n}", "", "", (4, n)) for n in range(16)]
+        await w.run(many)
+        w.check_complete(many)
+        assert one.state == "gone"
+        assert one.reason.startswith("given up after 3 replies that break the protocol: a: its reply")
+
+
+async def test_the_third_reply_that_breaks_the_protocol_is_the_last_and_only_those_of_one_that_serves_count(world):
+    async with world(heartbeat_s=30) as w:
+        _, one = await w.join("a")
+        await until(lambda: one.met, "its first answer")
+        for _ in range(2):
+            w.pool.broke_protocol(one, "a wrong digest")
+            w.pool.broke_protocol(one, "a reply to a request from before")
+            assert (one.state, one.reason) == ("silent", "a wrong digest")
+            one.begin_catch_up()
+            w.pool.admit(one)
+        w.pool.broke_protocol(one, "a wrong digest")
+        assert one.state == "gone"
+
+
+async def test_a_reply_that_is_none_excludes_its_instance(world):
+    async with world() as w:
+        bad, one = await w.join("a")
+        await w.join("b")
+        bad.body = "<html>welcome</html>"
+        await w.run()
+        w.check_complete()
+        assert "a: POST /v1/completions answered 200 with no such reply" in one.reason
+
+
+async def test_dropped_connections_are_sent_again(world):
+    async with world() as w:
+        bad, _ = await w.join("a")
+        await w.join("b")
+        bad.drop = True
+        await w.run()
+        w.check_complete()
+
+
+async def test_a_response_that_fails_everywhere_ends_the_run_by_name(world, monkeypatch):
+    monkeypatch.setattr("engine.orchestrator.pool.circuit_breaker.FIRST_S", 0.01)
+    monkeypatch.setattr("engine.orchestrator.pool.circuit_breaker.LONGEST_S", 0.01)
+    async with world() as w:
+        (await w.join("a"))[0].status = 500
+        with pytest.raises(
+            MetronomeError,
+            match=r"step 3, generating: response \d to prompt p0 failed 10 times, .*a: POST "
+            r"/v1/completions answered 500",
+        ):
+            await w.run(PROMPTS[:1])
+
+
+async def test_a_refused_request_ends_the_run_at_once_by_name(world):
+    async with world() as w:
+        bad, _ = await w.join("a")
+        bad.status = 400
+        with pytest.raises(Refused, match=r"step 3, generating: response \d to prompt p\d: a: POST .* answered 400"):
+            await w.run()
+        assert len(bad.seeds) <= 16  # not all 32
+
+
+async def test_a_paused_instance_is_asked_again(world):
+    async with world() as w:
+        paused, one = await w.join("a")
+        paused.status = 409
+        running = asyncio.create_task(w.run(PROMPTS[:1]))
+        await until(lambda: len(paused.seeds) >= 12, "asking again")
+        paused.status = 200
+        await running
+        w.check_complete(PROMPTS[:1])
+        assert one.breaker.state == "closed"
+
+
+async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(world):
+    """rollout.partial: the tokens so far go along, the group is first in line,
+    and nothing is sampled or verified twice."""
+    async with world() as w:
+        w.producer = Producer(pool=w.pool, verifier=Scores(), sampling=PARTIAL, group_size=4, seed=0, trace=w.trace)
+        a, _ = await w.join("a", Scripted(version=1))
+        b, _ = await w.join("b", Scripted(version=2))
+        a.cuts = 9
+        b.cuts = 5
+        await w.run()
+        w.check_complete()
+        responses = [response for group in w.groups for response in group.responses]
+        assert {start for response in responses for start, _ in response.versions} == {0, 1}  # cut after one token
+        assert all(len(response.logprobs) == len(response.token_ids) for response in responses)
+        assert a.cuts + b.cuts == 0
+
+
+async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobody_needs(world):
+    class Odd(Scores):
+        async def score(self, prompt, responses):
+            """Problems 0, 2, 4 … have equal scores."""
+            return [Score(float(prompt.id[1:]) % 2 * response.seed) for response in responses]
+
+    async with world() as w:
+        w.producer = Producer(
+            pool=w.pool,
+            verifier=Odd(),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
+            group_size=4,
+            seed=0,
+            trace=w.trace,
+        )
+        (a, _) = await w.join("a")
+        (b, _) = await w.join("b")
+        a.delay_s = 0.03
+        b.delay_s = 0.01
+        selection = DynamicSampling(3, 30)
+
+        async def put(group):
+            w.groups.extend(map(open_group, selection.decide(group)))
+
+        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+        async with asyncio.timeout(10):
+            await w.producer.run_until(3, endless, put, selection)
+        assert [(group.index, group.prompt.id) for group in w.groups] == [(0, "p1"), (1, "p3"), (2, "p5")]
+        assert selection.used == 6
+        assert next(endless)[1].id in {"p6", "p7", "p8", "p9"}  # as many more as two instances hold
+        await until(lambda: a.running + b.running == 0, "what was called off")
+        assert all(one.groups == 0 for one in w.pool.instances)
+
+
+async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(world):
+    """A put may take its time (statistics over the batch); what else arrives meanwhile must not call it off."""
+    async with world() as w:
+        await w.join("a")
+        selection = DynamicSampling(1, 30)
+        arrived = []
+
+        async def put(group):
+            arrived.append(group.index)
+            due = selection.decide(group)
+            await until(lambda: len(arrived) > 1, "another group beside it")
+            await asyncio.sleep(0.05)
+            w.groups.extend(due)
+
+        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+        async with asyncio.timeout(10):
+            await w.producer.run_until(3, endless, put, selection)
+        assert len(w.groups) == 1
+
+
+async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_begin_what_they_would_be_too_old_for(
+    world,
+):
+    """While instances swap one after the other: batch 3 at staleness 2 wants version 1."""
+    async with world(synced=True) as w:
+        w.pool.config = Config(rollout=ROLLOUT, train={"mode": "bounded", "max_staleness": 2})
+        (a, old) = await w.join("a", Scripted(version=0))
+        (b, new) = await w.join("b", Scripted(version=1))
+        for one, version in ((old, 0), (new, 1)):
+            one.hold(version)
+        w.pool.admit(old)
+
+        async def put(group):
+            w.groups.append(open_group(group))
+
+        async with asyncio.timeout(10):
+            await w.producer.run(2, [(0, prompt) for prompt in PROMPTS[:3]], put)
+            assert len(a.seeds) == 12
+            later = asyncio.create_task(w.producer.run(3, [(0, prompt) for prompt in PROMPTS], put))
+            await asyncio.sleep(0.1)
+            assert len(a.seeds) == 12  # its room is free, but not for these
+            w.pool.admit(new)
+            await later
+        assert (len(a.seeds), len(b.seeds)) == (12, 32)
+        async with asyncio.timeout(10):
+            await w.producer.run(2, [(0, prompt) for prompt in PROMPTS], put)
+        versions = {response.versions[0][1] for group in w.groups[-8:] for response in group.responses}
+        assert versions == {0, 1}  # one batch, from two versions

@@ -1,0 +1,308 @@
+"""An instance's states, and random sequences of events (support/pool_machine.py), none of which may lose a place or a
+response."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.config import Config
+from engine.orchestrator.pool import instance
+from engine.orchestrator.pool.circuit_breaker import LIMIT, CircuitBreaker
+from engine.orchestrator.pool.dispatch import Dispatcher, _Waiter
+from engine.orchestrator.pool.instance import NEXT, WORKING, Instance
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.weight_sync import sync
+from engine.wire.rollout_messages import Load
+from support.pool_machine import PoolMachine
+from support.virtual_time import virtual
+
+SEQUENCES = settings(
+    max_examples=300,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+class Client:
+    name = "a"
+    url = "http://127.0.0.1:1"
+
+    def __init__(self):
+        self.cuts = []
+        self.trusted = []
+
+    def cut(self, reason):
+        self.cuts.append(reason)
+
+    def trust(self, anew):
+        self.trusted.append(anew)
+
+
+def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_transition(monkeypatch):
+    virtual(monkeypatch)
+    monkeypatch.setattr(sync, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
+    # Hypothesis mixes in constants of the modules that other tests have imported; then the sequences would be others.
+    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda self, *given, **named: None)
+    passed = set()
+    go = Instance._go
+
+    def noted(self, state):
+        before = self._state
+        go(self, state)
+        passed.add((before, state))
+
+    monkeypatch.setattr(Instance, "_go", noted)
+    run_state_machine_as_test(PoolMachine, settings=SEQUENCES)
+    assert passed == {(state, after) for state, following in NEXT.items() for after in following}
+
+
+async def ask_without_giving_back(self, avoid, first, least):
+    asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
+    (self._waiting.appendleft if first else self._waiting.append)(asked)
+    self.hand_out()
+    return await asked.place
+
+
+def admit_one_that_leaves(self, instance):
+    if instance.lives:
+        instance.admit()
+        self.changed()
+
+
+def exclude_without_cut(self, reason):
+    self._go("silent")
+    self.reason = reason
+    self.version = None
+
+
+def trust_from_the_start(self):
+    pass
+
+
+MISTAKES = {
+    "a place is lost when the one who waits for it is cancelled": (Dispatcher, "ask", ask_without_giving_back),
+    "one that asked to leave is admitted": (Pool, "admit", admit_one_that_leaves),
+    "an excluded instance keeps its requests": (Instance, "exclude", exclude_without_cut),
+    "new weights are trusted before they are compared": (Instance, "distrust", trust_from_the_start),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_sequences_find(monkeypatch, mistake):
+    virtual(monkeypatch)
+    monkeypatch.setattr(sync, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
+    monkeypatch.setattr(*MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(PoolMachine, settings=SEQUENCES)
+
+
+PATHS = {
+    "starting": (),
+    "updating": ("begin_update",),
+    "catching_up": ("begin_catch_up",),
+    "serving": ("admit",),
+    "draining": ("admit", "drain"),
+    "silent": ("exclude",),
+    "gone": ("depart",),
+}
+"""To a state, from the instance's beginning."""
+REASONS = {"depart": ("left",), "exclude": ("silent",)}
+TO = {
+    "starting": "wait_for_publish",
+    "updating": "begin_update",
+    "catching_up": "begin_catch_up",
+    "serving": "admit",
+    "silent": "exclude",
+    "gone": "depart",
+}
+
+
+def brought(state):
+    """An instance in a state."""
+    one = Instance(Client())
+    one.heard()
+    for step in PATHS[state]:
+        getattr(one, step)(*REASONS.get(step, ()))
+    return one
+
+
+def test_the_table_in_the_docstring_is_what_the_code_does():
+    rows = [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in Instance.__doc__.splitlines()
+        if line.strip().startswith("|")
+    ]
+    said = {True: "yes", False: "no"}
+    assert {state: (*columns, after) for state, _, *columns, after in rows[2:]} == {
+        state: (said[one.takes_prompts], said[one.state in WORKING], said[one.gets_version], ", ".join(NEXT[state]))
+        for state in NEXT
+        for one in [brought(state)]
+    }
+
+
+@pytest.mark.parametrize("state", NEXT)
+@pytest.mark.parametrize("after", TO)
+def test_a_transition_that_the_table_lacks_is_refused_by_name(state, after):
+    one = brought(state)
+    act = getattr(one, TO[after])
+    if after in NEXT[state]:
+        act(*REASONS.get(TO[after], ()))
+        return
+    with pytest.raises(RuntimeError, match=f"instance a: no transition from {state} to {after}"):
+        act(*REASONS.get(TO[after], ()))
+    assert one.state == brought(state).state
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic=self, time=self))
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+@pytest.mark.parametrize("state", NEXT)
+def test_only_one_that_may_serve_holds_a_version_and_one_that_is_left_out_forgets_it(state):
+    one = brought(state)
+    one.hold(3)
+    assert one.version == (None if state in ("silent", "gone") else 3)
+    if "silent" in NEXT[state]:
+        one.exclude("silent")
+        assert one.version is None
+
+
+def test_a_version_that_it_got_before_it_catches_up_is_forgotten():
+    one = brought("starting")
+    one.hold(3)
+    one.begin_catch_up()
+    assert one.version is None
+
+
+@pytest.mark.parametrize(("act", "after"), [("exclude", "silent"), ("depart", "gone")])
+def test_the_calls_to_one_that_is_left_out_end_with_the_reason(act, after):
+    one = brought("serving")
+    getattr(one, act)("it hangs")
+    assert (one.state, one.reason, one.client.cuts) == (after, "it hangs", ["it hangs"])
+
+
+@pytest.mark.parametrize("state", NEXT)
+def test_responses_of_one_that_was_left_out_go_only_after_it_caught_up(state):
+    one = brought(state)
+    one.trust()
+    assert one.client.trusted == ([False] if state in ("serving", "draining") else [])
+    one.trust(anew=True)
+    assert one.client.trusted[-1]
+
+
+async def test_who_waits_for_its_end_is_woken_by_it():
+    one = brought("serving")
+    waiting = asyncio.create_task(one.wait_until_gone(600.0))
+    await asyncio.sleep(0)
+    one.depart("left")
+    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(brought("serving").wait_until_gone(0.01), 5.0)
+
+
+def test_it_is_met_once():
+    one = Instance(Client())
+    assert [one.heard(), one.heard()] == [True, False]
+
+
+def test_each_failed_attempt_doubles_the_pause_until_one_succeeds(clock):
+    one = brought("starting")
+    for pause_s in (1.0, 2.0, 4.0, 1.0):
+        if pause_s == 1.0:
+            one.begin_catch_up()
+            one.admit()
+        one.failed_attempt(0.5)
+        assert one.retry - clock.now == pause_s
+        one.exclude("its transfer broke")
+
+
+def test_how_long_it_has_refused_begins_anew_with_an_answer_and_with_an_exclusion(clock):
+    one = brought("serving")
+
+    def refused_after(seconds):
+        clock.now += seconds
+        return one.refused()
+
+    assert [refused_after(1.0), refused_after(2.0), refused_after(3.0)] == [0.0, 2.0, 5.0]
+    one.answered()
+    assert [refused_after(1.0), refused_after(2.0)] == [0.0, 2.0]
+    one.exclude("paused")
+    one.begin_catch_up()
+    one.admit()
+    assert refused_after(1.0) == 0.0
+
+
+def test_its_pace_is_smoothed_and_groups_side_by_side_share_it():
+    one = brought("serving")
+    one.finished(10.0, 5)
+    assert one.group_s == 2.0
+    one.finished(3.0, 1)
+    assert one.group_s == pytest.approx(0.7 * 2.0 + 0.3 * 3.0)
+
+
+def test_tokens_per_second_are_those_between_two_answers_and_none_after_a_restart(clock):
+    one = brought("serving")
+    found = []
+    for generated in (100, 300, 20, 60):
+        clock.now += 2.0
+        one.loaded(Load(running=0, waiting=0, generated_tokens=generated, weight_version=0))
+        found.append(one.tokens_per_s)
+    assert found == [0.0, 100.0, 0.0, 20.0]
+
+
+def test_it_has_no_more_places_than_its_limit_and_none_unless_it_serves():
+    one = brought("serving")
+    first, _ = (one.take_place(2) for _ in range(2))
+    with pytest.raises(RuntimeError, match="instance a: no place for a group: serving, 2 in flight"):
+        one.take_place(2)
+    one.give_back(first)
+    one.exclude("silent")
+    with pytest.raises(RuntimeError, match="instance a: no place for a group: silent, 1 in flight"):
+        one.take_place(2)
+
+
+def test_a_trial_that_is_broken_off_may_be_made_again(clock):
+    one = brought("serving")
+    one.breaker = CircuitBreaker(clock)
+    for _ in range(LIMIT):
+        one.breaker.fault()
+    clock.now += one.breaker.wait_s
+    place = one.take_place(2)
+    assert (place.trial, one.breaker.passes) == (True, False)
+    one.give_back(place)
+    assert one.breaker.passes
+
+
+def test_that_an_instance_serves_again_is_said_once_and_not_with_each_version_from_then_on(tmp_path):
+    told = []
+    notices = SimpleNamespace(happened=lambda stage, kind, text: told.append(text))
+    pool = Pool(Config(), tmp_path, tmp_path, synced=True, notices=notices)
+    one = Instance(Client())
+    pool.instances.append(one)
+    for update in (one.begin_update, one.begin_update, None, one.begin_catch_up, one.begin_update, one.begin_update):
+        if update is None:
+            pool.exclude(one, "no answer")
+        else:
+            update()
+            pool.admit(one)
+    assert told == ["a takes no prompts for now: no answer", "a serves again"]

@@ -1,0 +1,285 @@
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from engine.config import Algorithm, Config, Evaluate, Model, Parallel, Platform, Rollout
+from engine.config.placing import find_overlaps, scorer_devices
+from engine.config.recipe import HOME, load_config
+from engine.config.stages import Stage
+from engine.errors import BadInput
+from engine.orchestrator.checks import EMBEDDED, check_instances, check_rollouts, check_training
+from engine.orchestrator.stages import stages_of
+from engine.run.commands import instance_command
+from engine.run.vllm_command import MARKER, PYTHON
+from support.runs import base_settings, config_of
+from support.tiny_models import save
+from tasks.input_checks import _check_prompts, _warn, check_inputs
+
+
+def a_config(folder, **tables):
+    sizes = {"max_context": 128, "max_new_tokens": 16} | tables.pop("rollout", {})
+    return Config(model=Model(path=str(folder)), rollout=Rollout(**sizes), **tables)
+
+
+def test_the_embedded_engines_families_are_those_that_its_model_names():
+    from engine.instance.embedded.rollout_model import SUPPORTED
+
+    configs = {kind: type(AutoConfig.for_model(kind)).__name__ for kind in SUPPORTED}
+    assert sorted(EMBEDDED) == sorted(name.removesuffix("Config") + "ForCausalLM" for name in configs.values())
+
+
+def an_environment(folder, monkeypatch, device):
+    """What `make vllm` leaves behind, as far as anybody looks before an instance starts."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/python").touch(mode=0o755)
+    (folder / MARKER).write_text(f"{device}\n")
+    monkeypatch.setenv(PYTHON, str(folder / "bin/python"))
+
+
+def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
+    save(tmp_path, "qwen3_moe")
+    with pytest.raises(
+        BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'
+    ):
+        check_rollouts(a_config(tmp_path))
+
+
+def test_routes_are_replayed_for_mixtures_only(tmp_path, monkeypatch):
+    replaying = {"rollout": {"engine": "vllm"}, "algorithm": {"routing_replay": True}}
+    save(tmp_path / "dense")
+    with pytest.raises(BadInput, match=r"algorithm.routing_replay is for mixtures of experts.*is dense"):
+        check_rollouts(a_config(tmp_path / "dense", **replaying))
+    save(tmp_path / "mixture", "qwen3_moe")
+    config = a_config(tmp_path / "mixture", **replaying)
+    check_rollouts(config)
+    an_environment(tmp_path, monkeypatch, "cpu")
+    with pytest.raises(BadInput, match=r"algorithm.routing_replay: vLLM on a CPU"):
+        check_instances(config)
+    an_environment(tmp_path, monkeypatch, "cuda")
+    arguments, _ = instance_command(
+        config=config, model=tmp_path / "mixture", name="i", number=0, port_file=tmp_path / "port"
+    )
+    assert "--routes" in arguments
+    train, reference = stages_of(config.model_copy(update={"stages": {"reference": Stage()}}), None)
+    assert "routes" in train.needs & reference.needs
+
+
+def test_a_scorers_layout_that_does_not_fit_the_model_is_refused_by_its_own_keys(tiny_model, problems, tmp_path):
+    given = base_settings(tiny_model, problems, tmp_path) | {"algorithm.kl_coef": 0.1}
+    check_training(config_of(given | {"stages.reference.tensor": 2}))
+    with pytest.raises(BadInput, match=r"stages.reference.tensor = 3 does not divide its 4 attention heads"):
+        check_training(config_of(given | {"stages.reference.tensor": 3}))
+    with pytest.raises(BadInput, match=r"stages.reference.pipeline = 4 does not divide its 2 layers"):
+        check_training(config_of(given | {"stages.reference.pipeline": 4}))
+
+
+def test_more_recomputed_layers_than_a_stage_has_are_refused(tiny_model, problems, tmp_path):
+    given = base_settings(tiny_model, problems, tmp_path)
+    for setting in (True, 2, "selective"):
+        check_training(config_of(given | {"train.recompute": setting}))
+    with pytest.raises(BadInput, match=r"train.recompute = 3: a pipeline stage has 2 layers; true recomputes all"):
+        check_training(config_of(given | {"train.recompute": 3}))
+    with pytest.raises(BadInput, match=r"train.recompute = 2: a pipeline stage has 1 layers"):
+        check_training(config_of(given | {"train.recompute": 2, "parallel.pipeline": 2}))
+
+
+def test_instances_that_would_get_a_scorers_devices_are_refused():
+    def on(devices, scored):
+        return Config(
+            rollout=Rollout(engine="vllm", devices=devices),
+            platform=Platform(device="cuda"),
+            algorithm=Algorithm(kl_coef=0.1),
+            stages={"reference": Stage(tensor=2, devices=scored)},
+        )
+
+    assert scorer_devices(on([3], [])) == [1, 2]
+    assert list(find_overlaps(on([3], []))) == []
+    assert "rollout.devices names [2], which ranks of [stages.reference] have; theirs are [1, 2]" in list(
+        find_overlaps(on([2], []))
+    )
+    assert list(find_overlaps(on([1], [2, 3]))) == []
+    assert "set rollout.devices = [3]" in next(find_overlaps(on([], [])))
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
+def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, monkeypatch, device):
+    def on(devices, **rollout):
+        rollout = Rollout(engine="vllm", tensor=2, devices=devices, **rollout)
+        return Config(rollout=rollout, platform=Platform(device=device), parallel=Parallel(tensor=2))
+
+    an_environment(tmp_path, monkeypatch, "npu" if device == "auto" else device)
+    check_instances(on([2, 3]))
+    check_instances(on([], instances=0))
+    with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
+        check_instances(on([]))
+    with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have; theirs are \[0, 1\]"):
+        check_instances(on([1, 2]))
+    check_instances(on([14, 15]))  # a node may have more than the plan's platform.devices_per_node
+    with pytest.raises(BadInput, match=r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"):
+        check_instances(on([3, 4, 5]))
+
+
+def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
+    def on(devices):
+        return Config(rollout=Rollout(engine="vllm", devices=devices), platform=Platform(device="cuda"))
+
+    an_environment(tmp_path, monkeypatch, "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    check_instances(on([0]))
+    with pytest.raises(BadInput, match=r"names \[2\], which trainer ranks have; theirs are \[2\]"):
+        check_instances(on([2]))
+    with pytest.raises(BadInput, match=r"is empty.*set rollout\.devices = \[3\]"):
+        check_instances(on([]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    check_instances(on([0]))
+
+
+def test_a_trainer_on_the_cpu_has_no_devices(tmp_path, monkeypatch):
+    an_environment(tmp_path, monkeypatch, "cuda")
+    check_instances(Config(rollout=Rollout(engine="vllm"), platform=Platform(device="cpu")))
+    with pytest.raises(
+        BadInput, match=r"each of the 2 instances that the run starts takes devices from 0 on: set .* = \[0, 1\]"
+    ):
+        check_instances(Config(rollout=Rollout(engine="vllm", instances=2), platform=Platform(device="cpu")))
+
+
+def test_cores_of_vllms_instances_are_looked_for_once_it_is_known_that_they_are_cores(tmp_path, monkeypatch):
+    named = Config(rollout=Rollout(engine="vllm", devices=[10**6]))
+    an_environment(tmp_path, monkeypatch, "cpu")
+    check_instances(Config(rollout=Rollout(engine="vllm")))
+    with pytest.raises(
+        BadInput, match=r"rollout\.devices names cores \[1000000\], which this process can't use; it has \["
+    ):
+        check_instances(named)
+    with pytest.raises(ValueError, match=r"rollout\.devices names cores \[1000000\]"):
+        Config(rollout=Rollout(engine="vllm", devices=[10**6]), platform=Platform(device="cpu"))
+
+
+def test_instances_of_vllm_are_refused_without_it(monkeypatch):
+    check_instances(Config())  # embedded
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with pytest.raises(BadInput, match="METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"):
+        check_instances(Config(rollout=Rollout(engine="vllm")))
+
+
+def test_a_replay_needs_no_instances(monkeypatch, settings):
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    config = config_of(settings | {"rollout.engine": "vllm"})
+    check_inputs(config, sampling=False)
+    with pytest.raises(BadInput, match="there is no interpreter"):
+        check_inputs(config)
+
+
+@pytest.mark.parametrize(
+    ("loss", "old_policy", "updates", "warned"),
+    [
+        ("grpo", "previous", 1, True),
+        ("gspo", "rollout", 1, True),
+        ("grpo", "behavior", 1, False),
+        ("grpo", "behavior", 2, True),
+        ("gpg", "previous", 1, False),
+    ],
+)
+def test_gpgs_advantage_with_a_loss_that_clips_is_warned_of(settings, capsys, loss, old_policy, updates, warned):
+    chosen = {"advantage": "gpg", "loss": loss, "old_policy": old_policy, "kl_coef": 0}
+    several = {"train.updates": updates}
+    check_inputs(config_of(settings | several | {f"algorithm.{key}": value for key, value in chosen.items()}))
+    said = f'with algorithm.loss = "{loss}" and algorithm.old_policy = "{old_policy}" is clipped'
+    assert (said in capsys.readouterr().out) == warned
+
+
+@pytest.fixture(autouse=True)
+def warned_of_nothing_yet():
+    _warn.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mode", "updates", "warned"), [("periodic", 2, True), ("sync", 3, True), ("sync", 1, False), ("bounded", 2, False)]
+)
+def test_several_updates_of_on_policy_data_are_warned_of(settings, capsys, mode, updates, warned):
+    several = {"train.mode": mode, "train.updates": updates, "algorithm.old_policy": "behavior"}
+    check_inputs(config_of(settings | several))
+    assert ("the updates of a step after its first are off-policy" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [("fp8", True), ("auto", False)])
+def test_instances_that_round_their_cache_are_warned_of(settings, capsys, dtype, warned):
+    rounded = {"rollout.engine": "vllm", "rollout.vllm.kv_cache_dtype": dtype}
+    check_inputs(config_of(settings | rounded), sampling=False)
+    assert ("rollout.vllm.kv_cache_dtype = 'fp8' rounds" in capsys.readouterr().out) == warned
+
+
+def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
+    save(tmp_path, "qwen3")
+    check_training(a_config(tmp_path, parallel=Parallel(tensor=2, data=3)))
+    wrong = a_config(tmp_path, parallel=Parallel(tensor=4, pipeline=4))
+    with pytest.raises(BadInput, match=r"parallel\.pipeline = 4 does not divide its 2 layers"):
+        check_training(wrong)
+    assert check_rollouts(wrong).layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    with pytest.raises(BadInput, match=r"rollout\.max_context = 129 is more than the 128 positions"):
+        check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))
+    with pytest.raises(BadInput, match=r"evaluate\.max_context = 130 is more than the 128 positions"):
+        check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor = 3 does not divide its 8 attention heads"),
+        (["parallel.pipeline=3"], "parallel.pipeline = 3 does not divide its 4 layers"),
+        (["parallel.data=2", "parallel.expert=2"], "parallel.expert = 2 shares experts, but the model has none"),
+        (["rollout.max_context=4096"], "rollout.max_context = 4,096 is more than the 2,048 positions"),
+        (["algorithm.loss=nowhere.py:own"], "algorithm.loss = .*nowhere.py"),
+        (["checkpoint.path=README.md/below"], "checkpoint.path = 'README.md/below': .*README.md is a file"),
+        (["checkpoint.path=ftp://there"], "expected a folder or s3://bucket/folder"),
+    ],
+)
+def test_what_does_not_fit_the_quickstarts_model_is_refused(monkeypatch, tmp_path, overrides, said):
+    monkeypatch.chdir(HOME)
+    with pytest.raises(BadInput, match=said):
+        check_inputs(load_config("infra/recipes/quickstart.toml", [f"run.output={tmp_path}", *overrides]))
+
+
+def test_a_step_of_more_prompts_than_there_are_problems_is_warned_of(capsys):
+    _warn.cache_clear()
+    _check_prompts(Config(train={"prompts_per_step": 32}), problems=32)
+    assert capsys.readouterr().out == ""
+    _check_prompts(Config(train={"prompts_per_step": 33}), problems=32)
+    assert "train.prompts_per_step = 33 is more than the 32 problems of data.train" in capsys.readouterr().out
+
+
+def test_a_checkpoint_path_that_is_not_there_yet_is_none_of_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(HOME)
+    given = [f"run.output={tmp_path}", f"checkpoint.path={tmp_path}/a/b"]
+    check_inputs(load_config("infra/recipes/quickstart.toml", given))
+    assert not (tmp_path / "a").exists()
+
+
+def test_instances_that_cut_a_head_are_refused(tmp_path, monkeypatch):
+    save(tmp_path, "qwen3")
+    with pytest.raises(BadInput, match="rollout.tensor = 3 does not divide the model's 4 attention heads"):
+        check_rollouts(a_config(tmp_path, rollout={"engine": "vllm", "tensor": 3}))
+
+
+@pytest.mark.parametrize(
+    ("key", "returns"),
+    [
+        ("advantage", "rewards[:1]"),
+        ("loss", "terms.advantages"),
+        ("gradient_control", "'skip'"),
+    ],
+)
+def test_a_users_function_is_tried_before_any_process_starts(tmp_path, key, returns):
+    save(tmp_path, "qwen3")
+    arguments = {"advantage": "rewards, lengths", "loss": "terms, coefficients", "gradient_control": "step"}[key]
+    (tmp_path / "own.py").write_text(f"def own({arguments}): return {returns}")
+    with pytest.raises(BadInput, match=rf"algorithm\.{key} = .*own.py:own.*it failed when it was tried"):
+        check_training(a_config(tmp_path, algorithm={key: f"{tmp_path / 'own.py'}:own"}))
+
+
+def test_a_store_that_is_not_installed_is_refused_with_the_command_that_installs_it(tiny_model, monkeypatch):
+    config = a_config(tiny_model, queue={"store": "transferqueue", "unauthenticated": True})
+    monkeypatch.setattr("engine.orchestrator.checks.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r'pip install "metronome\[transferqueue\]" into'):
+        check_training(config)

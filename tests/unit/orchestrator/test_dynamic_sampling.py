@@ -1,0 +1,99 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import MetronomeError
+from engine.orchestrator.dynamic_sampling import DynamicSampling, is_unequal
+from engine.types import Group, Prompt, Response, Score
+from engine.wire.columns import open_group, pack_group
+
+
+def group(number, unequal, excluded=False):
+    response = Response(
+        token_ids=(5,),
+        logprobs=(-0.5,),
+        versions=((0, 0),),
+        loss_mask=(True,),
+        finish_reason="stop",
+        text="a",
+        seed=0,
+        instance="instance-0",
+    )
+    scores = (Score(1.0), Score(0.0 if unequal else 1.0, excluded=excluded))
+    prompt = Prompt(f"prompt {number}", "", "", (1,))
+    return pack_group(Group(step=7, index=number, prompt=prompt, responses=(response,) * 2, scores=scores))
+
+
+def selected(verdicts, wanted, room, pick):
+    """Try prompts as the producer does; `pick` says which group under way is finished next.
+    (ids in order due, used, tried)."""
+    selection = DynamicSampling(wanted, len(verdicts))
+    due = []
+    running = []
+    tried = 0
+    while not selection.complete:
+        while selection.wants(tried, len(running), room):
+            running.append(tried)
+            tried += 1
+        number = running.pop(pick(len(running)))
+        due += selection.decide(group(number, verdicts[number]))
+    return due, selection.used, tried
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(0, 9),
+    st.randoms(use_true_random=False),
+)
+def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_and_however_many_are_tried(
+    verdicts, wanted, room, draw
+):
+    unequal = [number for number, verdict in enumerate(verdicts) if verdict]
+    if len(unequal) < wanted:
+        with pytest.raises(MetronomeError, match=f"of {len(verdicts)} prompts only {len(unequal)} have"):
+            selected(verdicts, wanted, room, draw.randrange)
+        return
+    due, used, tried = selected(verdicts, wanted, room, draw.randrange)
+    assert [open_group(one).prompt.id for one in due] == [f"prompt {number}" for number in unequal[:wanted]]
+    assert [one.index for one in due] == list(range(wanted))
+    assert used == unequal[wanted - 1] + 1 <= tried
+    assert sum(verdicts[:tried]) < wanted + max(wanted, room)  # no more is thrown away than keeps the instances busy
+
+
+def test_arrival_order_would_keep_others():
+    """What §3.2 of DAPO leaves open: the long responses of the first prompt arrive last, and are kept all the same."""
+    due, used, tried = selected([True, True, True, True], 2, 4, lambda running: running - 1)
+    assert ([open_group(one).prompt.id for one in due], used, tried) == (["prompt 0", "prompt 1"], 2, 4)
+
+
+def test_a_group_is_due_as_soon_as_all_prompts_before_it_are_decided():
+    selection = DynamicSampling(2, 10)
+    assert selection.decide(group(2, True)) == []
+    assert selection.decide(group(0, False)) == []
+    (first,) = selection.decide(group(1, True))[:1]
+    assert (open_group(first).prompt.id, first.index, selection.used) == ("prompt 1", 0, 3)
+
+
+def test_as_many_are_tried_as_may_be_needed_and_more_to_keep_instances_busy():
+    selection = DynamicSampling(3, 10)
+    assert [selection.wants(0, flight, 0) for flight in (0, 2, 3)] == [True, True, False]
+    assert [selection.wants(0, flight, 5) for flight in (3, 4, 5)] == [True, True, False]
+    assert not selection.wants(10, 0, 5)  # the limit
+    selection.decide(group(4, True))
+    assert [selection.wants(5, flight, 0) for flight in (1, 2)] == [True, False]
+
+
+def test_the_error_names_step_limit_and_keys():
+    selection = DynamicSampling(2, 3, step=7)
+    for number in (2, 0):
+        selection.decide(group(number, number == 2))
+    named = r"step 7: of 3 prompts only 1 .*train.prompts_per_step = 2 .*dynamic_sampling_batches"
+    with pytest.raises(MetronomeError, match=named):
+        selection.decide(group(1, False))
+
+
+def test_unequal_is_what_the_verifier_says():
+    assert is_unequal(group(0, True))
+    assert not is_unequal(group(0, False))
+    assert not is_unequal(group(0, True, excluded=True))

@@ -1,0 +1,180 @@
+"""What programs put: in which order, what counts once, and what is refused without effect. No instances."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from engine.client.service import _prompt_data
+from engine.data.loader import PromptLoader
+from engine.data.prompts import prompt_id
+from engine.errors import BadInput, ServiceConflict, ServiceFull
+from engine.orchestrator.batches import BatchGenerator
+from engine.orchestrator.batches_in_flight import BatchesInFlight
+from engine.orchestrator.experience import SAMPLED_AT_ONCE, Experience
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.table import RowTable
+from engine.orchestrator.weight_sync.publish_requests import PublishRequests
+from engine.run.trace import Trace
+from engine.types import Prompt
+from engine.wire import messages
+from engine.wire.columns import pack_group, pack_ids
+from engine.wire.messages import PromptData, PutPrompts, PutRow, SampleResponses
+from support.groups import numbered_group
+from support.runs import config_of
+
+
+class Producer:
+    """Samples nothing until it may."""
+
+    def __init__(self):
+        self.may = asyncio.Event()
+
+    async def sample(self, step, prompt, seeds):
+        await self.may.wait()
+        return []
+
+
+@pytest.fixture
+def made(settings, tmp_path):
+    """Makes an `Experience` after weight version 0; `.started` counts the steps that have begun."""
+
+    def make(version=0, **keys):
+        config = config_of(settings | {"rollout.concurrency": 1} | {key.replace("__", "."): keys[key] for key in keys})
+        service = SimpleNamespace(pool=SimpleNamespace(size=1, failure=None, sync=None), producer=Producer())
+        loader = PromptLoader([Prompt("p", "1+1=", "2", (5, 6))], 0, config.train.prompts_per_step)
+        state = RunState()
+        table = RowTable(stages_of(config, 60.0))
+        batches = BatchesInFlight(state)
+        publishing = PublishRequests(
+            config=config,
+            service=service,
+            trace=Trace(tmp_path, "orchestrator"),
+            run_state=state,
+            batches=batches,
+            allows_publish=lambda: True,
+            served=lambda one: None,
+            begins_again=lambda: None,
+        )
+        publishing.version = version
+        started = []
+        made = Experience(
+            config=config,
+            service=service,
+            run_state=state,
+            table=table,
+            generator=BatchGenerator(config=config, loader=loader, service=service, table=table, notify=state.notify),
+            batches=batches,
+            publishing=publishing,
+            generate=lambda batch, prompts: asyncio.sleep(0),
+            started=lambda: started.append(table.steps[-1]),
+            weights=tmp_path,
+            trains=True,
+        )
+        made.started = started
+        made.table = table
+        made.publishing = publishing
+        made.producer = service.producer
+        return made
+
+    return make
+
+
+SAMPLE = SampleResponses(prompt=pack_ids([5, 6]), seeds=(1,))
+
+
+def group(index, step=0, **changes):
+    one = numbered_group(index, step)
+    response = replace(one.responses[0], **changes)
+    return PutRow(row=pack_group(replace(one, responses=(response,) * 4, scores=one.scores * 4)))
+
+
+async def test_nothing_is_sampled_or_started_before_the_first_version(made):
+    one = made(version=None, data__pushed=True)
+    for refused in (one.sample(SAMPLE), one.put_row(group(0)), made(version=None).put_prompts(PutPrompts(step=0))):
+        with pytest.raises(ServiceConflict, match="no weight version was published yet"):
+            await refused
+    assert one.started == []
+
+
+async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
+    one = made()
+    most = SAMPLED_AT_ONCE * 1
+    waiting = [asyncio.create_task(one.sample(SAMPLE)) for _ in range(most)]
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceFull, match=f"{most} groups are being sampled"):
+        await one.sample(SAMPLE)
+    one.producer.may.set()
+    await asyncio.gather(*waiting)
+    await one.sample(SAMPLE)
+
+
+@pytest.mark.parametrize("prompt", [b"", b"123", pack_ids([-1]), pack_ids([10**6]), pack_ids([1] * 64)])
+async def test_a_prompt_that_is_none_is_refused(made, prompt):
+    with pytest.raises(BadInput, match=r"prompt|multiple of 4"):
+        await made().sample(SampleResponses(prompt=prompt, seeds=(1,)))
+
+
+@pytest.mark.parametrize("seeds", [(), (-1,), (2**63,), (0,) * 5])
+async def test_seeds_that_are_none_are_refused(made, seeds):
+    with pytest.raises(BadInput, match="seeds: expected 1 to 4"):
+        await made().sample(SampleResponses(prompt=pack_ids([5]), seeds=seeds))
+
+
+async def test_a_step_is_started_once_whatever_is_sent_again(made):
+    one = made()
+    assert [(await one.put_prompts(PutPrompts(step=0))).new for _ in range(2)] == [True, False]
+    own = PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5])),))
+    with pytest.raises(ServiceConflict, match="step 0 has other prompts already"):
+        await one.put_prompts(own)
+    with pytest.raises(ServiceConflict, match="step 7: with weight version 0 mode 'periodic' takes step 0"):
+        await one.put_prompts(PutPrompts(step=7))
+    with pytest.raises(ServiceConflict, match="data.pushed = true lets programs put them"):
+        await one.put_row(group(0))
+    assert one.started == [0]
+
+
+def test_a_prompt_of_a_program_is_here_as_it_was_there(made):
+    prompt = Prompt(
+        id=prompt_id("1+1=", "2"), problem="1+1=", answer="2", token_ids=(5, 6), columns={"n": 1}, text="1+1=<think>"
+    )
+    assert made()._own_prompt(0, _prompt_data(prompt)) == prompt
+
+
+async def test_a_group_is_there_once_whatever_is_sent_again_and_its_bytes_count_until_the_step_is_over(made):
+    one = made(data__pushed=True)
+    assert [(await one.put_row(group(0))).new for _ in range(2)] == [True, False]
+    assert (one.started, one.held_bytes) == ([0], group(0).row.bytes)
+    with pytest.raises(ServiceConflict, match="has another group 0 already"):
+        await one.put_row(group(0, token_ids=(6, 5)))
+    with pytest.raises(BadInput, match="its index must be"):
+        await one.put_row(group(99))
+    with pytest.raises(ServiceConflict, match="groups from outside already"):
+        await one.put_prompts(PutPrompts(step=0))
+    one._max_bytes = one.held_bytes
+    with pytest.raises(ServiceFull, match=r"service\.max_mib"):
+        await one.put_row(group(1))
+    assert not (await one.put_row(group(0))).new, "what is there needs no room"
+    assert (len(one.table.rows(0)), one.held_bytes) == (1, group(0).row.bytes)
+    one.forget(0)
+    assert one.held_bytes == 0
+
+
+REQUESTS = {
+    "verify": messages.VerifySync(expected=()),
+    "finish": messages.FinishSync(version=0, snapshot=""),
+    "abort": messages.AbortSync(version=0, reason=""),
+    "connect": messages.ConnectSync(version=0, transport="gloo", stages=()),
+    "open": messages.OpenSync(version=-1),
+    "may_publish": messages.MayPublish(version=-1),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_part_of_a_publish_out_of_turn_is_refused(made, name):
+    publishing = made(version=None).publishing
+    with pytest.raises(ServiceConflict):
+        await getattr(publishing, name)(REQUESTS[name])
+    assert publishing.version is None

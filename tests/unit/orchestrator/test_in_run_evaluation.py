@@ -1,0 +1,209 @@
+"""Evaluation at a drain, over real sockets with a scripted instance:
+when weights may move, what is cut, what is refused."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from engine.config import Config
+from engine.data.tokenizer import Tokenizer
+from engine.errors import StaleRolloutError, TakenOver
+from engine.orchestrator import in_run_evaluation
+from engine.orchestrator.in_run_evaluation import InRunEvaluation
+from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.rollout_service import RolloutService
+from engine.run.fence import Fence
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from support.scripted import Scripted, until
+
+
+@pytest.fixture
+def world(tmp_path, tiny_model, problems):
+    """An instance that serves a version, and the evaluation of a run of ten steps on it: 6 problems, 2 samples."""
+
+    @contextlib.asynccontextmanager
+    async def begin(version=0, delay_s=0.0, rollout=(), train=(), reward=(), **evaluate):
+        config = Config.model_validate(
+            {
+                "run": {"name": "run", "output": str(tmp_path)},
+                "model": {"path": str(tiny_model)},
+                "train": {"steps": 10, **dict(train)},
+                "data": {"train": str(problems), "heldout": str(problems)},
+                "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10, **dict(rollout)},
+                "reward": dict(reward),
+                "evaluate": {"every": 2, "problems": 6, "samples": 2, "max_wait_s": 20, **evaluate},
+            }
+        )
+        folder = RunFolder(config.folder)
+        folder.create(config, resume=False)
+        scripted = Scripted(version)
+        notified = asyncio.Event()
+        scripted.delay_s = delay_s
+
+        async def notify():
+            notified.set()
+
+        async with scripted.serving() as url:
+            pool = Pool(config, tiny_model, folder.path)
+            async with HealthMonitor(pool):
+                await pool.connect()
+                pool.enter("one", url)
+                evaluation = InRunEvaluation(
+                    config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify
+                )
+                evaluation.begin(0)
+                try:
+                    yield evaluation, folder, scripted, notified
+                    evaluation.check()
+                finally:
+                    await evaluation.close()
+                    await pool.close()
+
+    return begin
+
+
+def rows(folder):
+    return list(read_lines(folder.evaluations))
+
+
+async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores(world):
+    async with world(version=4, delay_s=0.3) as (evaluation, folder, scripted, notified):
+        assert evaluation.allows_publish()
+        evaluation.evaluate(4)
+        assert not evaluation.allows_publish()
+        await until(evaluation.allows_publish, "the responses")
+        assert len(scripted.seeds) == 12
+        assert notified.is_set()
+        await evaluation.finish()
+        (row,) = rows(folder)
+        assert (row["weight_version"], row["in_run"], row["problems"], row["samples"]) == (4, True, 6, 2)
+        assert 0.3 <= row["exposed_s"] <= row["seconds"]
+
+
+async def test_what_nobody_waits_for_costs_nothing(world):
+    async with world(version=2) as (evaluation, folder, _, _):
+        evaluation.evaluate(2)
+        await evaluation.finish()
+        assert evaluation.allows_publish()
+        assert rows(folder)[0]["exposed_s"] == 0
+
+
+async def test_only_due_steps_and_each_once(world):
+    async with world() as (evaluation, folder, scripted, _):
+        evaluation.evaluate(0)
+        await evaluation.finish()
+        evaluation.evaluate(0)  # the step is redone
+        await evaluation.finish()
+        for step in (1, 9):  # not due; the last
+            evaluation.evaluate(step)
+            assert evaluation.allows_publish()
+        assert len(scripted.seeds) == 12
+        assert [row["weight_version"] for row in rows(folder)] == [0]
+
+
+async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
+    async with world(delay_s=60, max_wait_s=0.2) as (evaluation, folder, scripted, _):
+        evaluation.evaluate(0)
+        await until(lambda: scripted.running, "requests")
+        assert not evaluation.allows_publish()
+        began = asyncio.get_running_loop().time()
+        await until(evaluation.allows_publish, "the cut")
+        assert 0.1 < asyncio.get_running_loop().time() - began < 5
+        await until(lambda: not scripted.running, "the end of its requests")
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
+        assert (
+            lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
+        )
+        assert lost["exposed_s"] >= 0.2
+        assert rows(folder) == []
+
+
+async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
+    async with world(max_wait_s=0) as (evaluation, folder, scripted, _):
+        evaluation.evaluate(0)
+        assert not evaluation.allows_publish()
+        await until(evaluation.allows_publish, "the cut")
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
+        assert lost["reason"].startswith("its problems were not read and encoded, or its verifiers not started, when")
+        assert scripted.seeds == []
+
+
+async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_reported(world, tmp_path, capsys):
+    (tmp_path / "slow.py").write_text("import time\ndef reward(prompt, responses): time.sleep(60)\n")
+    slow = {"function": f"{tmp_path / 'slow.py'}:reward", "timeout_s": 60}
+    async with world(reward=slow, train={"timeout_s": 0.8}) as (evaluation, folder, scripted, _):
+        evaluation.evaluate(0)
+        await until(evaluation.allows_publish, "the responses")
+        began = asyncio.get_running_loop().time()
+        await evaluation.finish()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
+        assert 0.3 < asyncio.get_running_loop().time() - began < 5
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
+        assert lost["reason"] == (
+            "its responses were not all scored and voted on when the last step had waited 0.4 s for it "
+            "(evaluate.max_wait_s, at most half of train.timeout_s)"
+        )
+        assert "evaluate: version 0 dropped: its responses were not all scored" in capsys.readouterr().out
+        assert rows(folder) == []
+
+
+async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
+    async with world(delay_s=60) as (evaluation, folder, scripted, _):
+        evaluation.evaluate(0)
+        await until(lambda: scripted.running, "requests")
+    (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
+    assert lost["reason"] == "0 of 12 responses were in when the run ended"
+
+
+async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_training(world, capsys):
+    async with world() as (evaluation, folder, _, _):
+        (folder.path / "evaluations").write_text("no folder")
+        evaluation.evaluate(0)
+        await evaluation.finish()
+        evaluation.check()
+        said = capsys.readouterr().out
+        assert "evaluate: version 0 dropped: FileExistsError: " in said
+        assert "dropped.jsonl can't be written: " in said
+        assert rows(folder) == []
+
+
+async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(world):
+    async with world(delay_s=60, rollout={"timeout_s": 0.2}) as (evaluation, _, scripted, _):
+        evaluation.evaluate(0)
+        await until(lambda: len(scripted.seeds) > 24, "requests that are sent again")
+        (instance,) = evaluation._service.pool.instances
+        assert instance.breaker.state == "closed"
+
+
+async def test_responses_of_other_weights_are_refused(world):
+    async with world(version=3) as (evaluation, folder, _, _):
+        evaluation.evaluate(4)
+        await evaluation.finish()
+        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
+        assert lost["reason"].startswith(f"{StaleRolloutError.__name__}: evaluation of weight version 4, prompt ")
+        assert lost["reason"].endswith("of one: sampled from version 3")
+        assert rows(folder) == []
+
+
+async def test_a_orchestrator_that_was_taken_over_adds_no_evaluation_and_no_drop(world):
+    async with world() as (evaluation, folder, _, _):
+        folder.fence = Fence.begin(folder.path)
+        evaluation.evaluate(0)
+        Fence.begin(folder.path)
+        await evaluation.finish()
+        with pytest.raises(TakenOver):
+            evaluation.check()
+        assert rows(folder) == []
+    assert not in_run_evaluation.dropped_file(folder).exists()
+
+
+def test_a_run_that_goes_back_forgets_what_it_evaluated_later(tmp_path):
+    folder = RunFolder(tmp_path)
+    inside = [{"weight_version": version, "in_run": True} for version in (2, 4)]
+    made = [{"weight_version": 0}, *inside, {"weight_version": 9}]
+    folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in made))
+    in_run_evaluation.cut_evaluations(folder, 2)
+    assert [row["weight_version"] for row in rows(folder)] == [0, 2, 9]

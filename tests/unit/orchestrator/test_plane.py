@@ -1,0 +1,250 @@
+"""What the plane answers, who waits, who is silent. Requests are made in this process, rows by hand."""
+
+import asyncio
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import BadInput, DeadlineError, RatioGapError, ServiceConflict
+from engine.orchestrator import run_state
+from engine.orchestrator.plane import Plane
+from engine.run.folder import RunFolder
+from engine.run.trace import Trace
+from engine.wire.columns import pack_values
+from engine.wire.message import Done, Failure
+from engine.wire.messages import (
+    AnyRequest,
+    EndOfRun,
+    EndOfStep,
+    Heartbeat,
+    Lease,
+    Prompts,
+    StageFailed,
+    WriteColumns,
+    Written,
+)
+from engine.wire.sync_messages import VerifySync
+from support.planes import LIMIT_S, PROMPT, leased, ready, watch, work
+
+DISAGREE = Failure.of(RatioGapError("they disagree"))
+
+
+async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
+    plane, come = await conduct(1)
+    units = [asyncio.create_task(work(plane, unit)) for unit in (0, 1)]
+    watching = asyncio.create_task(watch(plane))
+    come.put_nowait(0)
+    async with asyncio.timeout(5):
+        assert sorted(await asyncio.gather(*units)) == [[], [0]]
+    assert not watching.done()
+    watching.cancel()
+    await plane.close()
+
+
+async def test_waiting_for_groups_is_not_silence_however_long(conduct):
+    plane, come = await conduct(2)
+    units = [asyncio.create_task(work(plane, unit)) for unit in (0, 1)]
+    watching = asyncio.create_task(watch(plane))
+    for index in (1, 0):
+        await asyncio.sleep(3 * LIMIT_S)
+        come.put_nowait(index)
+    async with asyncio.timeout(5):
+        assert sorted(sum(await asyncio.gather(*units), [])) == [0, 1]
+    assert not watching.done()
+    watching.cancel()
+    await plane.close()
+
+
+async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
+    plane, come = await conduct(2)
+    come.put_nowait(0)
+    assert await work(plane, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(plane, 0))
+    async with asyncio.timeout(LIMIT_S + 3):
+        failure = await watch(plane)
+    assert isinstance(failure, DeadlineError)
+    assert str(failure).startswith("no sign of life of unit 1 of the trainer in 0.4 s (train.timeout_s); its log: ")
+    with pytest.raises(DeadlineError, match="unit 1"):  # it hears of it, and ends
+        await other
+    await plane.close()
+
+
+async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, monkeypatch):
+    monkeypatch.setattr(run_state, "SIGN_OF_LIFE_S", 60.0)  # nobody asks again meanwhile
+    plane, _ = await conduct(2, timeout_s=100)
+    other = asyncio.create_task(work(plane, 0))
+    await asyncio.sleep(0.05)
+    await plane.answer(StageFailed(error=DISAGREE))
+    with pytest.raises(RatioGapError, match="they disagree"):
+        await asyncio.wait_for(other, 20)
+    assert isinstance(plane.trainer_error, RatioGapError)
+    await plane.close()
+
+
+async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(conduct, tmp_path):
+    plane, _ = await conduct(2)
+    plane._publishing.version = None  # as it is until the trainer has begun
+    ours = (await plane.answer(ready(0))).fingerprint
+    other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
+    (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(BadInput, match=r"not those that its checkpoint was trained on.*evaluate\.benchmark"):
+        await plane.answer(ready(1, other))
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
+    assert await plane.answer(ready(1, ours)) == Prompts(ours)
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
+    await plane.close()
+
+
+async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_later(tmp_path):
+    config = Config(rollout={"timeout_s": 1.2}, train={"timeout_s": LIMIT_S})
+    plane = Plane(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
+    await asyncio.sleep(2 * LIMIT_S)
+    await plane.check()
+    assert plane.failure is None
+    with_keys = r"no sign of life of the trainer in 1.6 s \(train.timeout_s \+ rollout.timeout_s\)"
+    async with asyncio.timeout(5):
+        with pytest.raises(DeadlineError, match=with_keys):
+            raise await watch(plane)
+
+
+async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
+    """They have something to do from the start of the batch on;
+    the first rank asks for the comparison for all of them."""
+    plane, come = await conduct(2)
+
+    class Slow:
+        def expect(self, expected):
+            pass
+
+        async def checked(self):
+            await asyncio.sleep(3 * LIMIT_S)
+
+        async def close(self):
+            pass
+
+    plane._publishing.sync = Slow()
+    plane._publishing._offered = 0
+    plane._publishing._unverified = True
+    watching = asyncio.create_task(watch(plane))
+    async with asyncio.timeout(5):
+        assert await plane.answer(VerifySync(expected=())) == Done()
+    await plane.check()
+    assert not watching.done()
+    come.put_nowait(0)
+    assert await work(plane, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(plane, 0))
+    async with asyncio.timeout(LIMIT_S + 3):
+        # afterwards each has its own clock again
+        assert "no sign of life of unit 1 of the trainer" in str(await watching)
+    with pytest.raises(DeadlineError, match="unit 1"):
+        await other
+    await plane.close()
+
+
+async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
+    plane, come = await conduct(2)
+    other = asyncio.create_task(work(plane, 0))
+    come.put_nowait(0)
+    come.put_nowait(None)
+    async with asyncio.timeout(5):
+        failure = await watch(plane)
+    assert str(failure) == "step 0: its generation ended with 1 of 2 groups, so the trainer would wait for ever"
+    with pytest.raises(type(failure), match="1 of 2 groups"):
+        await other
+    await plane.close()
+
+
+async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
+    plane, _ = await conduct(1)
+
+    async def swap():
+        raise KeyError("a mistake of ours")
+
+    publishing = plane._publishing
+    publishing._swap = asyncio.create_task(publishing._swap_in_background(swap(), []))
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        await watch(plane)
+    await plane.close()
+
+
+async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(conduct):
+    plane, come = await conduct(1)
+    come.put_nowait(0)
+    await asyncio.gather(work(plane, 0), work(plane, 1))  # from now on no unit asks for anything
+    for _ in range(4):
+        await asyncio.sleep(LIMIT_S / 2)
+        assert await plane.answer(Heartbeat(unit=1)) == Done()
+        await plane.check()
+    assert plane.failure is None
+    async with asyncio.timeout(5):
+        failure = await watch(plane)
+    assert "no sign of life of the trainer" in str(failure)
+    with pytest.raises(DeadlineError):
+        await plane.answer(Heartbeat(unit=1))
+    await plane.close()
+
+
+# stages -------------------------------------------------------------------------------------------
+
+
+async def test_the_trainer_gets_a_row_once_a_stage_has_written_and_both_hear_of_the_end(conduct):
+    plane, come = await conduct(1, stages={"judge": {"gives": ["mark"]}}, steps=1, timeout_s=100)
+    training = asyncio.create_task(work(plane, 0))
+    come.put_nowait(0)
+    judging = Lease(stage="judge", budget=100, consumer="me")
+    async with asyncio.timeout(5):
+        window = await plane.answer(judging)
+    assert (window.rows[0].names, window.lease_s) == ({"prompt", "responses"}, 60.0)
+    assert plane.status()["stages"]["judge"] == {"waiting": 1, "done": 0}
+    await asyncio.sleep(0.1)
+    assert not training.done()
+    mark = pack_values("mark", np.ones(1))
+    written = WriteColumns(stage="judge", lease=window.lease, rows=(Written(0, (mark,)),))
+    assert [(await plane.answer(written)).new for _ in range(2)] == [True, False]
+    async with asyncio.timeout(5):
+        assert await training == [0]
+        assert await plane.answer(Lease(stage="judge", step=0, budget=100)) == EndOfStep()
+        assert await plane.answer(judging) == EndOfRun()
+    assert plane.is_over
+    await plane.close()
+
+
+async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
+    plane, come = await conduct(1, timeout_s=100)
+    come.put_nowait(0)
+    await asyncio.sleep(0.1)
+    wrong = {
+        "there is no stage 'judge' in the recipe; it has train": Lease(stage="judge", budget=1),
+        "unit 2 of the stage 'train', which has 2": Lease(step=0, unit=2, budget=1),
+        "unit -1 of the stage 'train'": Lease(step=0, unit=-1, budget=1),
+        "there is no lease 7": Lease(step=0, unit=0, budget=1, done=(7,)),
+        "columns more: the stage 'train' gets": Lease(step=0, unit=0, budget=1, columns=("more",)),
+        "lease 1: the bodies of its columns are not in a store": Lease(step=0, unit=0, budget=1, unfetched=1),
+    }
+    for said, request in wrong.items():
+        with pytest.raises((BadInput, ServiceConflict), match=said):
+            await plane.answer(request)
+    assert (await leased(plane)).rows[0].index == 0, "what was refused had no effect"
+    await plane.close()
+
+
+async def test_a_trainer_outside_that_begins_again_gets_the_step_again(conduct):
+    plane, come = await conduct(2, trains=False)
+    for index in (1, 0):
+        come.put_nowait(index)
+    assert sorted(await work(plane, None)) == [0, 1]
+    plane._begin_again()
+    assert sorted(await work(plane, None)) == [0, 1]
+    plane._served(1)
+    assert plane.status()["steps"] == []
+    assert await plane.answer(Lease(step=0, budget=1)) == EndOfStep()
+    await plane.close()
+
+
+async def test_a_plane_of_instances_answers_every_request(conduct):
+    plane, _ = await conduct(1)
+    assert set(plane.answers()) == set(get_args(AnyRequest))
+    await plane.close()

@@ -1,0 +1,130 @@
+"""What lies and asks beside our own trainer: a store of bodies, and programs."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from engine.client.experience_dataset import ExperienceDataset
+from engine.client.service import ServiceClient
+from engine.errors import ServiceConflict, StoreError
+from engine.orchestrator.server import Server
+from engine.wire.columns import GENERATED, open_scores
+from engine.wire.messages import Heartbeat, InitEngines, Lease, PutPrompts, Window
+from engine.wire.store_addresses import StoreAddresses, StoreServer
+from engine.wire.sync_messages import MayPublish
+from support.planes import LIMIT_S, leased, ready, row, watch, work
+
+
+class Bodies:
+    """A store of bodies, and how often it was asked for one."""
+
+    addresses = StoreAddresses(StoreServer("controller", "127.0.0.1", {"request": 1}), ())
+
+    def __init__(self):
+        self.kept = {}
+        self.gets = 0
+
+    async def put(self, step, index, bodies):
+        self.kept |= {(step, index, name): body for name, body in bodies.items()}
+
+    async def get(self, step, index, names):
+        self.gets += 1
+        return {name: self.kept[step, index, name] for name in names}
+
+
+async def test_a_unit_that_fetches_bodies_gets_none_from_the_orchestrator_but_those_that_it_could_not_fetch(conduct):
+    bodies = Bodies()
+    plane, come = await conduct(1, store=bodies)
+    come.put_nowait(0)
+    window = await leased(plane, fetches=True)
+    (given,) = window.rows
+    assert (window.store, bodies.gets) == (bodies.addresses, 0)
+    assert {column.name for column in given.columns if not column.body} == set(GENERATED)
+    whole = await leased(plane, fetches=True, unfetched=window.lease)
+    assert (whole.lease, whole.rows, whole.store) == (window.lease, (row(0),), None)
+    assert bodies.gets == 1
+
+
+@pytest.mark.parametrize(("fetches", "record"), [(False, False), (True, True)], ids=["elsewhere", "recorded"])
+async def test_the_orchestrator_gives_bodies_to_units_on_other_nodes_and_where_it_records_them(
+    conduct, fetches, record
+):
+    bodies = Bodies()
+    plane, come = await conduct(1, store=bodies, record=record)
+    come.put_nowait(0)
+    window = await leased(plane, fetches=fetches)
+    assert (window.rows, window.store, bodies.gets) == ((row(0),), None, 1)
+
+
+async def test_a_store_that_can_not_be_started_again_ends_the_run_and_an_old_window_is_not_given(conduct):
+    bodies = Bodies()
+    plane, come = await conduct(1, store=bodies, trains=False)
+    come.put_nowait(0)
+    plane._leases._opened["train 0"] = window = await leased(plane)
+    plane._begin_again()
+    bodies.get = lambda *asked: (_ for _ in ()).throw(OSError("no space left"))
+    with pytest.raises(StoreError, match=f"columns of lease {window.lease + 1} can't be opened: no space left"):
+        await leased(plane)
+
+
+# programs beside a trainer of ours ------------------------------------------------------------------
+
+
+async def test_a_program_gets_no_groups_of_our_trainer_and_begins_no_run_in_its_folder(conduct, tmp_path):
+    plane, come = await conduct(1)
+    come.put_nowait(0)
+    (tmp_path / "steps.jsonl").write_text('{"step": 0}\n')
+    for request in (ready(0), Heartbeat(), PutPrompts(step=1), Lease(budget=100), MayPublish(version=0)):
+        with pytest.raises(ServiceConflict, match="^" + type(request).__name__ + ": the run has a trainer of its own"):
+            await plane.answer(request, ours=False)
+    assert (tmp_path / "steps.jsonl").read_text() == '{"step": 0}\n'
+    assert await work(plane, 0) == [0]
+    await plane.close()
+
+
+async def test_what_programs_ask_hides_no_trainer_that_hangs(conduct):
+    plane, _ = await conduct(2)
+
+    async def ask():
+        while True:
+            await plane.answer(InitEngines())
+            await asyncio.sleep(LIMIT_S / 10)
+
+    asking = asyncio.create_task(ask())
+    async with asyncio.timeout(LIMIT_S + 3):
+        assert "no sign of life of the trainer" in str(await watch(plane))
+    asking.cancel()
+    await plane.close()
+
+
+async def test_only_the_columns_that_values_are_read_from_travel(conduct, tmp_path):
+    judge = {"needs": ["responses"], "gives": ["mark"], "reward_weight": 0.5}
+    plane, come = await conduct(3, trains=False, stages={"judge": judge}, micro_batch_tokens=1)
+    for index in range(3):
+        come.put_nowait(index)
+    server = Server(plane.config)
+    async with server.listening(tmp_path):
+        server.serve(plane)
+        await asyncio.to_thread(judge_and_read, tmp_path)
+    await plane.close()
+
+
+def judge_and_read(folder):
+    with ServiceClient.init_engines(folder) as client:
+        for _ in range(3):
+            lease = client.get_experience_data(0, "judge", stage="judge", columns=["responses"])
+            assert [row.names for row in lease.rows] == [{"responses"}]
+            client.write(lease, {"mark": [np.full(len(row.lengths), 2.0) for row in lease.rows]})
+        lease = client.get_experience_data(0, columns=["scores"])
+        assert [row.names for row in lease.rows] == [{"scores", "mark"}]
+        (given,) = lease.groups
+        (own,) = (open_scores(row) for row in lease.rows)
+        assert [score.value for score in given.scores] == [score.value + 1.0 for score in own]
+        given = []
+        ask = client.connection.ask
+        client.connection.ask = lambda request: given.append(ask(request)) or given[-1]
+        next(iter(ExperienceDataset(client, 0, ["prompt"])))
+        next(iter(ExperienceDataset(client, 0, ["lengths", "logprobs"])))
+        windows = [reply for reply in given if isinstance(reply, Window)]
+        assert [one.names for window in windows for one in window.rows] == [{"prompt"}, {"responses", "logprobs"}]

@@ -1,0 +1,266 @@
+"""The orchestrator's server: who may join, leave and ask, what is refused without effect, what is shown."""
+
+import contextlib
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.config import Config
+from engine.errors import (
+    BadInput,
+    ProcessDied,
+)
+from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.server import Server, listen_address
+from engine.run import limits
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from support.scripted import Scripted, until
+
+SPOKEN = {"protocol": ROLLOUT_PROTOCOL}
+GOOD = SPOKEN | {"name": "guest", "url": "http://127.0.0.1:4711"}
+
+
+@contextlib.asynccontextmanager
+async def running(folder, **rollout):
+    """(pool, server, call): `call` sends a request to a server that really listens."""
+    config = Config(rollout={"heartbeat_s": 0.2, "wait_s": 5, "instances": 0, **rollout})
+    pool = Pool(config, folder, folder)
+    server = Server(config)
+    server.pool = pool
+    await pool.connect()
+    try:
+        async with HealthMonitor(pool), server.listening(folder) as address, aiohttp.ClientSession() as session:
+            assert (folder / "rollout.address").read_text() == f"{address}\n"
+            base = f"http://{address}"
+
+            async def call(method, route, body=None, **more):
+                async with session.request(method, base + route, json=body, **more) as answer:
+                    return answer.status, await (answer.text() if route == "/metrics" else answer.json())
+
+            yield pool, server, call
+    finally:
+        await pool.close()
+    assert not (folder / "rollout.address").exists()
+
+
+async def test_an_instance_joins_serves_leaves_and_is_not_taken_in_again_by_itself(tmp_path):
+    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+        guest = SPOKEN | {"name": "guest", "url": url}
+        assert (await call("POST", "/join", guest))[0] == 200
+        await until(lambda: pool.serving == 1, "it")
+        assert await call("POST", "/join", guest | {"again": True}) == (200, {"state": "serving"})
+        assert len(pool.instances) == 1
+        assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "gone"})
+        assert (await call("GET", "/status"))[1]["instances"] == []
+        assert (await call("POST", "/join", guest | {"again": True}))[0] == 410
+        assert (await call("POST", "/join", guest))[0] == 200  # by hand, it may
+
+
+async def test_a_draining_instance_stays_until_it_has_finished(tmp_path):
+    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+        guest = SPOKEN | {"name": "guest", "url": url}
+        await call("POST", "/join", guest)
+        await until(lambda: pool.serving == 1, "it")
+        async with pool.borrow():
+            assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "draining"})
+            assert (await call("POST", "/join", guest))[0] == 410
+            assert (await call("GET", "/status"))[1]["instances"][0]["state"] == "draining"
+        assert (await call("GET", "/status"))[1]["instances"] == []
+
+
+async def test_a_name_belongs_to_one_living_instance(tmp_path):
+    async with running(tmp_path, heartbeat_s=0.1) as (pool, _, call), Scripted().serving() as other:
+        first = Scripted()
+        async with first.serving() as url:
+            await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
+            status, reply = await call("POST", "/join", SPOKEN | {"name": "guest", "url": other})
+            assert (status, url in reply["error"]["message"]) == (409, True)
+        await until(lambda: pool.find("guest").state == "silent", "its silence")
+        assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": other}))[0] == 200
+        await until(lambda: pool.serving == 1, "the new one")
+        assert [one.client.url for one in pool.instances] == [other]
+
+
+URLS = (
+    "",
+    7,
+    "127.0.0.1:4711",
+    "https://127.0.0.1:4711",
+    "http://127.0.0.1",
+    "http://127.0.0.1:x",
+    "http://127.0.0.1:4711/",
+    "http://u:p@127.0.0.1:4711",
+    "http://10.0.0.1:4711",
+    "http://example.com:80",
+    "http://127.0.0.1:99999",
+    "http://[::1:4711",
+)
+NAMES = ("", "../x", 7, "a" * 101)
+BAD = [
+    {},
+    SPOKEN | {"name": "guest"},
+    SPOKEN | {"url": GOOD["url"]},
+    GOOD | {"again": "yes"},
+    *(GOOD | {"name": name} for name in NAMES),
+    *(GOOD | {"url": url} for url in URLS),
+]
+
+
+async def test_malformed_requests_are_refused_without_effect(tmp_path):
+    async with running(tmp_path) as (pool, _, call):
+        for body in BAD:
+            status, reply = await call("POST", "/join", body)
+            assert status == 400, (body, reply)
+        for raw in (b"", b"{", b"[]", b"\xff", b"[" * 5000):
+            assert (await call("POST", "/join", data=raw))[0] == 400
+            assert (await call("POST", "/leave", data=raw))[0] == 400
+        assert (await call("POST", "/leave", {"name": "nobody"}))[0] == 404
+        assert (await call("POST", "/join", GOOD | {"padding": "x" * 100_000}))[0] == 413
+        assert (await call("GET", "/nothing"))[0] == 404
+        assert (await call("GET", "/join"))[0] == 405
+        assert pool.instances == []
+
+
+@pytest.mark.parametrize(
+    "version", [None, 0, ROLLOUT_PROTOCOL + 1, str(ROLLOUT_PROTOCOL), float(ROLLOUT_PROTOCOL), True]
+)
+async def test_an_instance_of_another_protocol_is_refused_by_name(tmp_path, version):
+    async with running(tmp_path) as (pool, _, call):
+        body = GOOD | {"protocol": version} if version is not None else {"name": "guest", "url": GOOD["url"]}
+        status, reply = await call("POST", "/join", body)
+        said = "does not say its version" if version is None else f"speaks version {version!r}"
+        message = reply["error"]["message"]
+        assert status == 400
+        assert said in message
+        assert f"this orchestrator speaks {ROLLOUT_PROTOCOL}; start the instance with the release" in message
+        assert pool.instances == []
+
+
+async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_path, monkeypatch):
+    monkeypatch.setenv("METRONOME_TOKEN", "secret")
+    right = {"Authorization": "Bearer secret"}
+    seen = []
+
+    class Asked(Scripted):
+        async def load(self, request):
+            seen.append(request.headers.get("Authorization"))
+            return await super().load(request)
+
+    async with running(tmp_path) as (pool, _, call), Asked().serving() as url:
+        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+            for method, route in (("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/none")):
+                assert (await call(method, route, GOOD, headers=headers))[0] == 401
+        assert pool.instances == []
+        assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": url}, headers=right))[0] == 200
+        assert (await call("POST", "/join", SPOKEN | {"name": "far", "url": "http://10.255.0.1:9"}, headers=right))[
+            0
+        ] == 200
+        await until(lambda: seen, "a heartbeat")
+        assert set(seen) == {"Bearer secret"}
+
+
+def test_listening_off_loopback_needs_the_token(monkeypatch):
+    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
+    assert listen_address("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert listen_address("[::1]:0") == ("::1", 0)
+    with pytest.raises(BadInput, match=r"rollout\.listen 0\.0\.0\.0.*METRONOME_TOKEN"):
+        listen_address("0.0.0.0:80")
+    for wrong in ("", "127.0.0.1", ":80", "127.0.0.1:http", "127.0.0.1:99999", "somewhere:80"):
+        with pytest.raises(BadInput, match=r"rollout\.listen"):
+            listen_address(wrong)
+    monkeypatch.setenv("METRONOME_TOKEN", "secret")
+    assert listen_address("0.0.0.0:80") == ("0.0.0.0", 80)
+
+
+async def test_a_port_that_is_taken(tmp_path):
+    async with Scripted().serving() as url:
+        with pytest.raises(BadInput, match=r"rollout\.listen = '127.0.0.1:\d+'"):
+            async with running(tmp_path, listen=url.removeprefix("http://")):
+                pass
+
+
+async def test_status_and_metrics_say_the_same(tmp_path):
+    async with running(tmp_path) as (pool, server, call), Scripted().serving() as url:
+        last = {"step": 4, "loss": -0.25, "versions_seen": [4]}
+        server.serve(SimpleNamespace(last=last, failure=None, status=lambda: {"held_bytes": 7}))
+        await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
+        await until(lambda: pool.serving == 1 and pool.instances[0].load is not None, "it")
+        pool.instances[0].hold(4)
+        status = (await call("GET", "/status"))[1]
+        one = status["instances"][0]
+        assert (status["pool_size"], status["step"], status["failure"], status["held_bytes"]) == (1, 4, None, 7)
+        assert (one["state"], one["version"], one["running"]) == ("serving", 4, 0)
+        text = (await call("GET", "/metrics"))[1]
+        samples = {
+            (s.name, tuple(sorted(s.labels.items()))): s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+        }
+        guest = ("instance", "guest")
+        assert samples["metronome_pool_size", ()] == 1
+        assert samples["metronome_step_loss", ()] == -0.25
+        for key in ("running", "waiting", "version", "restarts", "tokens_per_s", "groups"):
+            assert samples[f"metronome_pool_instance_{key}", (guest,)] == one[key]
+        assert samples["metronome_pool_instance_state", (guest, ("state", "serving"))] == 1
+        assert samples["metronome_pool_instance_state", (guest, ("state", "silent"))] == 0
+        assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
+
+
+STEPS = {
+    "serving": (),
+    "updating": (Instance.begin_update,),
+    "draining": (Instance.drain,),
+    "silent": (lambda one: one.exclude("silent"),),
+    "starting": (lambda one: one.exclude("silent"), Instance.wait_for_publish),
+}
+"""From serving to a state."""
+
+
+@pytest.mark.parametrize(
+    ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)]
+)
+async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
+    # nobody looks after it meanwhile: its next heartbeat would bring it back
+    async with running(tmp_path, heartbeat_s=60) as (pool, _, call), Scripted().serving() as url:
+        await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
+        await until(lambda: pool.serving == 1 and pool.instances[0].met, "it")
+        for act in STEPS[state]:
+            act(pool.instances[0])
+        told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
+        assert (pool.size, told[0]) == (size, size)
+        assert f"\nmetronome_pool_size {size}.0\n" in told[1]
+
+
+async def test_an_instance_for_which_there_are_not_files_enough_does_not_join(tmp_path, monkeypatch):
+    """Its connections would fail in the middle of a step, and be counted as its faults."""
+    async with running(tmp_path, concurrency=16) as (pool, _, call):
+        monkeypatch.setattr(limits, "reachable_limit", lambda: limits.open_files(pool.config, 2))
+        for number, expected in ((0, 200), (1, 200), (2, 400), (1, 200)):
+            guest = SPOKEN | {"name": f"guest-{number}", "url": f"http://127.0.0.1:{4711 + number}"}
+            status, reply = await call("POST", "/join", guest)
+            assert status == expected, reply
+        assert [one.name for one in pool.instances] == ["guest-0", "guest-1"]
+        told = (await call("POST", "/join", GOOD))[1]["error"]["message"]
+        assert "open files: the run needs" in told
+        assert "raise the hard limit (ulimit -Hn)" in told
+
+
+async def test_nobody_joins_a_run_that_is_ending(tmp_path):
+    async with running(tmp_path) as (pool, _, call):
+        pool.fail(ProcessDied("no rollout instance is left"))
+        status, reply = await call("POST", "/join", GOOD)
+        assert (status, "no rollout instance is left" in reply["error"]["message"]) == (503, True)
+        assert (await call("GET", "/status"))[1]["failure"] == "no rollout instance is left"
+
+
+async def test_nobody_joins_before_the_run_takes_instances(tmp_path):
+    async with running(tmp_path) as (pool, server, call):
+        server.pool = None
+        assert (await call("POST", "/join", GOOD))[0] == 425
+        assert (await call("POST", "/leave", {"name": "guest"}))[0] == 404
+        assert (await call("GET", "/status"))[1]["instances"] == []
+        assert (await call("GET", "/metrics"))[0] == 200

@@ -1,0 +1,59 @@
+"""Evaluation on instances that others start, with a real registry and verifier and a scripted instance that joins."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from engine.config import Config
+from engine.errors import ProcessDied
+from engine.orchestrator.standalone_evaluation import evaluate_model
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from engine.wire.address import ADDRESS_FILE
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from support.scripted import Scripted, until
+
+
+@pytest.fixture
+def world(tmp_path, tiny_model, problems):
+    """(config without instances, run folder, meeting place)"""
+    config = Config.model_validate(
+        {
+            "run": {"name": "run", "output": str(tmp_path)},
+            "model": {"path": str(tiny_model)},
+            "data": {"train": str(problems), "heldout": str(problems)},
+            "rollout": {"instances": 0, "max_context": 64, "max_new_tokens": 16, "timeout_s": 20, "wait_s": 20.0},
+            "evaluate": {"problems": 6, "samples": 2},
+        }
+    )
+    folder = RunFolder(config.folder)
+    meeting = tmp_path / "meeting"
+    folder.create(config, resume=False)
+    meeting.mkdir()
+    return config, folder, meeting
+
+
+async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
+    config, folder, meeting = world
+    scripted = Scripted()
+    address = meeting / ADDRESS_FILE
+    async with scripted.serving() as url, aiohttp.ClientSession() as session:
+        work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting))
+        await until(lambda: work.done() or (address.exists() and address.read_text()), "the address")
+        body = {"protocol": ROLLOUT_PROTOCOL, "name": "guest", "url": url}
+        async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
+            assert answer.status == 200
+        [row] = await work
+    assert (row["weight_version"], row["problems"], len(scripted.seeds)) == (3, 6, 12)
+    assert list(read_lines(folder.evaluations)) == [row]
+    assert not list(folder.logs.glob("instance-*"))
+    assert not address.exists()
+    assert not (folder.path / ADDRESS_FILE).exists()  # where the instances of the training look
+
+
+def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
+    config, folder, meeting = world
+    hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})})
+    with pytest.raises(ProcessDied, match=r"waited 0\.3 s for the first \(rollout\.timeout_s\); none has joined"):
+        evaluate_model(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)

@@ -1,0 +1,195 @@
+"""What a reward may see and leave behind."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from engine.config import Reward
+from engine.errors import RewardError
+from engine.orchestrator.verifier_pool import VerifierPool
+from engine.types import Score
+from engine.verifier.worker import MEMORY
+from engine.wire.verifier_messages import TOO_MANY_PROCESSES
+from support.runs import ROOT, wait_for
+from support.scripted import until
+from support.verifier_calls import ORCHESTRATOR, PROMPT, alive, response, until_dead
+
+SECRETS = {
+    "METRONOME_TOKEN": "a",
+    "AWS_ACCESS_KEY_ID": "b",
+    "AWS_SECRET_ACCESS_KEY": "c",
+    "MLFLOW_TRACKING_PASSWORD": "d",
+    "PREFECT_API_AUTH_STRING": "e",
+    "JUDGE_KEY": "f",
+}
+
+
+async def test_a_reward_sees_no_secret_but_those_that_the_recipe_names(reward, monkeypatch, tmp_path):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    spec = reward(
+        "import json, os\ndef reward(prompt, responses):\n"
+        f"    open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(dict(os.environ)))\n    return [1.0]"
+    )
+    async with VerifierPool.of(Reward(function=spec, environment=["JUDGE_KEY"])) as pool:
+        await pool.score(PROMPT, [response()])
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert SECRETS.keys() & seen.keys() == {"JUDGE_KEY"}
+    assert seen["JUDGE_KEY"] == "f"
+    assert seen["PATH"] == os.environ["PATH"]
+
+
+ORPHAN = """
+import os, subprocess, sys
+def reward(prompt, responses):
+    code = "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(1000)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    open({note!r}, "w").write(child.stdout.readline())
+    {end}
+    return [1.0]
+"""
+"""A reward that leaves a process behind in a session of its own, whose parent has ended."""
+
+
+@pytest.mark.parametrize("end", ["pass", "os._exit(3)", "os.kill(os.getpid(), 9)", "__import__('time').sleep(60)"])
+async def test_nothing_that_a_reward_has_started_survives_its_worker(reward, tmp_path, end):
+    spec = reward(ORPHAN.format(note=str(tmp_path / "pid"), end=end))
+    async with VerifierPool(spec, on_error="zero", timeout_s=20 if end == "pass" else 5) as pool:
+        [score] = await pool.score(PROMPT, [response()])
+        orphan = int((tmp_path / "pid").read_text())
+        assert (score.status == "ok") == alive(orphan) == (end == "pass")
+    until_dead(orphan)
+
+
+def test_nothing_that_a_reward_has_started_survives_a_killed_orchestrator(reward, tmp_path):
+    spec = reward(ORPHAN.format(note=str(tmp_path / "pid"), end="__import__('time').sleep(600)"))
+    orchestrator = subprocess.Popen([sys.executable, "-c", ORCHESTRATOR, spec])
+    try:
+        note = tmp_path / "pid"
+        wait_for(lambda: note.exists() and note.read_text().strip(), "the orphan")
+        assert alive(int(note.read_text()))
+    finally:
+        orchestrator.kill()
+        orchestrator.wait(10)
+    until_dead(int(note.read_text()))
+
+
+async def test_a_reward_has_a_limit_of_memory(reward):
+    spec = reward("def reward(prompt, responses):\n    return [float(len(bytearray(2**30)))]")
+    async with VerifierPool.of(Reward(function=spec, memory_gb=0.5)) as pool:
+        with pytest.raises(RewardError, match="raised MemoryError"):
+            await pool.score(PROMPT, [response()])
+    async with VerifierPool.of(Reward(function=spec)) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(2.0**30)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory", "limit", "kind"),
+    [("exact", 0, MEMORY + 2**20, "AS"), ("file.py:reward", 2**30, 2**30 + 2**10, "DATA")],
+)
+def test_what_the_tokenizer_takes_is_not_the_rewards(spec, memory, limit, kind):
+    code = (
+        "import resource; from engine.verifier.worker import MemoryUse, limit_memory\n"
+        f"limit_memory({spec!r}, {memory}, MemoryUse(5, 7).since(MemoryUse(9, 9)))\n"
+        f"first = resource.getrlimit(resource.RLIMIT_{kind})\n"
+        f"print(*first)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(MEMORY if kind == "AS" else memory)] * 2  # what shrank counts as nothing
+    more = code.replace("MemoryUse(5, 7).since(MemoryUse(9, 9))", "MemoryUse(2**20, 2**10)")
+    ran = subprocess.run([sys.executable, "-c", more], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(limit)] * 2
+
+
+BOMB = """
+import os, time
+def bomb(depth):
+    for _ in range({each}):
+        if not os.fork():
+            os.setsid()
+            open(os.path.join({notes!r}, str(os.getpid())), "w").close()
+            if depth:
+                bomb(depth - 1)
+            time.sleep(1000)
+            os._exit(0)
+def reward(prompt, responses):
+    bomb({depth})
+    time.sleep({then})
+    return [1.0]
+"""
+"""A reward that starts `each` processes, each of which starts as many, and so on `depth` times."""
+
+
+@pytest.mark.parametrize(("each", "depth", "count"), [(2, 6, 254), (60, 0, 60)])
+async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(reward, tmp_path, each, depth, count):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    spec = reward(BOMB.format(each=each, depth=depth, notes=str(notes), then=30))
+    async with VerifierPool.of(Reward(function=spec, timeout_s=20, processes=40)) as pool:
+        said = r"its process was ended with all .*more than 40 at once \(reward\.processes\)$"
+        with pytest.raises(RewardError, match=said):
+            await pool.score(PROMPT, [response()])
+        started = [int(note.name) for note in notes.iterdir()]
+        assert 0 < len(started) <= count  # once: it is not scored again. Some ended before their note
+        for process in started:
+            until_dead(process)
+
+
+async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tmp_path):
+    spec = reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=2))
+    async with VerifierPool.of(Reward(function=spec, processes=30)) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+    async with VerifierPool.of(Reward(function=spec, processes=29, on_error="zero")) as pool:
+        [score] = await pool.score(PROMPT, [response()])
+    assert score.status == "error"
+    assert "more than 29 at once" in score.detail
+
+
+NOTES_SIGNALS = """
+import os, sys, time
+from engine.verifier import guardian
+send = guardian._send
+notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def noted(process, number):
+    os.write(notes, f"{number.name} {process}\\n".encode())
+    send(process, number)
+guardian._send = noted
+guardian.guard(os.open(os.devnull, os.O_RDONLY), 2)
+for _ in range(5):
+    if not os.fork():
+        break
+time.sleep(1000)
+"""
+"""A worker that starts more processes than it may, and notes what its guardian does."""
+
+
+def test_processes_that_are_too_many_are_all_stopped_before_one_is_ended_so_that_none_is_replaced(tmp_path):
+    ran = subprocess.run([sys.executable, "-c", NOTES_SIGNALS, str(tmp_path / "notes")], cwd=ROOT, timeout=60)
+    assert ran.returncode == TOO_MANY_PROCESSES
+    sent = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    kinds = [kind for kind, _ in sent]
+    stopped = kinds.count("SIGSTOP")
+    assert stopped > 2
+    assert set(kinds[stopped:]) == {"SIGKILL"}
+    assert {process for _, process in sent[:stopped]} == {process for _, process in sent[stopped:]}
+
+
+async def test_a_pause_of_the_orchestrator_does_not_count_as_time_of_the_reward(reward, tmp_path):
+    """Of a machine that was suspended, or an orchestrator that was stopped: what scored 0 would be trained. The reward
+    is not done when the orchestrator goes on."""
+    note = tmp_path / "begun"
+    spec = reward(
+        "import time\ndef reward(prompt, responses):\n"
+        f"    open({str(note)!r}, 'w').close()\n    time.sleep(3.5)\n    return [1.0]"
+    )
+    async with VerifierPool(spec, timeout_s=2.5) as pool:
+        scoring = asyncio.create_task(pool.score(PROMPT, [response()]))
+        await until(note.exists, "the reward to begin")
+        time.sleep(3.0)  # the whole process
+        [score] = await scoring
+    assert score == Score(1.0, "ok")

@@ -1,0 +1,43 @@
+"""What Prefect's Logs tab gets; tests/stack has the server."""
+
+import logging
+from uuid import uuid4
+
+import pytest
+from prefect.logging import handlers
+
+from engine.errors import ProcessDied
+from tasks import console
+from tasks.cluster.flow_log import story
+
+
+def test_the_logs_tab_gets_what_the_console_shows(monkeypatch, capsys):
+    number = uuid4()
+    sent = []
+    monkeypatch.setattr(handlers, "_api_log_sink", sent.append)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(number))
+    console.say("train", "before")
+    with story():
+        console.say("train", "1/2 steps")
+        console.say("rewards", "3 of 8 scores timed out")
+        console.table("Run day", {"reward": "0.5"})
+    console.say("train", "after")
+    told = [(one["message"], one["level"], one["flow_run_id"]) for one in sent]
+    assert told == [
+        ("train        1/2 steps", logging.INFO, str(number)),
+        ("rewards      3 of 8 scores timed out", logging.WARNING, str(number)),
+        ("Run day\n  reward  0.5", logging.INFO, str(number)),
+    ]
+    assert "before" in (shown := capsys.readouterr().out)
+    assert "after" in shown
+
+
+def test_the_logs_tab_says_why_a_run_failed(monkeypatch):
+    sent = []
+    monkeypatch.setattr(handlers, "_api_log_sink", sent.append)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+    with pytest.raises(ProcessDied), story():
+        raise ProcessDied("the trainer was ended by SIGKILL")
+    assert [(one["message"], one["level"]) for one in sent] == [
+        ("error: the trainer was ended by SIGKILL", logging.ERROR)
+    ]

@@ -1,0 +1,148 @@
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import Config, Model, Rollout, Run, Train
+from engine.errors import BadInput, DeadlineError, ProcessDied, RatioGapError
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from engine.run.process import Child
+from tasks import orchestrator_process
+from tasks.orchestrator_process import LineFollower, _failure, run_training
+
+
+def test_follower_gives_each_line_once_and_waits_for_a_half_written_one(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    follower = LineFollower(path)
+    assert follower.new() == []
+    with path.open("a") as file:
+        file.write('{"step": 0}\n{"st')
+        file.flush()
+        assert follower.new() == [{"step": 0}]
+        assert follower.new() == []
+        file.write('ep": 1}\n')
+        file.flush()
+        assert follower.new() == [{"step": 1}]
+
+
+def test_follower_of_a_resumed_run_gives_only_the_steps_done_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in range(4):
+        append_line(folder.steps, {"step": step, "loss": 0.1 * step})
+    follower = LineFollower(folder.steps)
+    assert follower.new() == []
+    folder.cut(2)
+    append_line(folder.steps, {"step": 2, "loss": 7.0})
+    assert follower.new() == [{"step": 2, "loss": 7.0}]
+    append_line(folder.steps, {"step": 3, "loss": 8.0})
+    assert follower.new() == [{"step": 3, "loss": 8.0}]
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A child that printed a line and exited with 2."""
+    code = "import sys; print('error: no such thing'); sys.exit(2)"
+    child = Child("orchestrator", [sys.executable, "-c", code], tmp_path / "orchestrator.log")
+    child.process.wait(30)
+    child.stop()
+    return child
+
+
+def test_the_orchestrators_own_error_is_raised(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.fail(RatioGapError("weights differ"))
+    failure = _failure(ended, folder, 1)
+    assert isinstance(failure, RatioGapError)
+    assert str(failure) == "weights differ"
+
+
+def test_a_orchestrator_that_left_no_reason_died(tmp_path, ended):
+    failure = _failure(ended, RunFolder(tmp_path), -9)
+    assert isinstance(failure, ProcessDied)
+    assert "no such thing" in str(failure)
+
+
+def test_the_message_of_bad_input_comes_from_the_log_not_from_an_earlier_failure(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.fail(RatioGapError("weights differ"))
+    failure = _failure(ended, folder, 2)
+    assert isinstance(failure, BadInput)
+    assert str(failure) == "no such thing"
+
+
+def test_bad_input_that_only_the_orchestrator_sees_is_bad_input_here(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(model)))
+    with pytest.raises(BadInput, match=r"model\.path|safetensors"):
+        run_training(config)
+    assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free
+
+
+STOPS = """
+import os, pathlib, signal, sys, time
+time.sleep(0.2)
+if sys.argv[2] == "beats":
+    for _ in range(5):
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("beats", ["beats", "never"])
+def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch, beats):
+    config = Config(
+        run=Run(name="mine", output=str(tmp_path)), train=Train(timeout_s=0.5), rollout=Rollout(timeout_s=1.0)
+    )
+    folder = RunFolder(config.folder)
+    folder.logs.mkdir(parents=True)
+    folder.heartbeat.touch()  # of an attempt before
+    command = [sys.executable, "-c", STOPS, str(folder.heartbeat), beats]
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
+    monkeypatch.setattr(orchestrator_process, "STOP_S", 0.1)
+    said = "0.9 s .2 x train.timeout_s, less 0.1 s to end in"
+    if beats == "never":
+        said = said.replace("0.9", "1.9") + " . rollout.timeout_s"
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=rf"the orchestrator .process \d+. gave no sign of life for {said}."):
+        run_training(config)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(10, 11), (6, 6)])  # twice as long less 9 s, but not shorter
+def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slept_a_moment_counts(
+    tmp_path, monkeypatch, timeout_s, limit_s
+):
+    now = 0.0
+    monkeypatch.setattr(orchestrator_process, "time", SimpleNamespace(monotonic=lambda: now))
+    config = Config(train=Train(timeout_s=timeout_s), rollout=Rollout(timeout_s=7.0))
+    sign = tmp_path / "orchestrator.alive"
+    watch = orchestrator_process._Watch(SimpleNamespace(pid=1, log="its log"), sign, config)
+
+    def after(seconds):
+        nonlocal now
+        for pause_s in seconds:
+            now += pause_s
+            watch.look()
+
+    after([1.0] * (limit_s + 7))
+    for at in (1, 2):
+        sign.touch()
+        os.utime(sign, ns=(at, at))
+        after([1.0] * (limit_s + 1))
+    os.utime(sign, ns=(3, 3))
+    after([1.0, 3600.0, *[1.0] * (limit_s - 5)])
+    with pytest.raises(DeadlineError, match=f"no sign of life for {limit_s} s"):
+        after([0.1])
+
+
+def test_a_damaged_reason_is_named(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.failure.write_text('{"error": "Rat')
+    assert "failure.json: why the run ended can't be read" in str(_failure(ended, folder, 1))

@@ -1,0 +1,178 @@
+"""Losses of batch scope in the trainer: statistics over the whole step, whatever its windows and micro-batches."""
+
+import random
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
+from engine.algorithm.losses import LOSSES
+from engine.errors import BadInput
+from engine.run.trace import Trace, read_spans
+from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
+from support.policies import a_group, a_policy, gradients
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+NAMES = ("m2po", "bapo")
+SHARE = 0.6
+"""Of BAPO: more than these groups bring by themselves, so that its bounds must move."""
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    """(group) → log π of its responses' tokens, by transformers, each response alone."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+    def logprobs(group):
+        found = []
+        prompt = list(group.prompt.token_ids)
+        for member in group.responses:
+            ids = torch.tensor(prompt + list(member.token_ids))
+            with torch.no_grad():
+                logs = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1], -1)
+            found.append(logs.gather(-1, ids[len(prompt) :, None])[:, 0])
+        return found
+
+    return logprobs
+
+
+@pytest.fixture
+def groups(reference):
+    """Three groups as a policy that is now up to a factor of e away sampled them; some tokens are masked."""
+    draw = random.Random(0)
+    made = []
+    for index in range(3):
+        group = a_group(index=index, seed=index)
+        responses = [
+            replace(
+                member,
+                logprobs=tuple(float(now) - draw.uniform(-1, 1) * (index + 1) / 3 for now in logs),
+                loss_mask=tuple(draw.random() < 0.8 for _ in logs),
+            )
+            for member, logs in zip(group.responses, reference(group), strict=True)
+        ]
+        made.append(replace(group, responses=tuple(responses)))
+    return made
+
+
+def policy_of(settings, name, **changes):
+    return a_policy(
+        settings,
+        algorithm__loss=name,
+        algorithm__old_policy="rollout",
+        algorithm__kl_coef=0,
+        train__mode="sync",
+        algorithm__bapo__share=SHARE,
+        **changes,
+    )
+
+
+def trained(policy, windows):
+    policy.start_step()
+    for window in windows:
+        policy.accumulate(window)
+    policy.reduce(12)
+    return gradients(policy, 1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_statistics_are_over_the_step_and_windows_change_nothing(settings, groups, reference, name):
+    policy = policy_of(settings, name)
+    whole = trained(policy, [groups])
+    found = policy._statistics
+    assert found == pytest.approx(expected(name, groups, reference), rel=1e-4)
+    assert found != pytest.approx(expected(name, groups[:1], reference), rel=1e-2)  # or this test would show nothing
+    assert sum(float(gradient.abs().sum()) for gradient in whole.values()) > 0
+    for windows, budget in (([[group] for group in reversed(groups)], 4096), ([groups[:1], groups[1:]], 20)):
+        split = policy_of(settings, name, train__micro_batch_tokens=budget)
+        for key, gradient in trained(split, windows).items():
+            assert torch.norm(gradient - whole[key]) <= 1e-5 * torch.norm(whole[key]), key
+        assert split._statistics == pytest.approx(found, rel=1e-5)
+
+
+def expected(name, groups, reference):
+    logs = []
+    advantages = []
+    for group in groups:
+        rewards = torch.tensor([score.value for score in group.scores])
+        for advantage, member, now in zip(
+            (rewards - rewards.mean()) / (rewards.std() + 1e-6), group.responses, reference(group), strict=True
+        ):
+            kept = torch.tensor(member.loss_mask)
+            logs.append((now - torch.tensor(member.logprobs))[kept])
+            advantages.append(advantage.expand(int(kept.sum())))
+    return LOSSES[name].statistics(BatchTokens(torch.cat(logs), torch.cat(advantages)), BatchLossSettings(share=SHARE))
+
+
+def test_what_a_half_done_step_held_is_forgotten(settings, groups):
+    policy = policy_of(settings, "m2po")
+    whole = trained(policy, [groups])
+    policy.start_step()
+    policy.accumulate(groups[:2])  # the step is lost here
+    for key, gradient in trained(policy, [groups]).items():
+        assert torch.equal(gradient, whole[key]), key
+
+
+def test_the_gap_to_the_instances_is_known_when_a_window_has_come(settings, groups):
+    policy = policy_of(settings, "m2po")
+    policy.start_step()
+    policy.accumulate(groups[:1])
+    assert policy.worst_gap() > 0.1
+
+
+def test_a_step_without_groups_has_no_gradient(settings):
+    policy = policy_of(settings, "bapo")
+    assert all(float(gradient.abs().max()) == 0 for gradient in trained(policy, []).values())
+
+
+def test_ones_own_batch_scope_is_refused_in_periodic():
+    with pytest.raises(
+        BadInput, match=r'algorithm.loss = "mine.py:own" takes its statistics over the whole batch.*"periodic"'
+    ):
+        check_scope("mine.py:own", LOSSES["m2po"], "periodic")
+    check_scope("mine.py:own", LOSSES["m2po"], "sync")
+    check_scope("grpo", LOSSES["grpo"], "periodic")
+
+
+def test_each_window_that_was_held_is_traced_and_a_sign_of_life_as_it_is_trained(settings, groups, tmp_path):
+    policy = policy_of(settings, "bapo")
+    policy.trace = Trace(tmp_path, "trainer")
+    beats = []
+    policy.heartbeat = lambda: beats.append(time.time())
+    policy.start_step(4)
+    for group in groups:
+        policy.accumulate([group])
+    assert beats == []
+    policy.update(12)
+    policy.trace.flush()
+    spans = [span for span in read_spans(tmp_path) if span["name"] in ("train", "update")]
+    assert [span["name"] for span in spans] == ["train"] * 6 + ["update"]
+    assert all(span["step"] == 4 for span in spans)
+    assert [span.get("groups") for span in spans[:3]] == [[0], [1], [2]]
+    assert [span["micro_batches"] for span in spans[:6]] == [0] * 3 + [1] * 3
+    assert [span["computed_tokens"] > 0 for span in spans[:6]] == [False] * 3 + [True] * 3
+    assert len(beats) == 3
+    assert all(span["end"] <= beat for span, beat in zip(spans[3:6], beats, strict=True))
+
+
+def window_of(*log_ratios):
+    """A window of one micro-batch, all of whose tokens have the advantage 1, and its log-ratios."""
+    ones = torch.ones(len(log_ratios))
+    return [Scored(SimpleNamespace(weights=ones, advantages=ones), None, None)], [torch.tensor(log_ratios)]
+
+
+def test_the_statistics_of_an_update_are_of_its_own_tokens():
+    """And not of those of the updates before it in the step."""
+    alone = SimpleNamespace(judges=True, gather=lambda tokens: [tokens])
+    windows = [window_of(0.1, 0.1, 0.1), window_of(0.1, 0.2, 0.3)]
+    found = DeferredWindows(LOSSES["m2po"], BatchLossSettings(), alone)
+    for window, logs in windows:
+        found.add_log_ratios(window, logs)
+        fresh = DeferredWindows(LOSSES["m2po"], BatchLossSettings(), alone)
+        fresh.add_log_ratios(window, logs)
+        assert found.statistics() == fresh.statistics()
