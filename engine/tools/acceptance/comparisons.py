@@ -84,7 +84,7 @@ class Comparison:
 def comparisons(attention: str, device: torch.device) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
     """What is compared, and the function that compares it: the attention kernel of that name, the fused operations, the
     product of all experts and the whole model, in fp32 and bf16. The functions need the session of a rank
-    (engine.platform.single)."""
+    (engine.platform.single_session)."""
     for dtype in DTYPES:
         yield f"attention {attention}, {_name(dtype)}", partial(compare_attention, attention, device, dtype)
         yield f"RMSNorm, SwiGLU and rotation, {_name(dtype)}", partial(compare_operations, device, dtype)

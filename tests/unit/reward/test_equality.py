@@ -292,7 +292,7 @@ def test_a_response_that_takes_all_memory_scores_zero(monkeypatch):
     def fill(gold, found):
         raise MemoryError
 
-    monkeypatch.setattr("engine.reward.verifiers.same", fill)
+    monkeypatch.setattr("engine.reward.verifiers.same_answer", fill)
     found = load_reward("exact") and math(
         Prompt("id", "", "7", ()),
         Response(

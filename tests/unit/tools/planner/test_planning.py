@@ -59,7 +59,7 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
 
 def test_the_settings_that_are_simulated_are_those_of_the_best_bounds(recipe, shape, monkeypatch):
     monkeypatch.setattr("engine.tools.planner.search.ranked_of", lambda one, *_: Ranked(one, one.bound_s, None))
-    monkeypatch.setattr("engine.tools.planner.search.plan", lambda config: None)  # all fit
+    monkeypatch.setattr("engine.tools.planner.search.plan_run", lambda config: None)  # all fit
     few, many = (
         search_settings(
             recipe,
