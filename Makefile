@@ -1,4 +1,4 @@
-# The two commands: `make run` and `make test`. Each sets up what it needs; a second call starts at once.
+# `make run`, `make test` and the other targets set up what they need; later calls start at once.
 VENV ?= .venv
 BIN := $(VENV)/bin
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
@@ -22,7 +22,7 @@ export HF_UPDATE_DOWNLOAD_COUNTS := 0
 	nightly check-pins hashes \
 	lint clean
 
-run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
+run: $(VENV)/installed  ## train the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
 services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
@@ -31,40 +31,40 @@ services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endp
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly"
 
-parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
+parallel-test: $(VENV)/installed-dev  ## several trainer ranks: layouts against Hugging Face, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m "parallel and not slow and not nightly"
 
-fault-test: $(VENV)/installed-dev  ## instances that die, hang, err, come and go in running jobs
+fault-test: $(VENV)/installed-dev  ## instances that die, hang, fail, join and leave during runs
 	$(BIN)/python -m pytest -m "faults and not slow and not nightly"
 
 stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
 	$(BIN)/python -m pytest -m "stack and not slow and not nightly"
 
-chaos-test: $(VENV)/installed-dev  ## runs that are disturbed as fixed seeds say (6 minutes)
+chaos-test: $(VENV)/installed-dev  ## disturbed runs with fixed seeds (6 minutes)
 	$(BIN)/python -m pytest -m chaos
 
-chaos: $(VENV)/installed-dev  ## a run for each SEED (1,2,...), disturbed for MINUTES: schedule, recoveries, what was found
+chaos: $(VENV)/installed-dev  ## one run per SEED (1,2,...), disturbed for MINUTES; prints schedule, recoveries and findings
 	PYTHONPATH=tests $(BIN)/python -m chaos --seeds $(SEED) --minutes $(MINUTES) $(ARGS)
 
-soak: $(VENV)/installed-dev  ## STEPS small steps on real servers: by how much each process grows
+soak: $(VENV)/installed-dev  ## STEPS small steps on real servers: how much each process grows
 	PYTHONPATH=tests $(BIN)/python -m chaos.soak --steps $(STEPS) $(ARGS)
 
-search: $(VENV)/installed-dev  ## the property tests of the main suite on new random examples (make test has the same examples each time)
+search: $(VENV)/installed-dev  ## the property tests of the main suite on new random examples (make test repeats fixed ones)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile search \
 		-m "hypothesis and not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly"
 
-slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
+slow-test: $(VENV)/installed-dev  ## tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not vllm and not nightly"
 
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm and not nightly"
 
-npu: $(VENV)/python  ## both environments for Ascend NPUs: the trainer's, and the instances' (docs/ascend.md)
+npu: $(VENV)/python  ## both environments for Ascend NPUs: trainer and instances (docs/ascend.md)
 	bash infra/trainer/install.sh $(BIN)/python
 	touch $(VENV)/installed
 	$(MAKE) vllm DEVICE=npu
 
-contract-ascend: $(VENV)/installed-dev  ## MindSpeed's real adaptor on the CPU, where METRONOME_MINDSPEED names it (under 6 minutes)
+contract-ascend: $(VENV)/installed-dev  ## MindSpeed's real adaptor, from METRONOME_MINDSPEED, on the CPU (under 6 minutes)
 	$(BIN)/python -m pytest -m ascend
 
 vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu; VLLM=0.23: .venv-vllm-0.23
@@ -73,11 +73,11 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
 	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly"
 
-transferqueue-test: .venv-transferqueue/ready  ## runs whose groups lie in TransferQueue, here and on a Ray cluster of three nodes (15 minutes, and 4 to build .venv-transferqueue once)
+transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes (15 minutes, and 4 to build .venv-transferqueue once)
 	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py
-	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_transferqueue_cluster.py  # a process reads Ray's way of asking for tokens once
+	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_transferqueue_cluster.py  # apart, because a process reads Ray's token settings only once
 
-test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
+test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, Ascend's version (downloads 4 GB once)
 	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly" \
 		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
 	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow and not nightly"
@@ -90,19 +90,19 @@ nightly: search test-torch210 transferqueue-test  ## what .ci/run leaves out (ho
 	$(MAKE) chaos SEED=9 MINUTES=60
 	$(MAKE) soak
 
-check-pins: $(VENV)/installed-dev  ## read what the pinned packages ask for from the package index, and check every list
+check-pins: $(VENV)/installed-dev  ## check every package list against the requirements in the package index
 	PYTHONPATH=tests $(BIN)/python -m support.pins $(ARGS)
 
-hashes: $(VENV)/installed-dev  ## read the hashes of constraints.txt's packages from the package index into infra/packages
+hashes: $(VENV)/installed-dev  ## write the hashes of constraints.txt's packages, from the package index, to infra/packages
 	PYTHONPATH=tests $(BIN)/python -m support.hashes
 
-lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
+lint: $(VENV)/installed-dev  ## style, formatting, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-clean:
+clean:  ## delete all environments
 	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210 .venv-transferqueue
 
 $(VENV)/python:
