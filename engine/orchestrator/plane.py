@@ -215,8 +215,8 @@ class Plane:
         await self._run_state.fail(error)
 
     async def check(self) -> None:
-        """Stop the run if the pool has given up, the trainer is silent, a stage has not connected in time, or
-        generation ended with groups missing.
+        """Stop the run if the pool has given up, the trainer is silent, rows wait too long for a stage, or generation
+        ended with groups missing.
 
         Raises any exception of a background task that is not a MetronomeError: it is a bug in the orchestrator.
         """

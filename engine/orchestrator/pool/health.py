@@ -136,8 +136,8 @@ class HealthMonitor:
             await self._restart(instance.declared, wanted=not instance.leaving)
 
     async def _check_heartbeat(self, instance: Instance, timeout_s: float) -> bool:
-        """Return whether the instance answered. Any answer is a sign of life, because it can't report its load during
-        an update."""
+        """Return whether the instance answered. Any answer is a sign of life, because an instance can't report its load
+        during an update."""
         was = instance.state, instance.version
         asked_load = instance.client.call(GetLoad(), timeout_s=timeout_s)
         asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)

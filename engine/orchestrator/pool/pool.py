@@ -254,8 +254,8 @@ class Pool:
     async def borrow(
         self, avoid: Collection[Instance] = (), first: bool = False, least: int | None = None
     ) -> AsyncIterator[Place]:
-        """Borrow room for one group on the instance that will probably finish it first; one in `avoid` only if no other
-        serves.
+        """Borrow room for one group on the instance that will probably finish it first. Instances in `avoid` are used
+        only if no others serve.
 
         `first`: go before all who are already waiting, for a group that was begun and interrupted. `least`: only use an
         instance that holds this weight version or a later one.

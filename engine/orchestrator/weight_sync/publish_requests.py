@@ -201,7 +201,8 @@ class PublishRequests:
         return Done()
 
     async def await_version(self, request: AwaitVersion) -> Done | StillWaiting:
-        """Wait until all instances hold the version and have been compared; the trainer asks again if it takes long."""
+        """Wait until all instances hold the version and have been compared; the caller asks again if this takes
+        long."""
         found = await self._run_state.wait_briefly(
             lambda: Done() if self.verified is not None and self.verified >= request.version else None
         )

@@ -272,7 +272,7 @@ class WeightSync:
 
     async def _wait_for_overtaken(self) -> None:
         """Wait for overtaken instances. Otherwise an instance that needs longer than a step would never join. After the
-        time limit it is overtaken again."""
+        time limit the instance is overtaken again."""
         if self._overtaken:
             names = ", ".join(sorted(instance.name for instance in self._overtaken))
             print(f"the weight sync waits for {names}, which {OVERTAKEN} versions have overtaken", flush=True)
