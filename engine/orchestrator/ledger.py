@@ -196,7 +196,7 @@ class Ledger:
         return self._ordered[number]
 
     def _cut_windows(self, budget: int) -> None:
-        """Cut the next rows in prompt order into windows, until the end of the next window is not known yet."""
+        """Cut the next rows in prompt order into windows, for as long as the end of the next window is known."""
         while True:
             first = self._ordered[-1][-1] + 1 if self._ordered else 0
             border = (first // self._mini_batch + 1) * self._mini_batch

@@ -33,7 +33,7 @@ LOOK_S = 0.1
 
 
 def start_guardian(connection: int, limit: int = 0) -> None:
-    """Fork, and return in the worker; the guardian does not return. On other systems than Linux, return at once.
+    """Fork, and return in the worker; the guardian does not return. On systems other than Linux, return at once.
 
     `connection`: descriptor that only the worker uses. `limit`: maximum number of processes that the worker may have
     started at once; 0: no limit. Call it before any thread is started.

@@ -207,7 +207,7 @@ class Pool:
         return sum(instance.takes_prompts for instance in self.instances)
 
     def members(self) -> list[Instance]:
-        """Instances that must receive the next version. An instance that is catching up is excluded; it will catch up
+        """Instances that must receive the next version. An instance that is catching up is left out; it will catch up
         again."""
         return [instance for instance in self.instances if instance.gets_version]
 

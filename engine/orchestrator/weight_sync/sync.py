@@ -205,9 +205,9 @@ class WeightSync:
         self._version: int | None = None
         self._snapshot: Path | None = None
         self._wanted = asyncio.Event()
-        """Set once a late instance waits for that snapshot."""
+        """Set once a late instance waits for the snapshot of `_version`."""
         self._expected: Sequence[float] | None = None
-        """The trainer's log-probabilities of the probe under that version."""
+        """The trainer's log-probabilities of the probe under `_version`."""
         self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
         """The trainer's log-probabilities of the probe under the version of the publish in progress."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
