@@ -16,7 +16,7 @@ from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_H
 
 
 class Connection:
-    """Asks one orchestrator. It may be used by several threads, and keeps connections open between requests."""
+    """A connection to one orchestrator. Several threads may use it. HTTP connections stay open between requests."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class Connection:
         certificate: str | None = None,
         ours: bool = False,
     ) -> None:
-        """`url`: http(s)://host:port; `name`: of the process that asks, for messages; `timeout_s`: seconds to wait for
-        a reply; `certificate`: the server's (PEM), with https; `ours`: whether a rank of the run's own asks."""
+        """`url`: http(s)://host:port. `name`: name of the asking process, for messages. `timeout_s`: seconds to wait
+        for a reply. `certificate`: the server's (PEM), with https. `ours`: whether one of the run's own ranks asks."""
         self.url = url
         self.timeout_s = timeout_s
         self._name = name
@@ -40,15 +40,15 @@ class Connection:
                 **({OURS_HEADER: "1"} if ours else {}),
             },
             verify=client_context(certificate) if certificate is not None else url.startswith("https:"),
-            trust_env=False,  # a proxy of the machine's does not lead to the orchestrator
+            trust_env=False,  # a proxy of this machine does not lead to the orchestrator
             limits=httpx.Limits(keepalive_expiry=None),
         )
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Send a request and return its reply.
 
-        Raises DeadlineError without a reply in time, MetronomeError if the orchestrator is not reached, and the error
-        with which it answers.
+        Raises DeadlineError if no reply arrives in time, MetronomeError if the orchestrator can't be reached, and the
+        error with which it answers.
         """
         what = type(request).__name__
         try:
@@ -78,5 +78,5 @@ class Connection:
             print(f"{self._name} ends: {error} (not told to the orchestrator: {unheard})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Close the connections; requests under way end."""
+        """Close the connections. Requests in progress end."""
         self._http.close()

@@ -22,27 +22,27 @@ VALUES: dict[str, tuple[str, Callable[[Group], Any]]] = {
     "lengths": (RESPONSES, lambda group: torch.tensor([len(one.token_ids) for one in group.responses])),
     "versions": (RESPONSES, lambda group: [one.versions for one in group.responses]),
 }
-"""Values of a group of G responses: the column that each is read from, and how."""
+"""Values of a group of G responses: the column from which each value is read, and how to read it."""
 COLUMNS = ("prompt", *VALUES, "index")
-"""Names of the values: "prompt" [P] int64; "responses", "logprobs" and "loss_mask" G tensors of each response's own
-length, without padding; "rewards", "lengths" and "excluded" (bool: the reward is not known) [G]; "versions" as of
-`Response`; "index", the group's place in the step. Columns that further stages write have their own names, [G] or
+"""Names of the values. "prompt": [P] int64. "responses", "logprobs" and "loss_mask": G tensors with each response's
+length, without padding. "rewards", "lengths" and "excluded" (bool: the reward is not known): [G]. "versions": as in
+`Response`. "index": the group's place in the step. Columns that other stages write keep their names, with shape [G] or
 [sum of lengths]."""
 
 
 class ExperienceDataset(IterableDataset[dict[str, Any]]):
-    """The groups of one step as they arrive: a dict of columns each. It ends when all groups of the step are trained.
-    Only the columns that are asked for travel.
+    """The groups of one step as they arrive, each as a dict of columns. Iteration ends when all groups of the step are
+    trained. Only the requested columns are transferred.
 
-    Asking for the next group says that the ones before are trained, as in a loop that trains each group before it takes
-    the next: a window is acknowledged when the group after its last one is asked for. A
-    `torch.utils.data.DataLoader` around it needs `batch_size=None` and no workers.
+    Asking for the next group means that the previous ones are trained, as in a loop that trains each group before it
+    takes the next: a window is acknowledged when the group after its last one is requested. A
+    `torch.utils.data.DataLoader` around this dataset needs `batch_size=None` and no workers.
     """
 
     def __init__(
         self, service: ServiceClient, step: int, columns: Sequence[str] = COLUMNS, consumer: str = "trainer"
     ) -> None:
-        """Raises BadInput for a column that there is not."""
+        """Raises BadInput for an unknown column."""
         further = [name for stage in service.config.stages.values() for name in stage.gives]
         if unknown := sorted(set(columns) - {*COLUMNS, *further}):
             raise BadInput(f"columns {', '.join(unknown)}: there are {', '.join([*COLUMNS, *further])}")
@@ -52,7 +52,7 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
         self._consumer = consumer
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the groups. Raises BadInput in a worker process of a loader, which would run ahead."""
+        """Yield the groups. Raises BadInput in a worker process of a loader, because it would run ahead."""
         if get_worker_info() is not None:
             raise BadInput("ExperienceDataset: give the DataLoader num_workers=0; a worker acknowledges too early")
         lease = None
@@ -65,11 +65,11 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
         )
 
     def _sources(self) -> set[str]:
-        """The plane's columns that the values are read from."""
+        """Return the plane's columns from which the values are read."""
         return {VALUES[name][0] if name in VALUES else name for name in self._columns if name != "index"} or {PROMPT}
 
     def _opened(self, lease: ExperienceLease) -> Iterator[dict[str, Any]]:
-        """The values of each row of a lease."""
+        """Yield the values of each row of a lease."""
         for row, group in zip(lease.rows, lease.groups, strict=True):
             found: dict[str, Any] = {}
             for name in self._columns:

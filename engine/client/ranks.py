@@ -1,4 +1,4 @@
-"""Trainers of one process, and of several data-parallel processes of plain torch, as the plane's client needs them."""
+"""Ranks of a trainer for the plane's client: a single process, or several data-parallel processes of plain torch."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Ranks(Protocol):
-    """A rank of a trainer, and the channel on the host on which its ranks agree. Waiting is never in a device
+    """A rank of a trainer, with a channel on the host over which the ranks agree. They never wait in a device
     collective."""
 
     name: str
     """The rank's name in messages and traces."""
     unit: int
-    """Number of the unit that the rank belongs to: the ranks that take windows together."""
+    """Number of the unit that the rank belongs to. A unit is the set of ranks that take windows together."""
     units: int
     leader: bool
     """Whether this rank talks to the orchestrator for its unit."""
     exports: bool
-    """Whether this rank takes part in an export of the weights: all other ranks hold copies."""
+    """Whether this rank takes part in an export of the weights. All other ranks hold copies."""
     writes: bool
     """Whether this rank sends its pipeline stage's tensors."""
     stage: int
-    """Number of its pipeline stage."""
+    """Number of the rank's pipeline stage."""
 
     def from_leader(self, act: Callable[[], M]) -> M:
         """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
 
     def from_leader_beside(self, act: Callable[[], M]) -> M:
-        """As `from_leader`, from one thread beside the one that makes all other calls."""
+        """Like `from_leader`, but called from a second thread; one thread makes all other calls."""
 
     def from_first(self, act: Callable[[], M]) -> M:
         """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""
@@ -62,27 +62,27 @@ class OneRank:
     stage = 0
 
     def from_leader(self, act: Callable[[], M]) -> M:
-        """The result of `act`."""
+        """Return the result of `act`."""
         return act()
 
     def from_leader_beside(self, act: Callable[[], M]) -> M:
-        """The result of `act`."""
+        """Return the result of `act`."""
         return act()
 
     def from_first(self, act: Callable[[], M]) -> M:
-        """The result of `act`."""
+        """Return the result of `act`."""
         return act()
 
     def gather(self, message: S) -> list[S]:
-        """The one rank's message."""
+        """Return the message of the only rank."""
         return [message]
 
 
 class HostRanks:
-    """The ranks of torch.distributed's default group as data-parallel replicas: each is a unit of its own, and rank 0
-    sends the weights. The channel between them is gloo on the host. Built by all ranks at once.
+    """The ranks of torch.distributed's default group as data-parallel replicas. Each rank is one unit, and rank 0 sends
+    the weights. They communicate over gloo on the host. All ranks must construct it together.
 
-    `engine.ranks.rank_group` has the layouts of Megatron on top.
+    `engine.ranks.rank_group` adds Megatron's layouts.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -100,9 +100,9 @@ class HostRanks:
         self._leaders: list[int] = list(range(self.world)) if self.world > 1 else []
         """Ranks of the leaders, by unit; empty with a single rank."""
         self._unit: dist.ProcessGroup | None = None
-        """The group of this rank's unit; None where the rank is alone in it."""
+        """The group of this rank's unit; None if the rank is alone in it."""
         self._beside: dist.ProcessGroup | None = None
-        """The same ranks, for a second thread: calls of one group must come in the same order on all ranks."""
+        """The same ranks, for a second thread: calls of one group must have the same order on all ranks."""
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ class HostRanks:
         return self._from_leader(act, self._unit)
 
     def from_leader_beside(self, act: Callable[[], M]) -> M:
-        """As `from_leader`, from one thread beside the one that makes all other calls."""
+        """Like `from_leader`, but called from a second thread; one thread makes all other calls."""
         return self._from_leader(act, self._beside)
 
     def _from_leader(self, act: Callable[[], M], group: dist.ProcessGroup | None) -> M:
@@ -161,18 +161,19 @@ class HostRanks:
         return [decoder.decode(row[: int(size)].numpy().tobytes()) for row, size in found]
 
     def worst(self, value: float, everyone: bool = False) -> float:
-        """Return the largest value in the unit, or of all ranks. NaN counts as infinite, so that it can't hide."""
+        """Return the largest value in the unit, or over all ranks. NaN counts as infinite, so that it can't go
+        unnoticed."""
         group = self._everyone if everyone else self._unit
         mine = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float64)
         if group is None:
             return float(mine)
         found = mine.new_empty(group.size())
-        # gathered and not reduced: MindSpeed drops the result of an all_reduce of float64
+        # gathered instead of reduced: MindSpeed drops the result of an all_reduce of float64
         dist.all_gather_into_tensor(found, mine, group=group)
         return float(found.max())
 
     def barrier(self) -> None:
-        """Wait on the host until every rank is here."""
+        """Wait on the host until every rank has called this."""
         self.worst(0.0, everyone=True)
 
 

@@ -1,5 +1,5 @@
-"""The client of the plane, with the names of AsyncFlow §5.1: a trainer, a stage or a program of your own uses a run's
-rollout instances, its rewards and its weight sync (docs/service.md)."""
+"""The client of the plane, with the names of AsyncFlow §5.1. A trainer, a stage or your own program uses a run's
+rollout instances, its rewards and its weight sync through it (docs/service.md)."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from engine.wire.messages import (
 from engine.wire.sync_messages import MayPublish
 
 FULL_S = 0.2
-"""Seconds before a request that the full service refused is sent again."""
+"""Seconds to wait before resending a request that the service refused because it was full."""
 START_S = 300.0
-"""Seconds that the engines of a run may take until they are there."""
+"""Seconds to wait for the engines of a run."""
 LOOK_S = 0.1
-"""Seconds between two looks for the address of a service that starts."""
+"""Seconds between two checks for the address of a service that is starting."""
 
 Found = TypeVar("Found")
 
 
 class ExperienceLease:
-    """Rows for a stage, which it acknowledges or writes columns for. `groups` opens them."""
+    """Rows leased for a stage, which acknowledges them or writes columns for them. `groups` opens them."""
 
     def __init__(self, window: Window, stage: str, reward_weights: Mapping[str, float]) -> None:
         self.number = window.lease
@@ -63,43 +63,44 @@ class ExperienceLease:
         self.lease_s = window.lease_s
         """Seconds after which the rows may be given to another program; None: never within the step."""
         self.deliveries = window.deliveries
-        """How often the rows were given, this time included."""
+        """How often these rows have been leased, including this time."""
         self._batch = window.batch
         self._weights = reward_weights
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The rows as groups, if the column `responses` was asked for. Raises TransferError for damaged bytes."""
+        """The rows as groups, if the column `responses` was requested. Raises TransferError for damaged bytes."""
         weights = self._weights if self.stage == TRAIN else {}
         return tuple(open_group(row, self._batch, reward_weights=weights) for row in self.rows)
 
 
 class ServiceClient:
-    """A running plane. Its methods may be called from several threads, but weights are published by one."""
+    """A client of a running plane. Several threads may call its methods, but only one of them may publish weights."""
 
     def __init__(
         self, address: str, child: Child | None = None, timeout_s: float = START_S, token: str | None = None
     ) -> None:
-        """`address`: host:port; `child`: the service's process if this program has started it; `timeout_s`: seconds to
-        wait until the engines are there; `token`: None takes METRONOME_TOKEN."""
+        """`address`: host:port. `child`: the service's process if this program has started it. `timeout_s`: seconds to
+        wait for the engines. `token`: access token; None takes METRONOME_TOKEN."""
         self._child = child
         self.connection = Connection(f"http://{address}", token or access_token(), "this program", timeout_s)
         ready = self.ask(InitEngines())
         self.config: Config = Config.model_validate_json(ready.config)
         """The plane's recipe."""
         self.version: int | None = ready.version
-        """The weight version that was published last when this object was made; None before the first."""
+        """The weight version that was published last when this object was created; None if there was none."""
         self._weights = Path(ready.weights)
         self._publisher: Publisher | None = None
         self.connection.timeout_s = self._timeout_s = self.config.transfer_timeout_s
 
     @classmethod
     def init_engines(cls, engines: Config | Path | str) -> ServiceClient:
-        """Start the engines of a recipe (its `model.path` a Hugging Face folder), or use those of a running plane: its
-        run folder, or its host:port. Those that were started end with `close`, and with this process.
+        """Start the engines of a recipe (its `model.path` must be a Hugging Face folder), or use those of a running
+        plane, given by its run folder or its host:port. Engines that are started here end with `close`, and with this
+        process.
 
-        Raises BadInput for an address that is none or a recipe that the service does not take, DeadlineError if the
-        engines are not there within rollout.timeout_s.
+        Raises BadInput for an invalid address or a recipe that the service does not accept, and DeadlineError if the
+        engines are not ready within rollout.timeout_s.
         """
         if isinstance(engines, Config):
             return cls._start(engines)
@@ -149,7 +150,7 @@ class ServiceClient:
         self.close()
 
     def close(self) -> None:
-        """Leave the plane, and end the engines if this object has started them."""
+        """Disconnect from the plane, and stop the engines if this object has started them."""
         self.connection.close()
         if self._child is not None:
             self._child.stop(grace_s=10.0)
@@ -157,21 +158,23 @@ class ServiceClient:
     # experience -----------------------------------------------------------------------------------
 
     def put_prompts_data(self, step: int, prompts: Sequence[Prompt] | None = None) -> bool:
-        """Have responses to a step's prompts sampled and scored; None: to the next ones of the recipe's data.
+        """Start a step: have responses to its prompts sampled and scored. `prompts` None: the next ones of the recipe's
+        data.
 
-        Return False if the same was put already. The reward sees problem, answer and columns of your own prompts, whose
-        sampling seeds depend on the step. Raises ServiceConflict if the step has other prompts or is not due.
+        Return False if the same prompts were put already. The reward sees the problem, answer and columns of your own
+        prompts. Their sampling seeds depend on the step. Raises ServiceConflict if the step has other prompts or is not
+        due.
         """
         data = None if prompts is None else tuple(map(_prompt_data, prompts))
         return self._put(PutPrompts(step=step, prompts=data), f"the prompts of step {step}")
 
     def put_experience_data(self, group: Group | Row, wait_s: float | None = None) -> bool:
-        """Put a group that was sampled and scored outside, where the recipe has data.pushed = true.
+        """Put a group that was sampled and scored outside. The recipe must set data.pushed = true.
 
-        Return False if the same group is there. While the service is full, waits up to `wait_s` seconds (None:
+        Return False if the same group is already there. While the service is full, waits up to `wait_s` seconds (None:
         `Config.transfer_timeout_s`), then raises DeadlineError. Raises BadInput for a damaged or incomplete group,
-        StaleRolloutError where a token's weight version is not accepted for the step, ServiceConflict for another group
-        at the same place.
+        StaleRolloutError if a token's weight version is not accepted for the step, and ServiceConflict if another group
+        has the same place.
         """
         row = group if isinstance(group, Row) else pack_group(group)
         return self._put(PutRow(row=row), f"group {row.index} of step {row.step}", wait_s)
@@ -188,13 +191,14 @@ class ServiceClient:
         stage: str = TRAIN,
         columns: Sequence[str] = (),
     ) -> ExperienceLease | None:
-        """Wait for rows of a step for a stage; None once the stage is through with all of them. `step` None: of any
-        step, until the run's last step is trained. `budget`: most tokens; 0: the recipe's window. One row is always
-        given. `trained` is acknowledged before, with the same request. `columns`: of those that the stage needs; empty:
-        all.
+        """Wait for rows of a step for a stage. Return None once the stage has finished all of them.
 
-        A lease that is not acknowledged, or written, within its `lease_s` is given again: at least once. Raises
-        DeadlineError if nothing comes within `Config.transfer_timeout_s`, and what `acknowledge` raises.
+        `step` None: rows of any step, until the run's last step is trained. `budget`: maximum number of tokens; 0: the
+        recipe's window. At least one row is always given. `trained`: a lease that the same request acknowledges first.
+        `columns`: a subset of the columns that the stage needs; empty: all.
+
+        A lease that is not acknowledged, or written, within its `lease_s` is given again, so delivery is at least once.
+        Raises DeadlineError if no rows arrive within `Config.transfer_timeout_s`, and what `acknowledge` raises.
         """
         budget = budget or self._budget(stage)
         if stage == TRAIN and SCORES in columns:
@@ -218,22 +222,23 @@ class ServiceClient:
         return (own.budget if own is not None else 0) or self.config.window_tokens
 
     def acknowledge(self, lease: ExperienceLease) -> None:
-        """The groups are trained. Raises ServiceConflict if they were given again since: drop their gradient."""
+        """Report that the groups are trained. Raises ServiceConflict if they have been leased again: drop their
+        gradient."""
         self.ask(Lease(budget=0, stage=lease.stage, done=(lease.number,)))
 
     def rows(self, stage: str, columns: Sequence[str] = (), consumer: str = "") -> Iterator[ExperienceLease]:
-        """Yield the windows of a stage of your own, of all steps, until the run's last step is trained. Answer each
-        with `write`."""
+        """Yield the windows of your own stage, of all steps, until the run's last step is trained. Answer each with
+        `write`."""
         name = consumer or stage
         while (lease := self.get_experience_data(None, name, stage=stage, columns=columns)) is not None:
             yield lease
 
     def write(self, lease: ExperienceLease, columns: Mapping[str, Sequence[Any]]) -> bool:
-        """Give the rows of a lease the columns of its stage, by name: an array of numbers for each row, in their order,
-        with one number for each response [G] or for each token of all responses laid end to end.
+        """Write the columns of a stage for the rows of a lease. `columns`: by name, an array of numbers for each row,
+        in the order of the rows, with one number for each response [G] or for each token of the concatenated responses.
 
-        Return False if the same are there. Raises BadInput for another shape or other columns than the stage gives,
-        ServiceConflict if a row has other values or was given to another program since.
+        Return False if the same columns are already there. Raises BadInput for another shape or columns that the stage
+        does not give, and ServiceConflict if a row has other values or has been given to another program.
         """
         rows = tuple(
             Written(row.index, tuple(pack_values(name, np.asarray(values[at])) for name, values in columns.items()))
@@ -242,7 +247,8 @@ class ServiceClient:
         return self.ask(WriteColumns(stage=lease.stage, lease=lease.number, rows=rows)).new
 
     def sample(self, token_ids: Sequence[int], seeds: Sequence[int]) -> list[Response]:
-        """Sample a response for each seed, with the weight versions of its tokens; no reward, no text."""
+        """Sample a response for each seed. Responses have the weight versions of their tokens, but no reward and no
+        text."""
         request = SampleResponses(prompt=pack_ids(token_ids), seeds=tuple(seeds))
         reply = self._until_room(lambda: self.ask(request), "for room to sample in the service")
         return [open_response(response) for response in reply.responses]
@@ -250,8 +256,8 @@ class ServiceClient:
     # weights --------------------------------------------------------------------------------------
 
     def publisher(self, ranks: Ranks | None = None, device: torch.device | None = None) -> Publisher:
-        """A publisher of weights for a trainer of these ranks, whose model is on `device`. Built by all ranks at
-        once."""
+        """Create a publisher of weights for a trainer with these ranks, whose model is on `device`. All ranks must call
+        this together."""
         return Publisher.of(
             config=self.config,
             connection=self.connection,
@@ -261,11 +267,12 @@ class ServiceClient:
         )
 
     def weight_sync_notify(self, version: int, model: PublishedModel) -> None:
-        """Give every instance this version of the model, and return once every one holds and has verified it; with
-        weights.staged in a mode that samples ahead, once it is on its way (`await_version` waits for the rest).
+        """Publish a version of the model, and return once every instance holds and has verified it. With weights.staged
+        in a mode that samples ahead, return once it is on its way (`await_version` waits for the rest).
 
-        The first version may be any (a trainer that resumes), then each is one more. Raises ServiceConflict for another
-        one, or while a group of an earlier step is not acknowledged; WeightSyncError if no instance can hold it.
+        The first version may be any (a trainer that resumes); each later one is one more. Raises ServiceConflict for
+        another version, or while a group of an earlier step is not acknowledged; WeightSyncError if no instance can
+        hold the version.
         """
         self._publisher = self._publisher or self.publisher()
         deadline = time.monotonic() + self._timeout_s
@@ -280,7 +287,7 @@ class ServiceClient:
         self._publisher.settle()
 
     def await_version(self, version: int, timeout_s: float = 0.0) -> None:
-        """Wait until every instance holds and has verified a version, or a later one. `timeout_s`: 0 is
+        """Wait until every instance holds and has verified a version, or a later one. `timeout_s`: 0 means
         `Config.transfer_timeout_s`. Raises DeadlineError."""
         limit_s = timeout_s or self._timeout_s
         deadline = time.monotonic() + limit_s
@@ -291,7 +298,7 @@ class ServiceClient:
     # calls ----------------------------------------------------------------------------------------
 
     def ask(self, request: Request[Answer]) -> Answer:
-        """Send a message, and return the reply. Raises what `Connection.ask` raises."""
+        """Send a message and return the reply. Raises what `Connection.ask` raises."""
         try:
             return self.connection.ask(request)
         except MetronomeError as error:

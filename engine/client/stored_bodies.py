@@ -1,4 +1,5 @@
-"""The bodies of a leased window's columns, where they lie outside the orchestrator: a unit's leader fetches them."""
+"""The bodies of a leased window's columns when they are stored outside the orchestrator: a unit's leader fetches
+them."""
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ class StoredBodies:
     """Fetches the bodies of one window at a time, with one client for each start of the store."""
 
     def __init__(self, name: str, limit_s: float) -> None:
-        """`name`: of this rank; `limit_s`: seconds that a call of the store may take (queue.timeout_s)."""
+        """`name`: name of this rank. `limit_s`: seconds that a call to the store may take (queue.timeout_s)."""
         self._name = name
         self._limit_s = limit_s
         self._runner = asyncio.Runner()
         self._client: StoreClient | None = None
         self._store: StoreAddresses | None = None
-        """The store of the client, or the one that could not be reached."""
+        """The store that the client uses, or the one that could not be reached."""
         self._fetching: asyncio.Task[Window] | None = None
         self.lease: int | None = None
-        """Number of the lease whose bodies are being fetched; None: of none."""
+        """Number of the lease whose bodies are being fetched; None if there is none."""
 
     def begin(self, window: Window) -> None:
         """Begin to fetch the bodies of a window."""
@@ -37,9 +38,9 @@ class StoredBodies:
         self._fetching = self._runner.get_loop().create_task(self._fetch(window))
 
     def wait_briefly(self) -> Window | None:
-        """Return the window with its bodies; None if they are not there after BRIEFLY_S.
+        """Return the window with its bodies, or None if they have not arrived after BRIEFLY_S.
 
-        Raises StoreFault if a body can't be fetched, or is not the one that was packed.
+        Raises StoreFault if a body can't be fetched, or differs from what was packed.
         """
         assert self._fetching is not None
         done, _ = self._runner.run(asyncio.wait({self._fetching}, timeout=BRIEFLY_S))
@@ -52,12 +53,12 @@ class StoredBodies:
         client = await self._client_of(window.store)
         threads = torch.get_num_threads()
         fetching = [asyncio.create_task(_whole(client, row)) for row in window.rows]
-        await asyncio.gather(*fetching, return_exceptions=True)  # all, also where one has failed
-        torch.set_num_threads(threads)  # calls of TransferQueue that overlap leave another number behind
+        await asyncio.gather(*fetching, return_exceptions=True)  # waits for all, even if one has failed
+        torch.set_num_threads(threads)  # overlapping calls of TransferQueue change this number
         return replace(window, rows=tuple(one.result() for one in fetching), store=None)
 
     async def _client_of(self, store: StoreAddresses | None) -> StoreClient:
-        """Raises StoreFault; at once for a store that could not be reached before."""
+        """Return the client of a store. Raises StoreFault, at once if this store could not be reached before."""
         assert store is not None
         if self._store != store:
             if self._client is not None:

@@ -1,5 +1,5 @@
-"""Makes the batch of a step and has its responses sampled: the prompts go to the producer, and each group becomes a row
-of the table, first its responses, then their scores."""
+"""Makes the batch of a step and has its responses sampled. The producer gets the prompts; each group becomes a row of
+the table, first with its responses, then with their scores."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ class Batch:
     step: int
     table: RowTable
     before: Batch | None = None
-    """With dynamic sampling: the batch that must be generated first, if any."""
+    """With dynamic sampling: the batch that must be generated before this one, if any."""
     prompts: Sequence[tuple[int, Prompt]] = ()
     """(epoch, prompt) of each group; empty with dynamic sampling, and where groups come from outside."""
     samples: list[Row] = field(default_factory=list)
-    """The first groups, written to the run folder for people to read."""
+    """The first groups, which the run folder keeps for people to read."""
     prompts_used: int | None = None
-    """Number of prompts up to and with the last kept one; None without dynamic sampling, or while it is unknown."""
+    """Number of prompts up to and including the last one that was kept; None without dynamic sampling, or while
+    unknown."""
     reward_tried: float | None = None
-    """Mean score of the responses to the `prompts_used` prompts; None as above."""
+    """Mean score of the responses to the first `prompts_used` prompts; None as above."""
     next_position: int | None = None
     """Position in the order of prompts at which the next batch begins; None as above."""
     rollout_s: float = 0.0
-    """Seconds from the start of the generation to the last group that has come in."""
+    """Seconds from the start of generation until the last group arrived."""
     task: asyncio.Task[None] | None = None
-    """The task that generates the batch; None before it is started, and where groups come from outside."""
+    """The task that generates the batch; None before it starts, and where groups come from outside."""
 
     @property
     def expected(self) -> int:
-        """Number of its groups."""
+        """Number of groups in the batch."""
         return self.table.ledger(self.step).expected
 
     @property
     def arrived(self) -> int:
-        """Number of groups that have come in, with their scores."""
+        """Number of groups that have arrived with their scores."""
         return self.table.arrived(self.step)
 
     @property
@@ -63,35 +64,35 @@ class Batch:
 
     @property
     def generated(self) -> bool:
-        """Whether every group has come in; also once the step is over."""
+        """Whether every group has arrived; True once the step is over."""
         return self.table.is_generated(self.step)
 
     def keep_sample(self, row: Row) -> None:
-        """Keep the row for people to read, if it is among the first."""
+        """Keep the row for people to read if it is among the first."""
         if len(self.samples) < SAMPLED_GROUPS:
             self.samples.append(row)
 
 
 class RolloutProfile:
-    """Has the run's own instances record a profile, from the start of the first batch of train.profile until the last
-    one is generated. An instance that can't says so, and the run goes on."""
+    """Has the run's own instances record a profile, from the start of the first batch in train.profile until the last
+    one is generated. An instance that can't record one reports this, and the run goes on."""
 
     def __init__(self, service: RolloutService, steps: Sequence[int]) -> None:
-        """`steps`: the first and the last one, or empty."""
+        """`steps`: the first and the last step, or empty."""
         self._service = service
         self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
         self._begun = False
         self._recording: list[Instance] = []
 
     async def begin(self, step: int) -> None:
-        """The generation of a batch begins. A resumed run may begin with one after the first."""
+        """Start recording when the generation of a batch begins. A resumed run may begin after the first batch."""
         if step in self._steps and not self._begun:
             self._begun = True
             own = [instance for instance in self._service.pool.instances if instance.declared is not None]
             self._recording = await self._send(own, StartProfile)
 
     async def end(self, step: int) -> None:
-        """A batch is generated."""
+        """Stop recording once the last batch is generated."""
         if self._recording and step == self._steps[-1]:
             recording = self._recording
             self._recording = []
@@ -100,7 +101,7 @@ class RolloutProfile:
     async def _send(
         self, instances: Sequence[Instance], request: type[InstanceRequest[Acknowledged]]
     ) -> list[Instance]:
-        """Send all of them the request. Return those that carried it out."""
+        """Send the request to all instances. Return those that carried it out."""
         replies = await asyncio.gather(*(one.client.call(request()) for one in instances), return_exceptions=True)
         done: list[Instance] = []
         for one, reply in zip(instances, replies, strict=True):
@@ -114,7 +115,7 @@ class RolloutProfile:
 
 
 class BatchGenerator:
-    """Generates batches. With dynamic sampling a batch begins after the last prompt that the previous batch used."""
+    """Generates batches. With dynamic sampling, a batch begins after the last prompt that the previous batch used."""
 
     def __init__(
         self,
@@ -126,9 +127,10 @@ class BatchGenerator:
     ) -> None:
         """`notify` is called whenever there is something new to lease."""
         self.keep: Callable[[Row], Awaitable[Row]] | None = None
-        """Called with each row that has new columns; its result, without their bodies, goes into the table."""
+        """Called with each row that has new columns. Returns the row without the bodies of these columns, for the
+        table."""
         self.units = config.parallel.units
-        """Number of the trainer's units that take windows on their own."""
+        """Number of the trainer's units that take windows independently."""
         self._table = table
         self._config = config
         self._loader = loader
@@ -140,7 +142,7 @@ class BatchGenerator:
 
     @property
     def _scores_early(self) -> bool:
-        """Whether responses are offered to the trainer for scoring before their group is complete."""
+        """Whether the trainer can score responses before their group is complete."""
         algorithm = self._config.algorithm
         train = self._config.train
         return (
@@ -154,7 +156,7 @@ class BatchGenerator:
 
     def resume_at(self, step: int, position: int | None, prompts: str | None = None) -> None:
         """Begin with `step`. The trainer's checkpoint gives the other two: `position` is the number of prompts used
-        before `step`, `prompts` the fingerprint of the run's prompts.
+        before `step`, and `prompts` is the fingerprint of the run's prompts.
 
         Raises BadInput if the checkpoint was trained on other prompts, or if dynamic sampling needs the position and
         the checkpoint does not have it.
@@ -177,7 +179,7 @@ class BatchGenerator:
         self._previous = None
 
     def begin(self, step: int) -> Batch:
-        """Return a new batch for `step`, which the table begins. Steps begin in order."""
+        """Create the batch of `step` and begin the step in the table. Steps begin in order."""
         self._table.begin(step, self._config.train.prompts_per_step, self.units)
         batch = Batch(step, self._table)
         if self._config.algorithm.dynamic_sampling:
@@ -185,15 +187,15 @@ class BatchGenerator:
         return batch
 
     async def fill(self, batch: Batch, prompts: Sequence[tuple[int, Prompt]] | None = None) -> None:
-        """Generate a batch; with dynamic sampling once the one before it is generated. Raises MetronomeError if the
-        generation fails.
+        """Generate a batch. With dynamic sampling, wait first until the previous batch is generated. Raises
+        MetronomeError if generation fails.
 
         `prompts`: (epoch, prompt) of the groups; None: the next ones of the data.
         """
         if batch.before is not None and batch.before.task is not None:
             await asyncio.wait([batch.before.task])
             if batch.before.next_position is None:
-                return  # the batch before failed, and with it the run
+                return  # the previous batch failed, and so did the run
             self._position = batch.before.next_position
             batch.before = None
         await self._profile.begin(batch.step)
@@ -211,7 +213,7 @@ class BatchGenerator:
         await self._profile.end(batch.step)
 
     async def _put(self, row: Row) -> None:
-        """Put a row into the table, or those of its columns that are not there yet."""
+        """Put a row into the table, or only its new columns if the row is already there."""
         known = self._table.find(row.step, row.index)
         if known is not None:
             row = row.only(row.names - known.names)
@@ -223,14 +225,14 @@ class BatchGenerator:
         await self._notify()
 
     def _prompts(self, step: int) -> list[tuple[int, Prompt]]:
-        """(epoch, prompt) of each group of the step."""
+        """Return (epoch, prompt) of each group of the step."""
         return [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
 
     async def _generate_all(
         self, batch: Batch, put: Callable[[Row], Awaitable[None]], prompts: Sequence[tuple[int, Prompt]]
     ) -> None:
-        """Generate a group for each prompt. Its responses go into the table before they are scored, so that a stage
-        that does not need the scores can begin."""
+        """Generate a group for each prompt. Responses enter the table before they are scored, so that stages that do
+        not need the scores can begin."""
         batch.prompts = prompts
 
         async def land(landed: PackedLanded) -> None:
@@ -246,8 +248,8 @@ class BatchGenerator:
         )
 
     async def generate_again(self, batch: Batch | None, index: int) -> Row:
-        """Generate a group of a batch under way, whose columns a store has lost, again. There is no dynamic
-        sampling."""
+        """Generate again a group of a batch in progress whose columns a store has lost. Dynamic sampling is off
+        here."""
         assert batch is not None, "lost columns of a step that is over are not asked for"
         epoch, prompt = batch.prompts[index]
         return await self._service.producer.run_again(batch.step, index, epoch, prompt)

@@ -1,4 +1,5 @@
-"""The batches that are started and not over yet. A batch whose generation fails, or ends too early, stops the run."""
+"""The batches that have started and are not over. If the generation of a batch fails or ends too early, the run
+stops."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from engine.orchestrator.run_state import RunState
 
 
 class BatchesInFlight:
-    """By step: each batch from its start until it is popped."""
+    """The batches by step, each from its start until it is popped."""
 
     def __init__(self, run_state: RunState) -> None:
         self._run_state = run_state
@@ -34,11 +35,11 @@ class BatchesInFlight:
         self._by_step[batch.step] = batch
 
     def get(self, step: int) -> Batch | None:
-        """The batch of a step; None if it was not started, or is over."""
+        """Return the batch of a step; None if it has not started, or is over."""
         return self._by_step.get(step)
 
     def pop(self, step: int) -> Batch | None:
-        """The batch of a step, which is over now."""
+        """Remove and return the batch of a step that is over."""
         return self._by_step.pop(step, None)
 
     @property
@@ -48,7 +49,7 @@ class BatchesInFlight:
 
     @property
     def oldest(self) -> Batch | None:
-        """The batch of the first step under way; None if there is none."""
+        """The batch of the earliest step in progress; None if there is none."""
         return min(self._by_step.values(), key=lambda batch: batch.step, default=None)
 
     def values(self) -> list[Batch]:
@@ -56,9 +57,9 @@ class BatchesInFlight:
         return list(self._by_step.values())
 
     async def check(self) -> None:
-        """Stop the run if a generation ended without all of its groups.
+        """Stop the run if a generation ended with groups missing.
 
-        Raises an exception of a generation that is not a MetronomeError: that is a bug of the orchestrator.
+        Raises any exception of a generation that is not a MetronomeError: it is a bug in the orchestrator.
         """
         for batch in self.values():
             if batch.task is not None and batch.task.done():
@@ -72,7 +73,7 @@ class BatchesInFlight:
                     )
 
     async def close(self) -> None:
-        """Cancel the generations under way."""
+        """Cancel the generations in progress."""
         tasks = [batch.task for batch in self._by_step.values() if batch.task is not None]
         for task in tasks:
             task.cancel()

@@ -17,8 +17,8 @@ from engine.run.limits import check_limits, stored_parameters
 from engine.run.vllm_command import check_for_cpu, device_of, visible_devices, vllm_interpreter
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures that the embedded engine runs: those of `engine.instance.embedded.rollout_model.SUPPORTED`, which takes
-seconds to import."""
+"""Architectures that the embedded engine runs: a copy of `engine.instance.embedded.rollout_model.SUPPORTED`, which
+takes seconds to import."""
 
 
 def unfit_rollouts(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -51,7 +51,7 @@ def check_rollouts(config: Config) -> ModelShape:
 
 def check_training(config: Config) -> None:
     """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
-    machine's limits suffice, the store of groups is installed, and the user's own algorithm functions work."""
+    machine's limits suffice, the column store is installed, and the user's own algorithm functions work."""
     check_layouts(config, check_rollouts(config))
     check_limits(config, stored_parameters(find_file(config.model.path)))
     check_store(config)
@@ -63,7 +63,7 @@ def check_training(config: Config) -> None:
 
 
 def check_layouts(config: Config, shape: ModelShape) -> None:
-    """Raise BadInput unless the trainer and the stages whose ranks are ours can lay the model out as the config
+    """Raise BadInput unless the trainer, and the stages whose ranks are ours, can lay out the model as the config
     says."""
     check_layout(shape, config.parallel)
     layers = shape.layers // config.parallel.pipeline
@@ -77,7 +77,7 @@ def check_layouts(config: Config, shape: ModelShape) -> None:
 
 
 def check_store(config: Config) -> None:
-    """Raise BadInput unless what `queue.store` needs is installed."""
+    """Raise BadInput unless the library that `queue.store` needs is installed."""
     if config.queue.store == "transferqueue" and find_spec("transfer_queue") is None:
         raise BadInput(
             f'queue.store = "transferqueue" needs the library: pip install "metronome[transferqueue]" into {sys.prefix}'
@@ -86,7 +86,7 @@ def check_store(config: Config) -> None:
 
 def check_instances(config: Config) -> None:
     """Raise BadInput unless this machine has what vLLM instances need: vLLM's environment, and devices that no trainer
-    rank uses (on a CPU the cores of `rollout.devices`)."""
+    rank uses (on a CPU, the cores of `rollout.devices`)."""
     if config.rollout.engine != "vllm" or not config.rollout.instances:
         return
     device = device_of(vllm_interpreter(), config.platform.device)

@@ -1,6 +1,6 @@
-"""Where the bodies of columns lie between the last response and the lease, if not in the table: in a `ColumnStore`.
+"""Stores that hold the bodies of columns outside the table, between the last response and the lease: `ColumnStore`.
 
-Who has leased and trained a row is the table's business.
+The table tracks which rows are leased and trained.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ T = TypeVar("T")
 class ColumnStore(Protocol):
     """Keeps the bodies of columns outside the orchestrator, by step, index of the row and name of the column.
 
-    Each call raises StoreFault if the store does not answer or has lost what is asked for, which `start` may help, and
-    StoreError if nothing helps.
+    Each call raises StoreFault if the store does not answer or has lost what is requested, in which case `start` may
+    help, and StoreError if nothing helps.
     """
 
     @property
     def addresses(self) -> StoreAddresses:
-        """Where the leaders of units fetch bodies. Another start has other addresses."""
+        """Where the leaders of units fetch bodies. The addresses change with each start."""
 
     async def start(self) -> None:
-        """End what may run, and start empty. Raises StoreError, and DeadlineError if the store does not serve."""
+        """Stop what may be running, and start empty. Raises StoreError, and DeadlineError if the store does not
+        serve."""
 
     async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
-        """Keep the bodies of a row's columns, given by name. They replace those of the same names."""
+        """Store the bodies of a row's columns, given by name. They replace those with the same names."""
 
     async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
         """Return the bodies of these columns of a row, by name."""
@@ -49,15 +50,15 @@ class ColumnStore(Protocol):
         """Forget rows."""
 
     async def close(self) -> None:
-        """End all that was started."""
+        """Stop everything that was started."""
 
 
 class TransferQueueStore:
-    """TransferQueue's storage units, on this machine or on the nodes of a Ray cluster, and the client that asks
+    """TransferQueue's storage units, on this machine or on the nodes of a Ray cluster, and the client that uses
     them."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """`folder`: that of the run, for the log."""
+        """`folder`: the run folder, for the log."""
         self._queue = config.queue
         self._name = f"metronome-{config.run.name}"
         self._limit_s = config.queue.timeout_s
@@ -70,7 +71,7 @@ class TransferQueueStore:
 
     @property
     def addresses(self) -> StoreAddresses:
-        """Where the servers of the last start listen."""
+        """Where the servers of the last start are listening."""
         assert self._addresses is not None
         return self._addresses
 
@@ -81,7 +82,7 @@ class TransferQueueStore:
         return self._child.pid
 
     async def start(self) -> None:
-        """See `ColumnStore.start`. The units of a cluster are started on the nodes that are alive now."""
+        """See `ColumnStore.start`. In a cluster, the units start on the nodes that are alive now."""
         await self.close()
         self._starts += 1
         place = Path(hold_lifeline()).parent / f"store-{self._starts}"
@@ -117,7 +118,7 @@ class TransferQueueStore:
         return addresses
 
     async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
-        """See `ColumnStore`. Raises StoreError if the controller does not answer; so do the next two."""
+        """See `ColumnStore`. This and the next two methods raise StoreError if the controller does not answer."""
         await self._call(lambda client: client.put(step, index, bodies))
 
     async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
@@ -143,7 +144,7 @@ class TransferQueueStore:
             raise StoreFault("TransferQueue was started again before it answered") from None
 
     async def _check_controller(self, client: StoreClient, fault: StoreFault) -> None:
-        """Raise StoreError unless the controller answers: without it no row can be found."""
+        """Raise StoreError unless the controller answers, because without it no row can be found."""
         try:
             await client.check()
         except StoreFault as error:
@@ -155,7 +156,7 @@ class TransferQueueStore:
             ) from error
 
     async def close(self) -> None:
-        """End all processes. A cluster ends those on its nodes as soon as the process here is gone."""
+        """Stop all processes. A cluster ends those on its nodes as soon as the process here has ended."""
         if self._client is not None:
             client = self._client
             self._client = None
@@ -167,8 +168,8 @@ class TransferQueueStore:
 
 @asynccontextmanager
 async def starting_store(config: Config, folder: Path) -> AsyncIterator[asyncio.Task[TransferQueueStore] | None]:
-    """Start the store that `queue.store` names, in the background, and end it when the body is left; None for the
-    orchestrator's own memory."""
+    """Start the store that `queue.store` names in the background, and close it when the `async with` body ends. Yields
+    None for the orchestrator's own memory."""
     if config.queue.store == "orchestrator":
         yield None
         return

@@ -1,8 +1,8 @@
-"""DAPO's dynamic sampling (arXiv:2503.14476, §3.2, eq. 11): which of the generated groups a step trains.
+"""DAPO's dynamic sampling (arXiv:2503.14476, §3.2, eq. 11): selects which of the generated groups a step trains.
 
 It keeps the first B groups *in prompt order* whose rewards are not all equal. Order of arrival would favour short
-responses. The kept set is a function of prompt order and rewards alone: how many more prompts are tried, and when their
-groups arrive, does not change it. Pure bookkeeping; `engine.orchestrator.producer` generates the groups.
+responses. The kept set depends only on prompt order and rewards: how many more prompts are tried, and when their groups
+arrive, does not change it. Pure bookkeeping; `engine.orchestrator.producer` generates the groups.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class DynamicSampling:
     """Selects the first `wanted` groups with unequal rewards, from at most `limit` prompts numbered from 0."""
 
     def __init__(self, wanted: int, limit: int, step: int = 0) -> None:
-        """`limit`: the largest number of prompts that the step may use; `step` is for messages."""
+        """`limit`: the largest number of prompts that the step may use. `step`: for messages."""
         self.wanted = wanted
         self.limit = limit
         self.found = 0
         """Number of groups with unequal rewards so far; groups of earlier prompts may still be missing."""
         self.used: int | None = None
-        """Number of prompts up to and with the last kept one; None until that is known."""
+        """Number of prompts up to and including the last one that was kept; None until this is known."""
         self._step = step
         self._verdicts: dict[int, Row | None] = {}
         self._decided = 0
-        """Number of prompts, from the first on without a gap, whose groups are known."""
+        """Number of leading prompts whose groups are all known."""
         self._kept = 0
-        """Number of those that were kept."""
+        """Number of these prompts whose groups were kept."""
 
     @property
     def complete(self) -> bool:
@@ -38,18 +38,19 @@ class DynamicSampling:
         return self.used is not None
 
     def wants(self, tried: int, in_flight: int, room: int) -> bool:
-        """Whether to try another prompt, after `tried` prompts of which `in_flight` are still being generated.
+        """Return whether to try another prompt, after `tried` prompts of which `in_flight` are still being generated.
 
-        As many prompts are in flight as groups are still wanted, or as the instances have `room` for if that is more.
-        Once enough groups are found, a prompt that is begun later can't be among the first.
+        The number of prompts in flight is the number of groups still wanted, or the instances' `room` if that is
+        larger. Once enough groups are found, a prompt that starts later can't be among the first.
         """
         return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
 
     def decide(self, row: Row) -> list[Row]:
-        """Take in a finished group, whose `index` is the prompt's number. Returns the groups that are now selected.
+        """Add a finished group, whose `index` is the prompt's number. Return the groups that are now selected.
 
-        Their `index` is their place among the selected, 0 … B−1, in prompt order. A group is selected once the groups
-        of all prompts before it are known. Raises MetronomeError if too few of the first `limit` prompts were kept.
+        Their `index` is their place among the selected groups, 0 … B−1, in prompt order. A group is selected once the
+        groups of all earlier prompts are known. Raises MetronomeError if too few of the first `limit` prompts were
+        kept.
         """
         unequal = is_unequal(row)
         self._verdicts[row.index] = row if unequal else None
@@ -77,7 +78,7 @@ class DynamicSampling:
 
 
 def is_unequal(row: Row) -> bool:
-    """Whether the verifier's scores in the group differ, by more than rounding. With scores of 0 and 1: some responses
-    are right, but not all (DAPO eq. 11). Excluded responses don't count. Reward shaping, such as the penalty on long
-    responses, is not part of these scores."""
+    """Return whether the verifier's scores in the group differ by more than rounding. With scores of 0 and 1: some
+    responses are right, but not all (DAPO eq. 11). Excluded responses don't count. Reward shaping, such as the penalty
+    on long responses, is not part of these scores."""
     return not are_equal_scores(open_scores(row))

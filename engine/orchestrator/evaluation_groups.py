@@ -1,4 +1,5 @@
-"""The groups of an evaluation: sampling them, and scores by further verifiers (`evaluate.also`) beside the reward's."""
+"""Samples the groups of an evaluation, and scores them with further verifiers (`evaluate.also`) in addition to the
+reward."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from engine.types import Group, JsonObject, Prompt
 from engine.wire.columns import Decode, Row, open_group
 
 EPOCH = -1
-"""Epoch in the sampling seeds. No training step has it, and all models are sampled with the same seeds."""
+"""Epoch in the sampling seeds. No training step uses it, and all models are sampled with the same seeds."""
 
 
 async def further_figures(config: Config, groups: Sequence[Group]) -> JsonObject:
-    """Further keys of the evaluation's row, for each verifier NAME of `evaluate.also`.
+    """Return further keys of the evaluation's row, for each verifier NAME of `evaluate.also`.
 
-    NAME_avg_at_k and NAME_pass_at_k with their intervals, and NAME_differs, the number of responses that one of reward
-    and verifier takes for right and the other does not. Responses are scored in worker processes with the reward's time
-    limit.
+    The keys are NAME_avg_at_k and NAME_pass_at_k with their intervals, and NAME_differs: the number of responses that
+    either the reward or the verifier counts as right, but not both. Responses are scored in worker processes with the
+    reward's time limit.
     """
     found: JsonObject = {}
     for name in config.evaluate.also:
@@ -48,8 +49,8 @@ async def sample_groups(
     land: Land | None = None,
     scored: Callable[[Sequence[float]], None] = lambda rewards: None,
 ) -> list[Group]:
-    """Generate a group for each prompt and return the groups in the order of the prompts, with the responses' texts.
-    `land` gets each response, `scored` the rewards of each group, as they come in."""
+    """Generate a group for each prompt. Return the groups in the order of the prompts, with the text of the responses.
+    `land` gets each response, and `scored` the rewards of each group, as they arrive."""
     groups: list[Group] = []
 
     async def put(row: Row) -> None:

@@ -1,4 +1,4 @@
-"""How far an evaluation is, for the process that shows it."""
+"""The progress of an evaluation, for the process that shows it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.orchestrator.run_events import RunEvents
 
 @dataclass
 class EvaluationProgress:
-    """The evaluation writes it, another thread may read it at any time."""
+    """Progress of an evaluation. The evaluation writes it, and another thread may read it at any time."""
 
     expected: int = 0
     """Number of responses; 0 until the benchmarks are encoded and the instances serve."""
     landed: int = 0
-    """Number of responses that have come in."""
+    """Number of responses that have arrived."""
     scored: int = 0
     """Number of responses that have a score."""
     score: float = 0.0
@@ -23,7 +23,7 @@ class EvaluationProgress:
     whole_scores: bool = True
     """Whether each score so far is 0 or 1, so that their mean is an accuracy."""
     notices: RunEvents = field(default_factory=RunEvents)
-    """Gets what goes wrong meanwhile."""
+    """Receives problems that occur during the evaluation."""
 
     def group(self, rewards: Sequence[float]) -> None:
         """Count the scores of a finished group."""

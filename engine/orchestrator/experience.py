@@ -1,6 +1,6 @@
-"""What is put into the plane: prompts to sample responses to, and groups that programs have sampled and scored.
+"""Takes input from outside: prompts to sample responses to, and groups that programs have sampled and scored.
 
-`RowCheck` checks a group that comes from outside, as if an enemy had sent it.
+`RowCheck` checks a group from outside as if an adversary had sent it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RowCheck:
     """The model's experts, if a group needs the routes of its tokens (algorithm.routing_replay)."""
 
     def check(self, row: Row, newest: int) -> None:
-        """Raise BadInput for a group that is damaged, incomplete or malformed, StaleRolloutError where a token's weight
-        version is not accepted for the step. `newest`: the weight version that was published last."""
+        """Raise BadInput for a group that is damaged, incomplete or malformed, and StaleRolloutError if a token's
+        weight version is not accepted for the step. `newest`: the weight version that was published last."""
         where = f"step {row.step}, group {row.index}"
         expected = (*OWN, *([ROUTES] if self.experts else []))
         if row.names != frozenset(expected) or len(row.columns) != len(expected):
@@ -121,13 +121,14 @@ class RowCheck:
 
 
 SAMPLED_AT_ONCE = 8
-"""Groups of programs outside that are sampled or wait for it, as a multiple of the instances' places."""
+"""Groups of external programs that are sampled or wait for it, as a multiple of the instances' places."""
 
 Generate = Callable[[Batch, Sequence[tuple[int, Prompt]] | None], Coroutine[Any, Any, None]]
 
 
 class Experience:
-    """Begins steps: from prompts, or with the first group that a program puts. What is put twice is there once."""
+    """Begins steps, from prompts or with the first group that a program puts. Putting the same data twice has no
+    effect."""
 
     def __init__(
         self,
@@ -143,8 +144,8 @@ class Experience:
         weights: Path,
         trains: bool,
     ) -> None:
-        """`generate`: makes the task that fills a batch; `started`: called when a step has begun; `weights`: folder for
-        weights on their way to the instances; `trains`: whether the trainer is ours."""
+        """`generate`: makes the task that fills a batch. `started`: called when a step has begun. `weights`: folder for
+        weights on their way to the instances. `trains`: whether the trainer is ours."""
         self._config = config
         self._service = service
         self._run_state = run_state
@@ -163,9 +164,9 @@ class Experience:
         self._prompts: dict[int, bytes] = {}
         """By step: the digest of its prompts."""
         self._bytes: dict[int, int] = {}
-        """By step: bytes that programs have put."""
+        """By step: number of bytes that programs have put."""
         self._over = -1
-        """The newest step that is over."""
+        """The newest step that has ended."""
         self._sampling = 0
 
     @property
@@ -174,17 +175,17 @@ class Experience:
         return sum(self._bytes.values())
 
     def forget(self, step: int) -> None:
-        """A step is over."""
+        """Forget a step that is over."""
         self._over = max(self._over, step)
         self._prompts.pop(step, None)
         self._bytes.pop(step, None)
 
     async def init_engines(self, request: InitEngines) -> Engines:
-        """Tell a program what it uses."""
+        """Tell a program the recipe, the folder for weights, and the version that the instances hold."""
         return Engines(self._config.model_dump_json(), str(self._weights), self._publishing.verified)
 
     def _check_step(self, step: int) -> int:
-        """Return the newest version. Raises ServiceConflict unless the schedule lets the step be sampled with it."""
+        """Return the newest version. Raises ServiceConflict unless the schedule lets this version sample the step."""
         version = self._publishing.version
         if version is None:
             raise ServiceConflict(f"step {step}: no weight version was published yet")
@@ -208,7 +209,7 @@ class Experience:
     # prompts --------------------------------------------------------------------------------------
 
     async def put_prompts(self, request: PutPrompts) -> Taken:
-        """Start a step: its responses are sampled and scored in the background."""
+        """Start a step. Its responses are sampled and scored in the background."""
         self._run_state.check()
         step = request.step
         encoded = msgspec.msgpack.encode(request)
@@ -254,7 +255,7 @@ class Experience:
     # groups ---------------------------------------------------------------------------------------
 
     async def put_row(self, request: PutRow) -> Taken:
-        """Take a group from outside into the table. The first group of a step begins it."""
+        """Take a group from outside into the table. The first group of a step begins the step."""
         self._run_state.check()
         row = request.row
         if self._trains and not self._config.data.pushed:
@@ -262,10 +263,10 @@ class Experience:
                 f"step {row.step}: this run samples its groups from prompts; data.pushed = true lets programs put them"
             )
         if (known := self._known(row)) is not None and all(column in known.columns for column in row.columns):
-            return Taken(new=False)  # also a step that is not due any more
+            return Taken(new=False)  # even for a step that is no longer due
         newest = self._check_step(row.step)
         await asyncio.to_thread(self._check.check, row, newest)
-        self._check_step(row.step)  # the version may have moved meanwhile
+        self._check_step(row.step)  # the version may have changed during the check
         if row.step in self._prompts:
             raise ServiceConflict(f"step {row.step} has prompts, and its groups are sampled here")
         if self._known(row) is None:
@@ -284,7 +285,7 @@ class Experience:
         return self._table.find(row.step, row.index) if row.step in self._table.steps else None
 
     async def sample(self, request: SampleResponses) -> Sampled:
-        """Sample responses to a prompt. Raises ServiceFull while too many wait for that."""
+        """Sample responses to a prompt. Raises ServiceFull while too many programs wait for this."""
         self._run_state.check()
         version = self._publishing.version
         if version is None:

@@ -1,17 +1,17 @@
-"""Evaluation inside a run, on the instances of the run and on weights of one version.
+"""Evaluation inside a run, on the run's instances and with weights of a single version.
 
-In `sync` and `periodic` it begins when all responses of the step are generated and the trainer still trains. The
-instances are idle then. In the modes that generate batches ahead the instances are never idle, so it begins when all of
-them serve the version, and its requests go out beside those of the batches. In both cases the next publish waits until
-the last response of the evaluation has come in, at most `evaluate.max_wait_s`. Scoring and voting go on beside the next
+In `sync` and `periodic` it begins when all responses of the step are generated and the trainer is still training, when
+the instances are idle. In the modes that generate batches ahead the instances are never idle. There it begins when all
+of them serve the version, and its requests run along with those of the batches. In both cases the next publish waits
+for the last response of the evaluation, at most `evaluate.max_wait_s`. Scoring and voting continue during the next
 step, in separate verifier processes.
 
-An evaluation whose responses are not all there by then is cut off and dropped, because the next weights are different
-ones and the problems that were answered first are not a fair sample. An evaluation is also dropped if its results can't
-be written, or if it is not scored soon after the last step. Each drop is reported.
+An evaluation whose responses have not all arrived by then is cut off and dropped, because the next weights differ and
+the problems that were answered first are not a fair sample. An evaluation is also dropped if its results can't be
+written, or if it is not scored soon after the last step. Each drop is reported.
 
-Nothing here changes what is trained: sampling seeds belong to the request, and a response that takes too long is not
-counted as a fault of the instance.
+Evaluation does not change what is trained: sampling seeds belong to the request, and a response that takes too long
+does not count as a fault of the instance.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class _Evaluation:
     expected: int | None = None
     """Number of responses; None until the benchmarks are read and encoded."""
     landed: int = 0
-    """Number of responses that have come in."""
+    """Number of responses that have arrived."""
     generated: float | None = None
-    """Monotonic time at which the last response came in, or the evaluation ended; None before."""
+    """Monotonic time at which the last response arrived or the evaluation ended; None before."""
     publish_asked: float | None = None
-    """Monotonic time since which the next publish waits; None while it does not."""
+    """Monotonic time since which the next publish has been waiting; None if it is not waiting."""
     cut: str = ""
     """Why the evaluation was cut off; empty if it was not."""
 
@@ -89,7 +89,7 @@ class _Evaluation:
 
 
 class InRunEvaluation:
-    """Evaluates at every `evaluate.every`th step, but not at the last one.
+    """Evaluates at every `evaluate.every`th step, except the last one.
 
     The weights of the last step are gone before a result could be used.
     """
@@ -106,12 +106,13 @@ class InRunEvaluation:
         self._evaluations: dict[asyncio.Task[None], _Evaluation] = {}
 
     def begin(self, start: int) -> None:
-        """The run begins with step `start`: delete results of later versions, and prepare the benchmarks (once)."""
+        """Begin the run with step `start`: delete results of later versions, and prepare the benchmarks (once)."""
         cut_evaluations(self._folder, start)
         self._prepared = self._prepared or asyncio.create_task(self._prepare())
 
     def evaluate(self, version: int) -> None:
-        """Evaluate if it is due. The instances hold the version, and take no other before `allows_publish`."""
+        """Evaluate a version if it is due. The instances hold this version, and keep it until `allows_publish` is
+        true."""
         if version % self._config.evaluate.every or version == self._config.train.steps - 1:
             return
         self._newest = one = _Evaluation(version, time.monotonic())
@@ -119,13 +120,13 @@ class InRunEvaluation:
         self._evaluations[one.task] = one
 
     def check(self) -> None:
-        """Raise the unexpected exception of an evaluation, if any. An expected one was reported with the drop."""
+        """Raise the unexpected exception of an evaluation, if any. Expected ones were reported with the drop."""
         for task in [task for task in self._evaluations if task.done()]:
             del self._evaluations[task]
             task.result()
 
     def allows_publish(self) -> bool:
-        """Whether weights may be published now. The first "no" starts the time limit `evaluate.max_wait_s`."""
+        """Return whether weights may be published now. The first "no" starts the time limit `evaluate.max_wait_s`."""
         one = self._newest
         if one is None or one.generated is not None:
             return True
@@ -137,18 +138,18 @@ class InRunEvaluation:
 
     @property
     def under_way(self) -> JsonObject | None:
-        """The version that is being sampled, with the number of its responses that have come in, and of all; None if
-        none is."""
+        """The version that is being sampled, how many of its responses have arrived, and how many there are in total;
+        None if none is being sampled."""
         one = self._newest
         if one is None or one.generated is not None or one.expected is None:
             return None
         return {"version": one.version, "landed": one.landed, "expected": one.expected}
 
     async def finish(self) -> None:
-        """After the last step: wait until the evaluations are scored and voted on, and drop those that are late.
+        """Wait after the last step until the evaluations are scored and voted on, and drop those that are late.
 
-        It waits at most `evaluate.max_wait_s`, and at most half of train.timeout_s, because the trainer's ranks wait
-        for this with the limit train.timeout_s (`RankGroup.from_first`).
+        Waits at most `evaluate.max_wait_s`, and at most half of train.timeout_s, because the trainer's ranks wait for
+        this with the limit train.timeout_s (`RankGroup.from_first`).
         """
         limit = min(self._config.evaluate.max_wait_s, self._config.train.timeout_s / 2)
         if self._evaluations:
@@ -159,7 +160,7 @@ class InRunEvaluation:
             )
 
     async def close(self) -> None:
-        """End the verifiers and the evaluations under way, which are dropped."""
+        """Stop the verifiers, and drop the evaluations in progress."""
         await self._cut_off_all("when the run ended")
         if self._prepared is not None:
             self._prepared.cancel()
@@ -253,7 +254,8 @@ class InRunEvaluation:
         )
 
     def _is_evaluated(self, benchmark: EncodedBenchmark, version: int) -> bool:
-        """Whether the version was evaluated already: the base model before the run, or a step that is now redone."""
+        """Return whether the version was evaluated already: the base model before the run, or a step that is being
+        redone."""
         how = evaluation_protocol(self._config, benchmark.name, benchmark.prompts)
         which = (self._config.model.path, version)
         return any(
@@ -272,7 +274,7 @@ class InRunEvaluation:
             one.task.cancel()
 
     async def _cut_off_all(self, when: str) -> None:
-        """Cut off all evaluations under way, and wait until each is reported."""
+        """Cut off all evaluations in progress, and wait until each is reported."""
         for one in self._evaluations.values():
             self._cut_off(one, when)
         await asyncio.gather(*self._evaluations, return_exceptions=True)
@@ -299,12 +301,13 @@ class InRunEvaluation:
 
 
 def dropped_file(folder: RunFolder) -> Path:
-    """Path of the file of dropped evaluations: one JSON object a line, with weight_version, reason and exposed_s."""
+    """Return the path of the file of dropped evaluations: one JSON object a line, with weight_version, reason and
+    exposed_s."""
     return folder.path / "evaluations" / "dropped.jsonl"
 
 
 def cut_evaluations(folder: RunFolder, start: int) -> None:
-    """Delete the run's own results of versions after `start`, where the run begins again: those weights are lost."""
+    """Delete the run's own results of versions after `start`, where the run begins again. Their weights are lost."""
     rows = list(read_lines(folder.evaluations))
     kept = [row for row in rows if not (row.get("in_run") and row["weight_version"] > start)]
     if len(kept) < len(rows):

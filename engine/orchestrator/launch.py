@@ -3,8 +3,8 @@
 `python -m engine.orchestrator.launch --config FILE [--resume] [--replay FILE]`
 
 The orchestrator runs the producer, the table of rows and its server, and starts the verifier workers and the rollout
-instances. The ranks of trainer and scorers run under torch elastic. When the orchestrator ends, however it ends, all of
-them end (engine.run.process).
+instances. The ranks of trainer and scorers run under torch elastic. All of these processes end with the orchestrator,
+however it ends (engine.run.process).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from engine.wire.certificate import Certificate
 from engine.wire.invitation import INVITATION, write_invitation
 
 STOP_S = 60.0
-"""Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the longest of the
-trainer's waits, is shorter, that counts."""
+"""Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the trainer's
+longest wait, is shorter, it applies instead."""
 
 STOP_BY_SIGNAL_S = 5.0
-"""The same, in seconds, when a signal ended the run: the user who cancels a run waits for its end."""
+"""The same limit if a signal ended the run, because the user is waiting for the run to end."""
 
 TAKEOVER_S = 30.0
 """Seconds to wait for the lock of the run folder. The orchestrator of a killed attempt may still hold it; its lifeline
@@ -105,11 +105,11 @@ class _Orchestrator:
         self._certificate = Certificate.make() if config.parallel.nodes > 1 else None
         self._beating: asyncio.Task[None]
         self._signal: str | None = None
-        """Name of the first signal that told the run to end; None before."""
+        """Name of the first signal that told the run to end; None if there was none."""
         self._plane: Plane | None = None
         self._live = LiveProgress(folder)
         self._scorers: list[ScorerProcess] = []
-        """Those of the stages whose ranks are ours; none in a replay, whose record holds their columns."""
+        """The scorers of the stages whose ranks are ours; empty in a replay, whose record holds their columns."""
 
     async def run(self) -> None:
         """Start all processes, wait until the trainer ends, then end the others.
@@ -126,8 +126,8 @@ class _Orchestrator:
             self._live.close()
 
     async def _beat(self) -> None:
-        """Show the flow that this process lives (tasks.orchestrator_process). Raises TakenOver if another orchestrator
-        writes the run now."""
+        """Show the flow that this process is alive (tasks.orchestrator_process). Raises TakenOver if another
+        orchestrator now writes the run."""
         while True:
             self.folder.fence.check()
             self.folder.heartbeat.touch()
@@ -163,7 +163,7 @@ class _Orchestrator:
             await self._train(plane, server, trainer)
 
     def _start_trainer(self, server: Server) -> Child:
-        # A run that was killed may have left half a version there, in another layout.
+        # A run that was killed may have left an incomplete version there, in another layout.
         shutil.rmtree(self._weights_folder(), ignore_errors=True)
         log = self.folder.logs / "trainer.log"
         env = trainer_environment(self.config, self._instances_elsewhere) | server.environment
@@ -215,11 +215,11 @@ class _Orchestrator:
         return weights_folder(self.config, self.scratch, self.folder.path)
 
     async def _wait_for_trainer(self, trainer: Child, server: Server, plane: Plane) -> None:
-        """Wait until the trainer ends, and call Plane.check meanwhile.
+        """Wait until the trainer ends, calling Plane.check regularly.
 
-        Raises the error that ended the run: the trainer's own, the plane's if the trainer does not stop in time or
-        dies, ProcessDied if it dies without one, TakenOver if another orchestrator has begun, or an unexpected
-        exception of an answer.
+        Raises the error that ended the run: the trainer's error; the plane's if the trainer does not stop in time or
+        dies; ProcessDied if it dies without an error; TakenOver if another orchestrator has begun; or an unexpected
+        exception raised while answering.
         """
         stop_by: float | None = None
         while trainer.alive:
@@ -245,14 +245,14 @@ class _Orchestrator:
     def _stop_on_signals(self) -> None:
         """Let SIGINT and SIGTERM end the run, after the trainer has saved the weights from before its current step.
 
-        A second signal ends the run at once, as does the first one before the trainer is ready. The `finally` blocks
-        clean up.
+        A second signal ends the run at once, and so does the first one if the trainer is not ready yet. The `finally`
+        blocks clean up.
         """
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread the caller handles signals
+            with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread, the caller handles signals
                 loop.add_signal_handler(number, self._handle_signal, task, signal.Signals(number).name)
 
     def _handle_signal(self, task: asyncio.Task[None], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Answers what stages ask for rows, and what they write (AsyncFlow §3.3)."""
+"""Answers the stages' requests for rows, and takes the columns that they write (AsyncFlow §3.3)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.wire.record import RecordWriter
 
 
 class LeaseRequests:
-    """Gives rows to stages, and takes their acknowledgements and columns; each stage takes each row once."""
+    """Gives rows to stages, and takes their acknowledgements and columns. Each stage takes each row once."""
 
     def __init__(
         self,
@@ -44,31 +44,31 @@ class LeaseRequests:
         self._liveness = liveness
         self._version = version
         self.stored: StoredColumns | None = None
-        """The columns whose bodies lie outside the table; None if none do."""
+        """The columns whose bodies are outside the table; None if there are none."""
         self.recorder: RecordWriter | None = None
-        """Gets what the units of the trainer are given (train.record)."""
+        """Records what the trainer's units are given (train.record)."""
         self.is_over = False
-        """Whether the last step is trained, so that no stage has anything left to do."""
+        """Whether the last step is trained, so that no stage has work left."""
         self._positions: dict[int, int | None] = {}
-        """By the step that was over last: the position at which the prompts of the next one begin."""
+        """For the step that ended last: the position at which the prompts of the next step begin."""
         self._opening: dict[str, asyncio.Task[None]] = {}
         """By consumer: the task that fetches its leased window from the store."""
         self._opened: dict[str, messages.Window] = {}
-        """By consumer: its leased window, once it has come from the store."""
+        """By consumer: its leased window, once it has been fetched from the store."""
 
     def end_step(self, step: int, prompt_position: int | None) -> None:
-        """A step is over. `prompt_position`: where the prompts of the next one begin, with dynamic sampling."""
+        """End a step. `prompt_position`: where the prompts of the next step begin, with dynamic sampling."""
         self._positions = {step: prompt_position}
         self._opened = {who: window for who, window in self._opened.items() if window.step != step}
 
     async def close(self) -> None:
-        """Cancel what is being fetched."""
+        """Cancel the fetches in progress."""
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
 
     async def lease(self, request: messages.Lease) -> messages.Work:
-        """Acknowledge what a stage is through with, and reply with what it does next."""
+        """Acknowledge what a stage has finished, and reply with what it does next."""
         stage = self._watch.stage(request.stage)
         self._table.check_asked(stage.name, request.columns)
         self._watch.note_request(stage.name, time.monotonic())
@@ -85,7 +85,8 @@ class LeaseRequests:
         return found or StillWaiting()
 
     def _open_unfetched(self, request: messages.Lease, number: int) -> None:
-        """Fetch the bodies of a lease's columns for a unit that could not; once, however often it asks."""
+        """Fetch the bodies of a lease's columns for a unit that could not. It is done once, however often the unit
+        asks."""
         if self.stored is None:
             raise BadInput(f"lease {number}: the bodies of its columns are not in a store")
         held = self._table.held(number)
@@ -104,7 +105,7 @@ class LeaseRequests:
                 last = held.stage == TRAIN and held.step == self._config.train.steps - 1
                 self.is_over = self.is_over or last
             if done and (ledger.is_over or ledger.units > 1):
-                # the others wait for the end of the step, and the unit's request ahead is one like others now
+                # others wait for the end of the step, and the unit's request ahead is now an ordinary one
                 await self._run_state.notify()
 
     def _note_given(self, unit: int, given: messages.Work | None) -> None:
@@ -116,13 +117,13 @@ class LeaseRequests:
     def _next_work(self, request: messages.Lease, restarts: int) -> messages.Work | None:
         """Return the end of step or run, else a window, else responses to score early, else None.
 
-        `restarts`: those of the stage's ranks when the request came. Ranks that are gone since get nothing.
+        `restarts`: restarts of the stage's ranks when the request arrived. Ranks that have gone since get nothing.
         """
         if self._watch.restarts(request.stage) != restarts:
             return StillWaiting()
         if (end := self._end_for(request)) is not None:
             return end
-        self._run_state.check()  # a run that stops leases nothing more
+        self._run_state.check()  # a run that is stopping gives no more leases
         consumer = _consumer(request)
         opened = self._opened.pop(consumer, None)
         if opened is not None and self._table.is_held(opened.lease) and request.step in (None, opened.step):
@@ -188,14 +189,14 @@ class LeaseRequests:
         except MetronomeError as error:
             if window.step in self._table.steps:
                 await self._run_state.fail(error)
-        except OSError as error:  # a store that can't be started again: nobody awaits this task
+        except OSError as error:  # a store that can't be restarted: nobody awaits this task
             await self._run_state.fail(StoreError(f"the columns of lease {window.lease} can't be opened: {error}"))
         finally:
             self._opening.pop(consumer, None)
             await self._run_state.notify()
 
     async def write_columns(self, request: messages.WriteColumns) -> messages.Taken:
-        """A stage gives rows of a lease its columns."""
+        """Write a stage's columns for the rows of a lease."""
         self._run_state.check()
         stage = self._watch.stage(request.stage)
         held = self._table.held(request.lease)
@@ -208,5 +209,5 @@ class LeaseRequests:
 
 
 def _consumer(request: messages.Lease) -> str:
-    """Who leases: a unit of a stage, or a program outside."""
+    """Return who leases: a unit of a stage, or an external program."""
     return f"{request.stage} {request.unit if request.unit is not None else request.consumer!r}"

@@ -1,6 +1,6 @@
-"""The ledger of one stage in one step: which rows are ready, in which windows they are given out, and which are done.
+"""The ledger of one stage in one step: which rows are ready, how they are cut into windows, and which are done.
 
-Pure bookkeeping without rows, clocks or sockets; `engine.orchestrator.table` keeps one for each stage and step.
+Pure bookkeeping without rows, clocks or sockets. `engine.orchestrator.table` keeps a ledger for each stage and step.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class Windows:
     order: str = "arrival"
     """"arrival" or "prompt_order"."""
     hold: bool = False
-    """Whether nothing is given before all rows are ready (mode "sync")."""
+    """Whether nothing is given out before all rows are ready (mode "sync")."""
     units: int = 1
-    """Number of units that take windows on their own."""
+    """Number of units that take windows independently."""
     updates: int = 1
-    """Number of mini-batches, into which the rows go in their order."""
+    """Number of mini-batches into which the rows are split, in their order."""
     least: int = 0
-    """Tokens of a window below which it is not made smaller for the balance of the units."""
+    """Tokens of a window below which it is not made smaller to balance the units."""
     bubble: int = 0
-    """Tokens that a unit could train in the time that its pipeline fills and drains, once in each window."""
+    """Tokens that a unit could train while its pipeline fills and drains, which happens once per window."""
     together: int = 1
-    """In arrival order: the number of windows that a unit gets as one, where their rows wait already."""
+    """Number of windows that a unit gets as one if their rows are already waiting (arrival order only)."""
 
 
 class Ledger:
-    """The rows of one step, by index, for one stage. Every row is given to one unit, and done once.
+    """The rows of one step, by index, for one stage. Every row is given to one unit, and finished once.
 
-    Rows that were given come back with `begin_again` only; a lease that is over its deadline is the table's business.
+    Only `begin_again` gives rows out a second time. The table handles leases that expire.
     """
 
     def __init__(self, expected: int, windows: Windows) -> None:
@@ -45,26 +45,26 @@ class Ledger:
         self._windows = windows
         self._in_order = windows.order == "prompt_order"
         self._ready: list[int] = []
-        """Indices in the order in which they became ready."""
+        """Indices, in the order in which they became ready."""
         self._tokens: dict[int, int] = {}
-        """By index: tokens of the rows that are ready."""
+        """By index: number of tokens of each row that is ready."""
         self._mini_batches: dict[int, int] = {}
-        """By index: number of the update that trains the row."""
+        """By index: number of the mini-batch (update) in which the row is trained."""
         self._given: set[int] = set()
         self._done: set[int] = set()
         self._landed: dict[tuple[int, int], PackedLanded] = {}
-        """Responses that no unit scores yet, of rows that are not ready, by (index, number)."""
+        """Responses of rows that are not ready, which no unit has taken for early scoring; by (index, number)."""
         self._early_unit: dict[int, int] = {}
-        """By index: the unit that holds its early scores."""
+        """By index: the unit that holds the row's early scores."""
         self._ordered: list[list[int]] = []
         """Windows in prompt order, as far as they are known."""
         self._taken = [0] * windows.units
-        """By unit: the number of windows of `_ordered` that it was given."""
+        """By unit: how many windows of `_ordered` it has taken."""
         self._tokens_given = [[0] * windows.units for _ in range(windows.updates)]
-        """By mini-batch and unit: the tokens of the windows that it was given in arrival order."""
+        """By mini-batch and unit: the tokens of the windows taken in arrival order."""
 
     def add_ready(self, index: int, tokens: int) -> None:
-        """A row has become ready. Raises ValueError for a wrong or repeated index."""
+        """Mark a row as ready. Raises ValueError for an index that is out of range or already ready."""
         if index in self._tokens or not 0 <= index < self.expected:
             raise ValueError(f"row {index} of {self.expected} is ready already, or there is no such row")
         place = index if self._in_order else len(self._ready)
@@ -74,7 +74,7 @@ class Ledger:
         self._landed = {key: landed for key, landed in self._landed.items() if landed.group != index}
 
     def mini_batch(self, index: int) -> int:
-        """Number of the update that trains a row which is ready."""
+        """Return the number of the mini-batch (update) in which a ready row is trained."""
         return self._mini_batches[index]
 
     def land(self, landed: PackedLanded) -> None:
@@ -82,10 +82,10 @@ class Ledger:
         self._landed[landed.group, landed.number] = landed
 
     def take_early(self, unit: int, budget: int) -> list[PackedLanded]:
-        """Return responses for a unit to score early while there is no window for it.
+        """Return responses that a unit scores early while no window is available for it.
 
-        They have at most `budget` tokens with their prompts, but one is always returned if there is any. All responses
-        of a group go to the same unit.
+        They have at most `budget` tokens with their prompts, but one response is always returned if there is any. All
+        responses of a group go to the same unit.
         """
         taken: list[PackedLanded] = []
         for landed in list(self._landed.values()):
@@ -98,14 +98,14 @@ class Ledger:
         return taken
 
     def take(self, unit: int, budget: int, ahead: bool = False) -> list[int]:
-        """Give the next window to a unit: rows of at most `budget` tokens together, but at least one row. Returns [] if
+        """Give the next window to a unit: rows of at most `budget` tokens in total, but at least one row. Return [] if
         there is no window yet.
 
-        In arrival order a window is made of the rows that are there, for the unit that asks, and not so large that the
-        others would have to wait for it (`_largest`). Several that wait are given as one (`_joined`). In prompt order
-        the windows are a function of the ordered rows alone: a window is given once it can't grow any more, and the
-        units get the windows in turn. A window has rows of one mini-batch. `ahead`: the unit still trains another
-        window; in arrival order it gets one only while windows need not be smaller for the balance.
+        A window has rows of one mini-batch. In arrival order, it is made from the rows that are ready, for the unit
+        that asks, and small enough that the other units need not wait for it (`_largest`). Several waiting windows are
+        given as one (`_joined`). In prompt order, the windows depend only on the ordered rows: a window is given once
+        it can't grow any more, and the units take the windows in turn. `ahead`: the unit is still training another
+        window. In arrival order it then gets a window only as long as windows need not shrink for balance.
         """
         if self._windows.hold and len(self._ready) < self.expected:
             return []
@@ -114,7 +114,8 @@ class Ledger:
         return window
 
     def _arrived_window(self, unit: int, budget: int, ahead: bool) -> list[int]:
-        """Choose first the rows that this unit has scored early, last those that another unit has scored early."""
+        """Return the next window in arrival order. Rows that this unit scored early come first, and rows that another
+        unit scored early come last."""
         free = [index for index in self._ready if index not in self._given]
         mini_batch = min((self._mini_batches[index] for index in free), default=0)
         free = [index for index in free if self._mini_batches[index] == mini_batch]
@@ -126,20 +127,20 @@ class Ledger:
         for _ in range(1, self._joined(budget, free, mini_batch)):
             more = self._count_fitting(free[count:], budget)
             if count + more == len(free) or count + more > self._most:
-                break  # it can still grow, or is too much for one unit
+                break  # it can still grow, or is too large for one unit
             count += more
         window = free[:count]
         self._tokens_given[mini_batch][unit] += sum(self._tokens[index] for index in window)
         return window
 
     def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        """Return the largest number of tokens of the next window: `budget`, or less, so that the units end the
+        """Return the largest number of tokens of the next window: `budget`, or less so that the units finish the
         mini-batch together.
 
-        A window has at most 1 / (2 · units) of what no unit has of the mini-batch yet. This is guided self-scheduling
-        (Polychronopoulos and Kuck 1987) with factoring's half (Hummel, Schonberg and Flynn 1992); it is how AsyncFlow's
-        balance of tokens (§3.3) is kept here. A row that is not ready counts with the mean of those that are. One unit
-        has nobody to wait for.
+        A window has at most 1 / (2 · units) of the tokens of the mini-batch that no unit has yet. This is guided
+        self-scheduling (Polychronopoulos and Kuck 1987) with the factor 1/2 of factoring (Hummel, Schonberg and Flynn
+        1992). It implements AsyncFlow's balance of tokens (§3.3). A row that is not ready counts with the mean of the
+        ready rows. A single unit always gets `budget`.
         """
         units = self._windows.units
         if units == 1 or not free:
@@ -153,8 +154,8 @@ class Ledger:
         return budget if size + mean > budget else int(size + mean / 2)
 
     def _joined(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        """Return how many windows may be given as one. Of several units none gets more than its share of the rows that
-        wait, nor more than half of what `_largest` allows: a slow unit may have another window ahead."""
+        """Return how many windows may be given as one. With several units, none gets more than its share of the waiting
+        rows, nor more than half of what `_largest` allows, because a slow unit may hold another window ahead."""
         units = self._windows.units
         if units == 1:
             return self._windows.together
@@ -163,19 +164,19 @@ class Ledger:
         return min(self._windows.together, int(share / budget))
 
     def _remaining(self, free: Sequence[int], mini_batch: int) -> float:
-        """Tokens of the mini-batch that no unit has yet; a row that is not ready counts with the mean."""
+        """Return the tokens of the mini-batch that no unit has yet. A row that is not ready counts with the mean."""
         coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._ready))
         mean = sum(self._tokens.values()) / max(1, len(self._ready))
         return sum(self._tokens[index] for index in free) + coming * mean
 
     def _even(self, unit: int, budget: int, remaining: float, mini_batch: int) -> float:
-        """Return the tokens of each window of a unit under a pipeline: its part of an equal share, in as few windows as
-        the budget allows.
+        """Return the tokens of each window of a unit that runs a pipeline: its part of an equal share, in as few
+        windows as the budget allows.
 
-        Each window costs the bubble once more, so the fewest windows, equally large, end first (chunks of equal size,
-        where a chunk costs a fixed time: Kruskal and Weiss 1985). All units then end after share + windows · bubble;
-        if full windows are given as long as there are rows, one unit ends no sooner than that. A unit that lacks less
-        than the bubble of its share has it.
+        Each window costs the bubble once, so the fewest windows of equal size finish first (chunks of equal size, where
+        a chunk costs a fixed time: Kruskal and Weiss 1985). All units then finish after share + windows · bubble. If
+        full windows were given as long as there are rows, one unit would finish no sooner than that. A unit that is
+        within one bubble of its share counts as having reached it.
         """
         given = self._tokens_given[mini_batch]
         bubble = self._windows.bubble
@@ -195,7 +196,7 @@ class Ledger:
         return self._ordered[number]
 
     def _cut_windows(self, budget: int) -> None:
-        """Cut the next rows in prompt order into windows, as long as the end of the next window is known."""
+        """Cut the next rows in prompt order into windows, for as long as the end of the next window is known."""
         while True:
             first = self._ordered[-1][-1] + 1 if self._ordered else 0
             border = (first // self._mini_batch + 1) * self._mini_batch
@@ -209,7 +210,7 @@ class Ledger:
             self._ordered.append(ready[:count])
 
     def _count_fitting(self, indices: Sequence[int], budget: int) -> int:
-        """Return how many rows, from the first on, fit into a window; the first always counts as fitting."""
+        """Return how many of the first rows fit into a window. The first row always counts as fitting."""
         used = 0
         for count, index in enumerate(indices):
             used += self._tokens[index]
@@ -218,7 +219,7 @@ class Ledger:
         return len(indices)
 
     def finish(self, indices: Iterable[int]) -> None:
-        """The stage is through with rows. Raises ValueError for a row that was not given, or is done already."""
+        """Mark rows as done. Raises ValueError for a row that was not given out or is already done."""
         for index in indices:
             if index not in self._given or index in self._done:
                 raise ValueError(f"row {index} was not given out, or is done already")
@@ -226,18 +227,18 @@ class Ledger:
 
     @property
     def units(self) -> int:
-        """Number of units that take windows on their own."""
+        """Number of units that take windows independently."""
         return self._windows.units
 
     @property
     def _most(self) -> int:
-        """Largest number of rows of a window, so that every unit has a part of each mini-batch."""
+        """Largest number of rows in a window, so that every unit gets part of each mini-batch."""
         several = self._windows.updates > 1
         return -(-self._mini_batch // self.units) if several else self.expected
 
     def begin_again(self, windows: Windows | None = None) -> None:
-        """Forget what was given and done: the stage goes through the step again, from its first row on. `windows`: how
-        rows are given out from now on, in as many mini-batches; None: as before."""
+        """Forget what was given and done: the stage repeats the step from its first row. `windows`: how rows are given
+        out from now on, with the same number of mini-batches; None: as before."""
         self._windows = windows or self._windows
         self._given.clear()
         self._done.clear()
@@ -253,10 +254,10 @@ class Ledger:
 
     @property
     def done(self) -> int:
-        """Number of rows that the stage is through with."""
+        """Number of rows that the stage has finished."""
         return len(self._done)
 
     @property
     def is_over(self) -> bool:
-        """Whether the stage is through with all rows of the step."""
+        """Whether the stage has finished all rows of the step."""
         return len(self._done) == self.expected

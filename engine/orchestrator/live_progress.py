@@ -1,7 +1,7 @@
-"""What the flow shows of a run between two lines of steps.jsonl: how far the step is, and lines for the user.
+"""What the flow shows of a run between two lines of steps.jsonl: the progress of the step, and lines for the user.
 
-Both are files in the folder of the logs. They help to see the run go on, and nothing depends on them: a full disk that
-refuses them does not end the run.
+Both are files in the log folder. They show that the run is going on, and nothing depends on them: a full disk that
+can't take them does not end the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.types import JsonObject
 
 
 class LiveProgress:
-    """Writes both files of a run folder. `pool` and `plane` are set as soon as there are any."""
+    """Writes both files of a run folder. `pool` and `plane` are set as soon as they exist."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -27,7 +27,7 @@ class LiveProgress:
         self.plane: Plane | None = None
 
     def look(self) -> None:
-        """Write how far the step is, if that has changed, and the notices that are due."""
+        """Write the progress of the step if it has changed, and the notices that are due."""
         self.notices.look()
         found = self._how_far()
         if found == self._written or self._folder.fence.is_passed:
@@ -39,7 +39,7 @@ class LiveProgress:
         self._written = found
 
     def close(self) -> None:
-        """Write the remaining notices. The step is not under way any more."""
+        """Write the remaining notices, and delete the progress file, since no step is in progress."""
         self.notices.close()
         if not self._folder.fence.is_passed:
             self._folder.progress.unlink(missing_ok=True)

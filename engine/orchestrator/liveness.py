@@ -11,7 +11,7 @@ from contextlib import contextmanager
 class Liveness:
     """Keeps the time of the last sign of life of the trainer and of each unit.
 
-    A unit that waits for the orchestrator's reply is not silent, nor is a unit that has nothing left to do in the step.
+    A unit is not silent while it waits for the orchestrator's reply, or when it has nothing left to do in the step.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,8 @@ class Liveness:
 
     @contextmanager
     def answering(self, unit: int | None) -> Iterator[None]:
-        """Enter this around the answer to a request: it is a sign of life of the trainer and of the unit that asks.
+        """Enter this context while a request is answered. It is a sign of life of the trainer and of the unit that
+        asks.
 
         `unit` None means that rank 0 asks for all units, and all of them wait for the reply.
         """
@@ -42,15 +43,17 @@ class Liveness:
             self._units[unit] = when
 
     def expect(self, units: int) -> None:
-        """From now on expect requests of each of the `units` units, until `excuse`."""
+        """Expect requests of each of the `units` units from now on, until `excuse`."""
         self._units = dict.fromkeys(range(units), time.monotonic())
 
     def excuse(self, unit: int) -> None:
-        """Expect no more requests of a unit: it was told that the step has no more groups, and waits for the others."""
+        """Expect no more requests of a unit, which was told that the step has no more groups and waits for the other
+        units."""
         self._units.pop(unit, None)
 
     def longer_than(self, seconds: float) -> str | None:
-        """Return "the trainer" or "unit 1 of the trainer" if that was silent for longer than `seconds`; else None."""
+        """Return "the trainer" or "unit 1 of the trainer" if it has been silent for longer than `seconds`; else
+        None."""
         now = time.monotonic()
         if not self._answering and now - self._trainer > seconds:
             return "the trainer"

@@ -1,4 +1,4 @@
-"""Starting what the plane of a run needs: instances, verifiers, the store of columns, the prompts."""
+"""Starts what the plane of a run needs: instances, verifiers, the column store and the prompts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ async def serving_plane(
     live: LiveProgress | None = None,
     trains: bool = True,
 ) -> AsyncIterator[Plane]:
-    """Start instances, verifiers and store at once, since each takes seconds, and make the plane once the instances
-    serve; end all when the body is left. `live`: gets what the user sees; `trains`: whether the trainer is ours."""
+    """Start instances, verifiers and store at the same time, since each takes seconds. Create the plane once the
+    instances serve, and stop everything when the `async with` body ends. `live`: receives what the user sees. `trains`:
+    whether the trainer is ours."""
     async with (
         rollout_service(
             config=config,
@@ -70,13 +71,13 @@ async def serving_plane(
         )
         if trains:
             service.pool.needed = lambda: plane.is_ready
-        gc.freeze()  # what is loaded by now stays: the collector need not go through it, 0.1 s each time
+        gc.freeze()  # loaded objects stay, so the collector need not go through them (0.1 s each time)
         yield plane
 
 
 def how_to_join(config: Config, folder: RunFolder) -> str:
-    """The command that starts an instance which joins a run whose server listens: here, or on any other node if
-    rollout.listen is not loopback."""
+    """Return the command that starts an instance which joins a run whose server is listening: on this node, or on any
+    other if rollout.listen is not loopback."""
     address = (folder.path / ADDRESS_FILE).read_text().strip()
     if is_loopback(split_address(config.rollout.listen, "rollout.listen")[0]):
         return f"metronome serve {folder.config} --join {folder.path}"

@@ -1,4 +1,4 @@
-"""The plane: answers what stages and programs ask, starts the generation of batches, stops the run if a part fails."""
+"""The plane answers requests, starts the generation of batches, and stops the run if a part fails."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from engine.orchestrator.in_run_evaluation import InRunEvaluation
 
 Answers = Mapping[type[Request[Any]], Callable[[Any], Awaitable[Message]]]
-"""By type of request: the method that answers it."""
+"""The method that answers each type of request."""
 
 
 class Plane:
-    """Holds the steps under way, and answers every request: of our own trainer and scorers, and of programs outside.
+    """Holds the steps in progress and answers every request: from our trainer and scorers, and from external programs.
 
-    Within a step every row is trained once. A trainer of ours holds its leases until it dies, which ends the attempt;
-    those of programs outside have a deadline.
+    Within a step, every row is trained once. Our trainer holds its leases until it dies, which ends the attempt. Leases
+    of external programs have a deadline.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Plane:
         weights: Path | None = None,
         trains: bool = True,
     ) -> None:
-        """A replay has no `loader` and no `service`; then only the requests that need no instances are answered.
+        """Without `loader` and `service` (a replay), only requests that need no instances are answered.
 
-        `store`: where the bodies of columns lie; None: in the table. `weights`: folder for weights on their way to the
-        instances. `trains`: whether the trainer is ours, and not a program outside.
+        `store`: where the bodies of columns are kept; None keeps them in the table. `weights`: folder for weights on
+        their way to the instances. `trains`: whether the run has its own trainer, rather than an external program.
         """
         self.config = config
         self.folder = folder
@@ -100,7 +100,7 @@ class Plane:
         self._answers = self.answers()
 
     def _use_instances(self, loader: PromptLoader, service: RolloutService, store: ColumnStore | None) -> None:
-        """Make what generates batches, publishes weights, takes experience from outside and evaluates."""
+        """Create the parts that generate batches, publish weights, take external experience, and evaluate."""
         generator = self._generator = BatchGenerator(
             config=self.config, loader=loader, service=service, table=self.table, notify=self._run_state.notify
         )
@@ -143,7 +143,7 @@ class Plane:
         )
 
     def answers(self) -> Answers:
-        """The method that answers each type of request. A replay answers no request about instances."""
+        """Return the method that answers each type of request. A replay answers no request about instances."""
         always: Answers = {
             messages.Ready: self._ready,
             messages.Heartbeat: self._heartbeat,
@@ -175,11 +175,11 @@ class Plane:
         }
 
     async def answer(self, request: Request[Any], ours: bool = True) -> Message:
-        """Return the reply to a request; `ours`: of a rank of the run's own. The arrival of a trainer's request and the
-        reply to it are signs of its life.
+        """Return the reply to a request. `ours`: whether one of the run's own ranks sent it. A trainer's request, and
+        the reply to it, count as signs of life.
 
-        Raises MetronomeError if the run stops, or if a replay gets a request about instances; ServiceConflict if a
-        program asks what only the trainer of the run's own may.
+        Raises MetronomeError if the run stops, or if a replay gets a request about instances. Raises ServiceConflict if
+        an external program asks for something that only the run's own trainer may do.
         """
         if (method := self._answers.get(type(request))) is None:
             raise MetronomeError(f"{type(request).__name__}: a run that replays a record has no instances")
@@ -202,12 +202,12 @@ class Plane:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the trainer has loaded its models. From then on it is told of a failure and saves a checkpoint."""
+        """Whether the trainer has loaded its models. From then on it is told of a failure, and saves a checkpoint."""
         return self._is_ready
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is trained, so that no stage has anything left to do."""
+        """Whether the last step is trained, so that no stage has work left."""
         return self._leases.is_over
 
     async def fail(self, error: MetronomeError) -> None:
@@ -215,10 +215,10 @@ class Plane:
         await self._run_state.fail(error)
 
     async def check(self) -> None:
-        """Stop the run if the pool gave up, the trainer is silent, a stage does not come, or a generation ended without
-        all of its groups.
+        """Stop the run if the pool has given up, the trainer is silent, rows wait too long for a stage, or generation
+        ended with groups missing.
 
-        Raises an exception of a background task that is not a MetronomeError: that is a bug of the orchestrator.
+        Raises any exception of a background task that is not a MetronomeError: it is a bug in the orchestrator.
         """
         await self._batches.check()
         if self._publishing is not None:
@@ -238,15 +238,15 @@ class Plane:
             )
 
     def _silence_limit(self) -> tuple[float, str]:
-        """The longest time in seconds that the trainer may be silent, and the keys that set it. Until it is ready it
-        loads models, so the time that instances get for that is added."""
+        """Return the longest time in seconds that the trainer may be silent, and the keys that set it. Before the
+        trainer is ready it loads models, so the time that instances get for loading is added."""
         limit = self.config.train.timeout_s
         if self._is_ready:
             return limit, "train.timeout_s"
         return limit + self.config.rollout.timeout_s, "train.timeout_s + rollout.timeout_s"
 
     def stage_progress(self) -> JsonObject:
-        """The progress of the oldest step under way: its groups that have come in, and those that are trained; and of
+        """Return the progress of the oldest step (how many of its groups have arrived and how many are trained), and of
         an evaluation that is being sampled."""
         found: JsonObject = {"ready": self._is_ready, "done": self.last.get("step", -1) + 1}
         if batch := self._batches.oldest:
@@ -257,7 +257,7 @@ class Plane:
         return found
 
     def status(self) -> JsonObject:
-        """What GET /status says of the steps under way."""
+        """Return the part of GET /status about the steps in progress."""
         return {
             "version": self._publishing.verified if self._publishing is not None else None,
             "steps": self._batches.steps,
@@ -267,7 +267,7 @@ class Plane:
         }
 
     async def close(self) -> None:
-        """Cancel the batches under way, the publishing and the evaluation, and write the timeline."""
+        """Cancel the batches in progress, the publishing and the evaluation, and write the timeline."""
         await self._leases.close()
         await self._batches.close()
         if self._stored is not None:
@@ -279,8 +279,8 @@ class Plane:
         self.trace.flush()
 
     async def _ready(self, request: messages.Ready) -> messages.Prompts:
-        """The trainer has loaded its models and begins with step `start`; the reply is the fingerprint of the run's
-        prompts."""
+        """Note that the trainer has loaded its models and begins with step `start`. Reply with the fingerprint of the
+        run's prompts."""
         self._is_ready = True
         self._leases.is_over = request.start >= self.config.train.steps
         if self._generator is not None:
@@ -297,15 +297,17 @@ class Plane:
         return messages.Prompts(None if self._generator is None else self._generator.fingerprint)
 
     async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
-        """The trainer is busy with work that needs no other request; the reply may be the error that stops the run."""
+        """Answer a trainer that is busy with work that needs no other request. Raises the error that stops the run, if
+        any."""
         self._run_state.check()
         return messages.Done()
 
     async def _stage_failed(self, request: messages.StageFailed) -> messages.Done:
-        """Stop the run with the error of a stage that ends. The next request of each other one is answered with it."""
+        """Stop the run with the error of a stage that has failed. Every other stage gets this error as its next
+        reply."""
         error = request.error.error()
         if request.stage == TRAIN and not self._trains:
-            return messages.Done()  # a trainer outside may be started again
+            return messages.Done()  # an external trainer may restart
         if request.stage == TRAIN:
             self.trainer_error = self.trainer_error or error
         await self.fail(error)
@@ -331,7 +333,7 @@ class Plane:
             self._evaluation.evaluate(batch.step)
 
     def _served(self, version: int) -> None:
-        """All instances hold a version that the trainer has published. The steps before it are over."""
+        """Handle that all instances hold a version that the trainer has published: the steps before it are over."""
         if self._evaluation is not None and self._schedule.ahead:
             self._evaluation.evaluate(version)
         for step in self._batches.steps:
@@ -339,7 +341,8 @@ class Plane:
                 self._end_step(step)
 
     def _begin_again(self) -> None:
-        """A trainer publishes a version once more, because it was started again: what it had trained is lost."""
+        """Give out all rows again: a restarted trainer publishes a version a second time, and what it had trained is
+        lost."""
         assert self._generator is not None
         for step in self._batches.steps:
             self.table.begin_again(step, self._generator.units)
@@ -354,7 +357,7 @@ class Plane:
         return batch
 
     async def _report(self, request: messages.Report) -> messages.Done:
-        """Complete the trainer's figures and append them to steps.jsonl."""
+        """Complete the trainer's metrics and append them to steps.jsonl."""
         figures = request.figures
         step = request.step
         batch = self._end_step(step)
@@ -382,14 +385,14 @@ class Plane:
         return messages.Done()
 
     async def _texts(self, rows: Sequence[Row]) -> list[Group]:
-        """Return the groups with the responses' texts. They are decoded in a thread, because that takes long."""
+        """Return the groups with the text of their responses. A thread decodes them, since this takes long."""
         if self.service is None:
             return []
         decode = self.service.tokenizer.decode
         return await asyncio.to_thread(lambda: [open_group(row, decode=decode) for row in rows])
 
     async def _replay_progress(self, request: messages.ReplayProgress) -> EndOfStep | StillWaiting:
-        """A unit goes on with its replay. Once it is `done` with a step it waits for the others, which may fail."""
+        """Record that a unit goes on with its replay. A unit that is `done` with a step waits for the others."""
         self._run_state.check()
         if not request.done:
             return StillWaiting()

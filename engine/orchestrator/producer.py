@@ -33,15 +33,15 @@ ScoreTask = asyncio.Task[list[Score]]
 """The task that scores a response."""
 
 Put = Callable[[Row], Awaitable[None]]
-"""Called with each group as it is complete."""
+"""Called with each group once it is complete."""
 Land = Callable[[PackedLanded], Awaitable[None]]
 """Called with each response as it arrives, before its group is complete."""
 
 
 FAULTS = 10
-"""The run fails once instances have failed this often on one response."""
+"""Number of times that instances may fail on one response before the run fails."""
 BUSY_S = 0.2
-"""Seconds before a request that a paused instance refused is sent again."""
+"""Seconds to wait before resending a request that a paused instance refused."""
 
 
 @dataclass(eq=False)
@@ -52,17 +52,17 @@ class _PendingGroup:
     index: int
     prompt: Prompt
     seeds: Sequence[int | None]
-    """Of each response; None: it has none."""
+    """The seed of each response; None: it has none."""
     verifying: asyncio.TaskGroup
     land: Land | None
     scored: bool = True
     """Whether its responses are scored."""
     done: dict[int, tuple[PackedResponse, ScoreTask | None]] = field(default_factory=dict)
-    """By number: the finished responses, and their scoring where the reward takes one response per call."""
+    """By number: the finished responses, with their scoring task if the reward takes one response per call."""
     so_far: dict[int, PackedResponse] = field(default_factory=dict)
-    """By number: the beginnings of responses that a weight update cut (rollout.partial)."""
+    """By number: the first parts of responses that a weight update interrupted (rollout.partial)."""
     faults: Counter[int] = field(default_factory=Counter)
-    """By number: how often instances failed on the response."""
+    """By number: how often instances have failed on the response."""
     failed_on: tuple[Instance, ...] = ()
     """The instance that failed or was paused in the last attempt; empty if none did."""
     busy: bool = False
@@ -79,17 +79,17 @@ class _PendingGroup:
         return [number for number in range(len(self.seeds)) if number not in self.done]
 
     def where(self, number: int) -> str:
-        """Name a response, for messages."""
+        """Describe a response, for messages."""
         return f"step {self.step}, generating: response {number} to prompt {self.prompt.id}"
 
     def count_failure(self, number: int, error: MetronomeError) -> None:
-        """Count a failure. Raises MetronomeError once instances failed FAULTS times on the response."""
+        """Count a failure. Raises MetronomeError once instances have failed FAULTS times on the response."""
         self.faults[number] += 1
         if self.faults[number] >= FAULTS:
             raise MetronomeError(f"{self.where(number)} failed {FAULTS} times, at last: {error}") from error
 
     def check_refusals(self, number: int, error: Busy, limit_s: float) -> None:
-        """Raise DeadlineError once only paused instances were found for `limit_s` seconds."""
+        """Raise DeadlineError if only paused instances have been found for `limit_s` seconds."""
         self.refused_since = self.refused_since or time.monotonic()
         if time.monotonic() - self.refused_since > limit_s:
             raise DeadlineError(
@@ -98,7 +98,7 @@ class _PendingGroup:
 
 
 class Producer:
-    """Generates groups: sends the requests of a prompt to one instance together, packs and scores the responses."""
+    """Generates groups: sends all requests of a prompt to one instance, then packs and scores the responses."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class Producer:
         deadlines_count: bool = True,
         notices: RunEvents | None = None,
     ) -> None:
-        """`deadlines_count`: whether a response that takes longer than rollout.timeout_s is a fault of the instance;
-        `notices`: get what goes wrong with responses and scores."""
+        """`deadlines_count`: whether a response that takes longer than rollout.timeout_s counts as a failure of the
+        instance. `notices`: receives problems with responses and scores."""
         self._pool = pool
         self._verifier = verifier
         self._sampling = sampling
@@ -130,11 +130,11 @@ class Producer:
         land: Land | None = None,
         sampled: Put | None = None,
     ) -> None:
-        """Generate a group for each (epoch, prompt); `put` gets each finished group, `land` each finished response,
-        `sampled` each group whose responses are all there, before they are scored.
+        """Generate a group for each (epoch, prompt). `put` gets each finished group, `land` each finished response, and
+        `sampled` each group once all of its responses have arrived, before they are scored.
 
-        Groups are sent out in order, and only so many at once: so whole groups finish early, and training starts early.
-        The first failure cancels the rest and is raised.
+        Groups are sent out in order and in limited number, so that whole groups finish early and training can start
+        early. The first failure cancels the rest and is raised.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -148,7 +148,7 @@ class Producer:
             raise first_leaf(failures) from failures
 
     async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> Row:
-        """Generate a group of a step again, with the seeds of the first time if they have any, and return it."""
+        """Generate a group of a step again, with the same seeds if it has any, and return it."""
         made: list[Row] = []
 
         async def put(group: Row) -> None:
@@ -167,11 +167,11 @@ class Producer:
         put: Put,
         selection: DynamicSampling,
     ) -> None:
-        """Generate groups of (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
+        """Generate groups for (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
 
-        `put` gets each finished group and passes it to the selection. More prompts are begun than may be needed, so
-        that the instances stay busy. At the end, groups that are still being generated are cancelled; a `put` that has
-        begun is waited for, since the selection is complete before its last group is put. The first failure cancels the
+        `put` gets each finished group and passes it to the selection. More prompts are started than may be needed, to
+        keep the instances busy. At the end, groups that are still being generated are cancelled, but a `put` that has
+        begun is awaited, because the selection is complete before its last group is put. The first failure cancels the
         rest and is raised.
         """
         tried = 0
@@ -213,11 +213,11 @@ class Producer:
         land: Land | None,
         sampled: Put | None = None,
     ) -> None:
-        """Generate and score one group, and `put` it."""
+        """Generate and score one group, then `put` it."""
         seeds = [self._seed_of(epoch, prompt, number) for number in range(self._group_size)]
         async with asyncio.TaskGroup() as verifying:
             work = _PendingGroup(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
-            while missing := work.missing:  # again for what an instance did not finish, with the seeds that they have
+            while missing := work.missing:  # retries what an instance did not finish, with the same seeds
                 await self._send_missing(work, missing)
             responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
             row = pack_row(step, index, prompt, responses)
@@ -236,7 +236,7 @@ class Producer:
         return sampling_seed(self._seed, epoch, prompt.id, number) if self._sampling.seeded else None
 
     async def sample(self, step: int, prompt: Prompt, seeds: Sequence[int]) -> list[PackedResponse]:
-        """Sample a response for each seed on the instances, and score none. `step`: for messages and the trace.
+        """Sample a response for each seed, without scoring. `step`: for messages and the trace.
 
         Raises MetronomeError as `run` does.
         """
@@ -252,9 +252,9 @@ class Producer:
         return [work.done[number][0] for number in range(len(seeds))]
 
     async def _send_missing(self, work: _PendingGroup, missing: list[int]) -> None:
-        """Send the requests for the missing responses to one instance, and wait until each is finished or has failed.
+        """Send the requests for the missing responses to one instance, and wait until each has finished or failed.
 
-        An instance that failed last time is avoided if another one serves. On trial, an instance gets one request only.
+        An instance that failed last time is avoided if another one serves. An instance on trial gets only one request.
         """
         asked_at = time.monotonic()
         async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest_version(work.step)) as place:
@@ -274,7 +274,7 @@ class Producer:
             await asyncio.sleep(BUSY_S)
 
     def _oldest_version(self, step: int) -> int | None:
-        """Return the oldest weight version that may sample for the step, in training in mode "bounded"; else None.
+        """Return the oldest weight version that may sample for the step when training in mode "bounded"; else None.
 
         In that mode the instances may hold different versions.
         """
@@ -286,7 +286,7 @@ class Producer:
     async def _sample_response(self, work: _PendingGroup, number: int, instance: Instance) -> None:
         """Sample one response on `instance`, or note in `work` that the instance failed on it.
 
-        A reward that takes one response per call starts at once, and nothing waits for it here.
+        A reward that takes one response per call starts at once. This method does not wait for it.
         """
         started = time.time()
         prompt = work.prompt
@@ -327,7 +327,7 @@ class Producer:
             **({"version": sampled.versions[-1][1]} if sampled.versions else {}),
         )
         if sampled.finish_reason == "abort":
-            work.so_far[number] = sampled  # the next attempt continues it
+            work.so_far[number] = sampled  # the next attempt continues from it
             return
         if work.land is not None:
             await work.land(
@@ -351,6 +351,6 @@ class Producer:
 
 
 def first_leaf(failures: ExceptionGroup[Exception]) -> Exception:
-    """Return the first exception of a (nested) group. The others only followed from the cancellation that it caused."""
+    """Return the first exception of a (nested) group. The others only follow from the cancellation that it caused."""
     first = failures.exceptions[0]
     return first_leaf(first) if isinstance(first, ExceptionGroup) else first

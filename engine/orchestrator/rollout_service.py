@@ -1,4 +1,4 @@
-"""Instances, verifiers and producer together, for training and for evaluation alike."""
+"""The instances, the verifiers and the producer of a run or an evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.wire.verifier_messages import LoadTokenizer
 
 @dataclass(frozen=True)
 class RolloutService:
-    """What is needed to generate and score groups."""
+    """The parts that generate and score groups."""
 
     pool: Pool
     producer: Producer
@@ -42,11 +42,12 @@ async def rollout_service(
     joined: bool = False,
     notices: RunEvents | None = None,
 ) -> AsyncIterator[RolloutService]:
-    """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
+    """Start instances and verifiers while the tokenizer loads. Stop them all when the `async with` body ends or fails.
 
-    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights,
-    else (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else
-    at least one is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
+    `settings`: how responses are sampled. `synced`: training, where instances serve once they have received weights;
+    without it (evaluation) they serve the model that they load from disk. In training, or with `joined`, the recipe may
+    declare no instances, since others can join. In all other cases at least one is started. Instances may still be
+    loading when the body begins: `pool.connect()` waits for them.
     """
     pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced, notices=notices)
     verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")

@@ -1,6 +1,6 @@
-"""What a user should see of a run while it goes on: what goes wrong, and which instances come and go.
+"""What a user should see of a run while it goes on: problems, and instances that join and leave.
 
-One line each, and none is repeated without end: a share is told again with its new count after longer and longer
+Each event is one line, and none is repeated endlessly. A share is reported again with its new count after ever longer
 pauses, and events of one kind that come in a burst are counted.
 """
 
@@ -15,16 +15,16 @@ from engine.types import Score
 from engine.wire.columns import PackedResponse
 
 Tell = Callable[[str, str], None]
-"""Takes a line: what it is about ("instances", "rewards", "responses"), and the text."""
+"""Takes a line: its subject ("instances", "rewards", "responses"), and the text."""
 
 FIRST_S = 10.0
 """Seconds from the first count of a share to its first line, so that the line says more than the first group."""
 PAUSE_S = 30.0
-"""Seconds between a share's first two lines, doubled for each further one; and the time of a burst of events."""
+"""Seconds between a share's first two lines, doubled for each further line. Also the length of a burst of events."""
 LONGEST_S = 600.0
 """The longest pause between two lines of a share, in seconds."""
 BURST = 5
-"""Events of one kind that are told one by one within PAUSE_S; further ones are counted."""
+"""Events of one kind that are reported individually within PAUSE_S. Further ones are counted."""
 
 _FAULTS = {
     ("timeout", False): "scores timed out and count as 0",
@@ -33,12 +33,12 @@ _FAULTS = {
     ("error", True): "scores failed; their responses are excluded",
     ("ok", True): "responses were excluded by their reward",
 }
-"""What is told of a score, by its status and whether it is excluded."""
+"""What is reported about a score, by its status and whether it is excluded."""
 
 
 @dataclass
 class _Share:
-    """How many of all, so far."""
+    """A count out of a total, so far."""
 
     count: int = 0
     of: int = 0
@@ -61,20 +61,21 @@ class _Kind:
 
 
 class RunEvents:
-    """Collects what happens, and tells it to one listener.
+    """Collects events, and reports them to one listener.
 
-    `look` must be called now and then, `close` at the end. All in one thread."""
+    Call `look` regularly, and `close` at the end, all in one thread.
+    """
 
     def __init__(self, tell: Tell = lambda stage, text: None, trained: bool = True) -> None:
-        """`trained`: whether the groups are trained. Equal scores in a group of an evaluation are no loss."""
+        """`trained`: whether the groups are trained. In an evaluation, a group with equal scores is not a loss."""
         self._tell = tell
         self._trained = trained
         self._shares: dict[tuple[str, str], _Share] = {}
         self._kinds: dict[tuple[str, str], _Kind] = {}
 
     def happened(self, stage: str, kind: str, text: str, burst: int = BURST) -> None:
-        """Tell an event at once, or count it if there were `burst` of its kind within PAUSE_S. Of a text with several
-        lines, the end of a log for example, the first one is told."""
+        """Report an event at once, or count it if there were already `burst` of its kind within PAUSE_S. Of a text with
+        several lines, for example the end of a log, only the first line is reported."""
         text = text.partition("\n")[0].removesuffix(" ends:")
         now = time.monotonic()
         found = self._kinds.get((stage, kind))
@@ -90,7 +91,7 @@ class RunEvents:
             found.last = text
 
     def share(self, stage: str, what: str, count: int, of: int, detail: str = "") -> None:
-        """Count `count` more of `of` more. The line is "3 of 512 <what>: <detail>", with the sums so far."""
+        """Add `count` out of `of` to a share. Its line is "3 of 512 <what>: <detail>", with the sums so far."""
         found = self._shares.setdefault((stage, what), _Share())
         found.of += of
         if count and not found.count:
@@ -99,7 +100,7 @@ class RunEvents:
         found.detail = detail or found.detail
 
     def group(self, responses: Sequence[PackedResponse], scores: Sequence[Score], max_new_tokens: int) -> None:
-        """Count what went wrong with a group's responses and their scores."""
+        """Count the problems with a group's responses and their scores."""
         size = len(responses)
         cut = sum(response.finish_reason == "length" for response in responses)
         limit = f"{max_new_tokens} tokens (max_new_tokens) or by the context"
@@ -114,7 +115,7 @@ class RunEvents:
             self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
 
     def look(self) -> None:
-        """Tell what is due."""
+        """Report what is due."""
         now = time.monotonic()
         for (stage, what), share in self._shares.items():
             if share.count > share.told and now >= share.due:
@@ -127,7 +128,7 @@ class RunEvents:
                 del self._kinds[key]
 
     def close(self) -> None:
-        """Tell what was not told yet."""
+        """Report what has not been reported yet."""
         for (stage, what), share in self._shares.items():
             if share.count > share.told:
                 self._tell_share(stage, what, share)

@@ -1,4 +1,4 @@
-"""Says whether the run goes on, and lets the orchestrator's coroutines wait until something changes."""
+"""Whether the run goes on, and a way for the orchestrator's coroutines to wait until something changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.errors import MetronomeError
 T = TypeVar("T")
 
 SIGN_OF_LIFE_S = 1.0
-"""Seconds after which the orchestrator answers a request that waits, so that its sender knows that it is alive."""
+"""Seconds after which the orchestrator answers a waiting request, so that its sender knows that it is alive."""
 
 
 class RunState:
-    """The state that the methods which answer requests share: the failure, and a condition to wait on."""
+    """State shared by the methods that answer requests: the failure, and a condition to wait on."""
 
     def __init__(self) -> None:
         self.failure: MetronomeError | None = None
@@ -24,7 +24,7 @@ class RunState:
         self._changed = asyncio.Condition()
 
     async def fail(self, error: MetronomeError) -> None:
-        """Stop the run with `error`, unless another error stops it already.
+        """Stop the run with `error`, unless another error has stopped it already.
 
         Stages and programs get the error as the reply to their next request.
         """

@@ -1,4 +1,4 @@
-"""The ranks of a scorer as the orchestrator sees them: started, watched, and started again when they die or hang."""
+"""The ranks of a scorer as the orchestrator sees them: started, watched, and restarted when they die or hang."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ END_S = 5.0
 
 
 class ScorerProcess:
-    """The elastic agent of a stage's ranks. What they held when they ended is given to those that are started next."""
+    """The elastic agent of a stage's ranks. What the ranks held when they ended is given to their successors."""
 
     def __init__(self, stage: str, restarts: int, start: Callable[[], Child]) -> None:
-        """`restarts`: how often they are started again without progress between, before the run fails."""
+        """`restarts`: how often the ranks are restarted without progress in between before the run fails."""
         self.stage = stage
         self._restarts = restarts
         self._start = start
         self.child = start()
         self._failures = 0
-        """Ends in a row without progress between them."""
+        """Number of times in a row that the ranks ended without progress in between."""
         self._written = 0
         """How often the stage had written columns when the ranks last ended."""
 
     async def check(self, plane: Plane) -> None:
-        """Start the ranks again if they have died or hang, or fail the run if they have done so too often. A run that
-        ends by itself ends its scorers."""
+        """Restart the ranks if they have died or hang. Fail the run if this has happened too often. A run that ends by
+        itself ends its scorers."""
         if plane.failure is not None or plane.is_over:
             return
         hangs = plane.watch.hanging(self.stage, time.monotonic()) if self.child.alive else ""
@@ -62,7 +62,7 @@ class ScorerProcess:
 
 
 def start_scorers(config: Config, folder: RunFolder, server: Server) -> list[ScorerProcess]:
-    """Start the stages whose ranks are ours: the reference, where it has devices of its own."""
+    """Start the stages whose ranks are ours: the reference, if it has its own devices."""
     if (stage := config.reference_stage) is None:
         return []
     start = partial(_start, config=config, folder=folder, server=server, stage=REFERENCE_STAGE)

@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 def run_service(config: Config, say: Say) -> None:
-    """Serve until SIGTERM or SIGINT. `config.model.path` must be a local folder; `say` is told the address.
+    """Serve until SIGTERM or SIGINT. `config.model.path` must be a local folder. `say` is called with the address.
 
     Raises BadInput for a recipe that can't be served, and the error that ended the service. No process is left behind.
     """
@@ -57,8 +57,8 @@ def run_service(config: Config, say: Say) -> None:
 
 
 def check_service(config: Config) -> Config:
-    """The config without a layout of our own trainer. Raises BadInput for what a service does not do, and for what
-    this machine does not have."""
+    """Return the config without a layout of our own trainer. Raises BadInput for what a service does not support, and
+    for what this machine lacks."""
     if config.train.record:
         raise BadInput("train.record = true: a service keeps no record, because its trainer is another program's")
     if config.weights.transport in ("nccl", "hccl"):
@@ -96,7 +96,7 @@ def _says(address: str) -> str:
 
 
 async def _serve_plane(config: Config, folder: RunFolder, server: Server, ready: Callable[[], None]) -> None:
-    """Answer until an error ends the service, which is raised, or until this is cancelled."""
+    """Answer requests until an error ends the service, which is raised, or until this is cancelled."""
     problems = await asyncio.to_thread(training_problems, config)
     scorers = start_scorers(config, folder, server)
     try:

@@ -1,4 +1,4 @@
-"""The orchestrator's one server: POST /ask for stages and programs, /join and /leave for instances, /status,
+"""The orchestrator's only server: POST /ask for stages and programs, /join and /leave for instances, /status,
 /metrics."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_H
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
-"""Bytes of a request to /join or /leave."""
+"""Maximum size in bytes of a request to /join or /leave."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 STATUS: dict[type[MetronomeError], int] = {
     BadInput: 400,
@@ -47,54 +47,57 @@ STATUS: dict[type[MetronomeError], int] = {
     StaleRolloutError: 409,
     ServiceFull: 429,
 }
-"""Status of the answer to /ask with each error; others are answered with 503."""
+"""HTTP status of the answer to /ask for each error; all other errors get 503."""
 BODY_S = 30.0
-"""Seconds that a client has for a request's body."""
+"""Seconds that a client has to send a request's body."""
 KEEP_ALIVE_S = 86400.0
 """Seconds that an idle connection of an authorized client stays open."""
 FREE_S = 5.0
-"""Seconds that a port may still be taken: the orchestrator of a killed attempt ends within a second or two."""
+"""Seconds that a port may still be in use: the orchestrator of a killed attempt ends within a second or two."""
 LOOK_S = 0.2
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """The routes of one run. Whatever is refused has had no effect. Requests to /ask wait until there is a plane.
+    """The routes of one run. A refused request has no effect. Requests to /ask wait until there is a plane.
 
-    Programs ask with METRONOME_TOKEN's token, or, without, with one in a file of the user's beside the address."""
+    Programs authenticate with METRONOME_TOKEN's token. If it is not set, they use a token in a file next to the address
+    that only the user can read.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._token = access_token()
         self.key = self._token or secrets.token_hex(32)
-        """The token that /ask wants."""
+        """The token that /ask requires."""
         self.pool: Pool | None = None
-        """Set once there are instances, or may be."""
+        """Set once there are instances, or can be."""
         self._plane: asyncio.Future[Plane] = asyncio.get_running_loop().create_future()
         self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets an exception of an answer that is not a MetronomeError."""
+        """Receives an exception that is not a MetronomeError, raised while answering."""
         self._left: set[str] = set()
         self._reading = 0
-        """Bytes of the bodies to /ask that are under way."""
+        """Bytes of the /ask bodies that are being read or answered."""
         self._max_bytes = config.service.max_mib * 2**20
         self._connections = Connections()
         self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
         self.url = ""
-        """Where our ranks ask, once the server listens."""
+        """The URL that our ranks use, once the server listens."""
         self.environment = {TOKEN: self.key}
-        """What our ranks need in their environment to ask."""
+        """Environment variables that our ranks need to use the server."""
 
     def serve(self, plane: Plane) -> None:
-        """Answer /ask from now on."""
+        """Begin to answer /ask."""
         self._plane.set_result(plane)
 
     @contextlib.asynccontextmanager
     async def listening(self, folder: Path, certificate: Certificate | None = None) -> AsyncIterator[str]:
-        """Listen on rollout.listen within the block, which gets host:port; it is also in <folder>/rollout.address.
+        """Listen on rollout.listen while the block runs. Yields host:port, which is also written to
+        <folder>/rollout.address.
 
-        `certificate`: with several nodes, that of a second listener beside the rendezvous, which speaks TLS. Raises
-        BadInput if an address can't be listened on.
+        `certificate`: with several nodes, the certificate of a second listener, which speaks TLS on the port after that
+        of the rendezvous. Raises BadInput if the server can't listen on an address.
         """
         host, _ = listen_address(self._config.rollout.listen)
         runner = web.AppRunner(
@@ -112,7 +115,7 @@ class Server:
                 near = rendezvous_neighbour(self._config)
                 servers.append(await self._listen(runner, near, "parallel.rendezvous", certificate.server_context()))
                 self.url = f"https://{near}"
-            (folder / TOKEN_FILE).unlink(missing_ok=True)  # that of an attempt that was killed
+            (folder / TOKEN_FILE).unlink(missing_ok=True)  # a killed attempt may have left one
             if self._token is None:
                 write_token(folder / TOKEN_FILE, self.key)
             write_atomically(file, f"{address}\n")
@@ -157,7 +160,7 @@ class Server:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer errors, and close the connection after a request whose client has not shown that it is trusted."""
+        """Answer errors, and close the connection after a request whose client has not proved that it is trusted."""
         asks = request.path == "/ask"
         trusted = asks and is_authorized(request.headers.get("Authorization"), self.key)
         guard = self._guards.get(request.transport) if request.transport is not None else None
@@ -165,7 +168,7 @@ class Server:
             guard.trust()
         reply = await (self._answer_ask(request, handler, trusted) if asks else self._answer(request, handler))
         if not trusted:
-            reply.force_close()  # one request per connection: its time is limited (OneRequest)
+            reply.force_close()  # one request per connection, whose time is limited (OneRequest)
         return reply
 
     # /ask -----------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class Server:
     # instances ------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # between nodes there is always a token; on loopback, where this is not TLS, only with METRONOME_TOKEN
+        # between nodes there is always a token; on loopback without TLS, only with METRONOME_TOKEN
         if not is_authorized(request.headers.get("Authorization"), self.key if request.secure else self._token):
             return _error(401, "the access token (METRONOME_TOKEN) is missing or wrong")
         try:
@@ -242,8 +245,8 @@ class Server:
             return _error(error.status, error.reason)
 
     async def _join(self, request: web.Request) -> web.Response:
-        """{"protocol", "name", "url"}: the instance enters the pool, or is in it. With "again": true, 410 if it was
-        asked to leave."""
+        """Answer {"protocol", "name", "url"}: add the instance to the pool unless it is already there. With "again":
+        true, answer 410 if it was asked to leave."""
         body = await _object(request)
         _check_protocol(body)
         name = _name(body)
@@ -272,7 +275,8 @@ class Server:
         return web.json_response({"state": known.state})
 
     async def _leave(self, request: web.Request) -> web.Response:
-        """{"name"}: no new groups; what it holds is finished, then it is gone (no longer in /status)."""
+        """Answer {"name"}: give the instance no new groups. It finishes what it holds, and is then gone (not in
+        /status)."""
         name = _name(await _object(request))
         known = self.pool.find(name) if self.pool is not None else None
         if known is None or self.pool is None:
@@ -284,7 +288,7 @@ class Server:
     # people ---------------------------------------------------------------------------------------
 
     async def _status(self, request: web.Request) -> web.Response:
-        """The instances, the last finished step, and the steps under way."""
+        """Answer with the instances, the last finished step, and the steps in progress."""
         pool = self.pool
         plane = self._plane.result() if self._plane.done() else None
         failure = (plane.failure if plane is not None else None) or (pool.failure if pool is not None else None)
@@ -299,7 +303,7 @@ class Server:
         )
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        """Prometheus' text format."""
+        """Answer with the metrics in the Prometheus text format."""
         instances = [instance.status() for instance in self.pool.instances] if self.pool is not None else []
         return web.Response(body=metrics_text(instances, self._last()), headers={"Content-Type": METRICS})
 
@@ -308,21 +312,21 @@ class Server:
 
 
 def rendezvous_neighbour(config: Config) -> str:
-    """The address at which ranks of all nodes reach the orchestrator: the port after that of the rendezvous."""
+    """Return the address at which ranks of all nodes reach the orchestrator: the port after that of the rendezvous."""
     host, port = split_address(config.parallel.rendezvous, "parallel.rendezvous")
     return f"{bracket_host(host)}:{port + 1}"
 
 
 def listen_address(text: str, key: str = "rollout.listen") -> tuple[str, int]:
-    """(host, port) of an address. Raises BadInput, which names the `key`, unless it is host:port, on loopback where
-    there is no token."""
+    """Return (host, port) of an address. Raises BadInput, naming the `key`, unless it is host:port and, if there is no
+    token, on loopback."""
     host, port = split_address(text, key)
     check_address(host, access_token(), key)
     return host, port
 
 
 def check_listens(text: str) -> None:
-    """Raise BadInput unless a server of this process can listen on an address, with the words of the server."""
+    """Raise BadInput, with the server's message, unless this process can listen on an address."""
     host, port = listen_address(text)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     deadline = time.monotonic() + (FREE_S if port else 0.0)
@@ -341,7 +345,7 @@ def _refusal(family: socket.AddressFamily, host: str, port: int) -> str | None:
 
 
 def _reason(error: OSError) -> str:
-    """The OS error text, without the address that Python prepends."""
+    """Return the OS error text, without the address that Python prepends."""
     return os.strerror(error.errno) if error.errno is not None else str(error)
 
 
@@ -377,7 +381,8 @@ def _name(body: Mapping[str, Any]) -> str:
 
 
 def _url(body: Mapping[str, Any], token: str | None) -> str:
-    """http://host:port. Off loopback only where there is a token: the orchestrator would send prompts there."""
+    """Return a valid http://host:port. It must be on loopback if there is no token, since the orchestrator sends
+    prompts there."""
     url = body.get("url")
     problem = BadInput(f"url = {url!r}: expected http://host:port")
     if not isinstance(url, str):

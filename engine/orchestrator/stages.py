@@ -1,4 +1,4 @@
-"""The stages of a recipe that consume rows: `train`, the reference's scorer, and programs of the user's."""
+"""The stages of a recipe that consume rows: `train`, the reference's scorer, and the user's programs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from engine.wire.routes import ROUTES
 
 
 def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
-    """Yield the stages of a recipe. `lease_s`: the deadline of the trainer's leases; None: they have none, because the
-    ranks of trainer and scorers are ours.
+    """Yield the stages of a recipe. `lease_s`: deadline of the trainer's leases; None for our own trainer, whose leases
+    have no deadline.
 
     A stage that computes the reference cuts the same windows as the trainer, so that both compute the same rows. Leases
     of our own scorers end with their processes (`RowTable.expire`).
@@ -62,7 +62,7 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
 
 
 def scorer_log(logs: Path, name: str) -> Path:
-    """The log of the ranks of a stage of ours, in the run's folder of logs."""
+    """Return the log of the ranks of a stage of ours, in the run's log folder."""
     return logs / f"scorer-{name}.log"
 
 
@@ -71,7 +71,8 @@ def _gives(name: str, gives: list[str]) -> frozenset[str]:
 
 
 class StageWatch:
-    """Which stages have come, and whether rows wait too long for one. It also checks what stages write."""
+    """Tracks which stages have asked for rows, and whether rows wait too long for one. Also checks what stages
+    write."""
 
     def __init__(self, config: Config, table: RowTable, logs: Path) -> None:
         """`logs`: folder with the logs of our own scorers."""
@@ -81,13 +82,13 @@ class StageWatch:
         self._asked: dict[str, float] = {}
         """By stage: when it last asked for rows."""
         self._since: dict[str, tuple[float, int]] = {}
-        """By stage: since when rows wait without progress, and the number of rows that were done then."""
+        """By stage: since when rows have waited without progress, and how many rows were done at that time."""
         self._written: Counter[str] = Counter()
         """By stage: how often it has written columns."""
         self._restarts: Counter[str] = Counter()
 
     def stage(self, name: str) -> StageRules:
-        """The stage of this name. Raises BadInput if the recipe has none."""
+        """Return the stage with this name. Raises BadInput if the recipe has none."""
         if name not in self._table.stages:
             raise BadInput(
                 f"there is no stage {name!r} in the recipe; it has {', '.join(sorted(self._table.stages))}. Declare it "
@@ -96,31 +97,32 @@ class StageWatch:
         return self._table.stages[name]
 
     def note_request(self, name: str, now: float) -> None:
-        """The stage has asked for rows."""
+        """Record that the stage has asked for rows."""
         self._asked[name] = now
 
     def note_written(self, name: str, now: float) -> None:
-        """The stage has written columns."""
+        """Record that the stage has written columns."""
         self._asked[name] = now
         self._written[name] += 1
 
     def written(self, name: str) -> int:
-        """How often the stage has written columns so far."""
+        """Return how often the stage has written columns so far."""
         return self._written[name]
 
     def give_again(self, name: str) -> None:
-        """The ranks of a stage are gone: others get what they held, and may take their time until they ask."""
+        """Give what the ranks of a stage held to others, because these ranks are gone. The new ranks may take their
+        time before they ask."""
         self._asked.pop(name, None)
         self._restarts[name] += 1
         self._table.expire(name)
 
     def restarts(self, name: str) -> int:
-        """How often the ranks of the stage were gone so far. What they asked before must get no rows."""
+        """Return how often the ranks of the stage have gone so far. Requests that they sent before must get no rows."""
         return self._restarts[name]
 
     def hanging(self, name: str, now: float) -> str:
-        """Say why the ranks of a stage that live count as hanging: they hold a window longer than its `lease_s`, or ask
-        for nothing as long while rows wait; "" if they don't."""
+        """Say why living ranks of a stage count as hanging; "" if they don't. They hang if they hold a window longer
+        than the stage's `lease_s`, or request nothing for that long while rows wait."""
         limit = self._config.stages[name].lease_s
         held = self._table.oldest_lease(name)
         if held is not None:
@@ -131,7 +133,7 @@ class StageWatch:
         return f"{waiting} groups wait, and they asked for none in {silent:.0f} s" if waiting and silent > limit else ""
 
     def late_stage(self, now: float) -> str:
-        """Say for which stage rows wait longer than its `wait_s` without any progress; "" if none do."""
+        """Say for which stage rows have waited longer than its `wait_s` without progress; "" if for none."""
         for name, stage in self._config.stages.items():
             waiting, done = self._table.waiting(name)
             since, before = self._since.get(name, (now, done))
@@ -154,7 +156,7 @@ class StageWatch:
         return f"{found}; their log: {scorer_log(self._logs, name)}" if own else found
 
     def status(self) -> JsonObject:
-        """By stage: rows that wait for it, and rows that it is through with, in the steps under way."""
+        """Return by stage the rows that wait for it and the rows that it has finished, over the steps in progress."""
         found: JsonObject = {}
         for name in self._table.stages:
             waiting, done = self._table.waiting(name)
@@ -162,7 +164,7 @@ class StageWatch:
         return found
 
     def check_columns(self, step: int, written: Written) -> None:
-        """Raise BadInput unless each column is whole and has a finite number for each response or each token of the
+        """Raise BadInput unless each column is intact and has a finite number for each response or each token of the
         row."""
         head = self._table.find(step, written.index)
         if head is None:

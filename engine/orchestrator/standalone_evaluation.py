@@ -1,4 +1,4 @@
-"""Evaluates a model on benchmarks outside a run, with rollout instances of its own."""
+"""Evaluates a model on benchmarks outside a run, with its own rollout instances."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def evaluate_model(
     """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
 
     Appends a row per benchmark to evaluations.jsonl and returns the rows (docs/evaluation.md describes them). Writes a
-    table of all responses per benchmark. Prompts that are too long are skipped and counted. `meeting`: a folder
-    through which instances that were started elsewhere, with the same model, join the evaluation, as they join a run
-    through its folder; then the evaluation need not start any. `progress` is kept up to date. Raises ProcessDied if
+    table of all responses per benchmark. Prompts that are too long are skipped and counted. `meeting`: a folder through
+    which instances that were started elsewhere with the same model join the evaluation, as they join a run through its
+    folder. With it, the evaluation need not start any instances. `progress` is kept up to date. Raises ProcessDied if
     there is no instance for rollout.wait_s seconds, and BadInput for input that can't be evaluated.
     """
     check_open_files(config)

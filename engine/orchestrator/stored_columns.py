@@ -1,5 +1,4 @@
-"""Columns whose bodies lie outside the orchestrator: kept, found for a lease, and generated again when they are
-lost."""
+"""Columns whose bodies are stored outside the orchestrator: kept, found for a lease, and generated again if lost."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from engine.wire.store_addresses import StoreAddresses
 from engine.wire.store_client import StoreFault
 
 RESTARTS = 3
-"""Restarts in a row without a row between them that the store has returned, or that was trained."""
+"""Number of consecutive restarts that are allowed while the store returns no row and no row is trained."""
 
 Again = Callable[[int, int], Awaitable[Row]]
 """(step, index) → the row, sampled again."""
@@ -26,12 +25,12 @@ Columns = tuple[Column, ...]
 
 
 class StoredColumns:
-    """The columns of the stage `generate` of the steps under way are in the store, or on their way there again. Scores
-    and what further stages write stay in the table: they are small, or can't be made again here.
+    """Keeps the columns of the stage `generate`, for the steps in progress, in the store. Scores, and what further
+    stages write, stay in the table: they are small, or can't be generated again here.
 
-    Where a storage unit does not answer, the store is started again: the rows that can still be read are put back, the
-    others are generated again, those that are trained only when they are asked for. While no weights move, as in modes
-    "sync" and "periodic", and with rollout.deterministic, they have the same bits.
+    If a storage unit does not answer, the store is restarted. Rows that can still be read are put back. The others are
+    generated again; those that are already trained, only on request. With rollout.deterministic, regenerated rows have
+    the same bits as long as no weights change, as in modes "sync" and "periodic".
     """
 
     def __init__(self, store: ColumnStore, again: Again) -> None:
@@ -43,22 +42,22 @@ class StoredColumns:
         self._lost: set[At] = set()
         """Trained rows that the store has lost."""
         self._over: dict[int, list[int]] = {}
-        """By step that is over: indices of rows that are in the store still."""
+        """By step that is over: indices of rows that are still in the store."""
         self._coming: dict[At, asyncio.Task[None]] = {}
         """Rows that are being generated again."""
         self._new: dict[At, Row] = {}
-        """Rows that were generated again: what of them is not in the store."""
+        """Regenerated rows: their columns that are not in the store."""
         self._restarting = asyncio.Lock()
         self._session = 0
         """Number of restarts so far."""
         self._in_vain = 0
-        """Number of restarts since the store returned a row, or a row was trained."""
+        """Number of restarts since the store last returned a row, or a row was trained."""
         self.generated_again = 0
-        """Number of rows so far."""
+        """Number of rows that have been generated again so far."""
 
     async def keep(self, row: Row) -> Row:
-        """Keep the columns of a row that belong into the store, and return the row without their bodies. What steps
-        that are over have in the store is freed first."""
+        """Store the columns of a row that belong in the store, and return the row without their bodies. First frees
+        what steps that are over have in the store."""
         await self._free()
         columns = row.only((*GENERATED, ROUTES)).columns
         return row.with_columns(await self._put(row, columns)) if columns else row
@@ -71,23 +70,24 @@ class StoredColumns:
                 await self._store.put(*at, {column.name: column.body for column in columns})
             except StoreFault as fault:
                 await self._restart(session, fault)
-            if self._session == session:  # else a restart may not have seen the row
+            if self._session == session:  # otherwise a restart may have missed the row
                 self._kept[at] = tuple(Column(column.name, column.digest, b"") for column in columns)
                 return self._kept[at]
 
     async def _ready(self) -> int:
-        """Wait for the end of a restart. Return the session, which ends with the next one."""
+        """Wait for a restart in progress to end. Return the session, which the next restart ends."""
         async with self._restarting:
             return self._session
 
     def where(self, rows: Iterable[Row]) -> StoreAddresses | None:
-        """Where the bodies of columns can be fetched now; None while the store is started again or lacks some."""
+        """Return where the bodies of columns can be fetched now; None while the store restarts or lacks some of
+        them."""
         away = self._coming.keys() | self._lost
         lacks = any((row.step, row.index) in away for row in rows)
         return None if lacks or self._restarting.locked() else self._store.addresses
 
     async def open(self, rows: Sequence[Row]) -> list[Row]:
-        """Return rows of a lease with the bodies of their columns. Raises ServiceConflict if their step is over."""
+        """Return the rows of a lease with the bodies of their columns. Raises ServiceConflict if their step is over."""
         return list(await asyncio.gather(*(self._whole(row) for row in rows)))
 
     async def _whole(self, row: Row) -> Row:
@@ -119,15 +119,15 @@ class StoredColumns:
             found = [Column(column.name, column.digest, bodies[column.name]) for column in columns]
             if all(column.is_whole for column in found):
                 return found
-            self._generate(at)  # its bytes are not those that were packed
+            self._generate(at)  # its bytes differ from what was packed
 
     def trained(self, step: int, indices: Iterable[int]) -> None:
-        """Rows are trained: what is lost of them is not generated again before somebody asks for it."""
+        """Record that rows are trained: if they are lost, they are generated again only on request."""
         self._in_vain = 0
         self._trained.update((step, index) for index in indices)
 
     def forget(self, step: int) -> None:
-        """A step is over: its columns are not needed any more."""
+        """Forget the columns of a step that is over."""
         rows = [at for at in self._kept if at[0] == step]
         if stored := [index for _, index in rows if (step, index) not in self._lost]:
             self._over[step] = stored
@@ -147,7 +147,8 @@ class StoredColumns:
                 await self._restart(session, fault)
 
     async def _restart(self, session: int, fault: StoreFault) -> None:
-        """Start the store again, unless that was done since `session`. Raises StoreError if that helps no more."""
+        """Restart the store, unless that has happened since `session`. Raises StoreError if restarting no longer
+        helps."""
         async with self._restarting:
             if self._session != session:
                 return
@@ -165,7 +166,7 @@ class StoredColumns:
                     await self._put_back(at, bodies)
                 elif at in self._trained:
                     self._lost.add(at)
-                elif at in self._kept:  # else its step is over meanwhile
+                elif at in self._kept:  # otherwise its step has ended
                     self._generate(at)
 
     async def _put_back(self, at: At, bodies: dict[str, bytes]) -> None:
@@ -189,14 +190,14 @@ class StoredColumns:
         try:
             row = await self._again(*at)
             self.generated_again += 1
-            if at in self._kept:  # else its step is over meanwhile
+            if at in self._kept:  # otherwise its step has ended
                 await self.keep(row)
                 self._new[at] = row.only(row.names.difference((*GENERATED, ROUTES)))
         finally:
             del self._coming[at]
 
     async def close(self) -> None:
-        """Stop generating, and end the store."""
+        """Stop generating, and close the store."""
         tasks = list(self._coming.values())
         for task in tasks:
             task.cancel()

@@ -1,6 +1,6 @@
-"""The table of rows and columns, and what each stage has taken of it (AsyncFlow §3.2 and §3.3).
+"""The table of rows and columns, and which rows each stage has taken (AsyncFlow §3.2 and §3.3).
 
-Pure bookkeeping: no I/O, and no clock of its own.
+Pure bookkeeping: no I/O, and no clock.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ EXPIRED = float("-inf")
 
 @dataclass(frozen=True)
 class StageRules:
-    """A consumer of rows, which may give them columns."""
+    """A consumer of rows, which may add columns to them."""
 
     name: str
     needs: frozenset[str]
     """Columns that a row must have to be ready for the stage."""
     gives: frozenset[str] = frozenset()
-    """Columns that the stage writes; a row is done for it once all are there. Without any, rows are acknowledged."""
+    """Columns that the stage writes. A row is done once all of them are written. If empty, rows are acknowledged
+    instead."""
     lease_s: float | None = None
-    """Seconds after which rows may be given again; None: never within the step."""
+    """Seconds after which rows may be leased again; None: never within the step."""
     windows: Windows = Windows()
     whole: bool = False
-    """Whether no row is ready before every row of the step has the needed columns (advantages of batch scope)."""
+    """Whether rows become ready only when every row of the step has the needed columns (advantages of batch scope)."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A window that is leased, and whose rows the stage is not through with."""
+    """A leased window whose rows the stage has not finished."""
 
     number: int
     stage: str
@@ -48,9 +49,9 @@ class Held:
     indices: tuple[int, ...]
     consumer: str
     given: float
-    """When it was given, by the caller's clock (`now` of `RowTable.lease`)."""
+    """When it was leased, by the caller's clock (`now` of `RowTable.lease`)."""
     deliveries: int = 1
-    """How often the rows were given, this time included."""
+    """How often these rows have been leased, including this time."""
 
 
 @dataclass
@@ -61,16 +62,16 @@ class _Step:
     ledgers: dict[str, Ledger]
     rows: dict[int, Row] = field(default_factory=dict)
     held_back: dict[str, list[int]] = field(default_factory=dict)
-    """By stage that needs whole steps: indices that have the needed columns, until all have them."""
+    """By stage that needs whole steps: the rows with the needed columns, until every row has them."""
     batch: BatchScores | None = None
-    """The scores of the whole batch, once they were asked for."""
+    """The scores of the whole batch, once they have been requested."""
 
 
 class RowTable:
-    """Rows of the steps under way, with a ledger for each stage and step.
+    """The rows of the steps in progress, with a ledger for each stage and step.
 
-    Every row that is put is given to each stage once, when the columns that the stage needs are there; a lease with a
-    deadline may be given again after it. Whatever repeats or comes late, a row is done for a stage once.
+    Each stage gets every row once, when the row has the columns that the stage needs. A lease with a deadline may be
+    given again when it expires. Whatever is repeated or late, each stage finishes a row only once.
     """
 
     def __init__(self, stages: Iterable[StageRules]) -> None:
@@ -79,14 +80,14 @@ class RowTable:
         self._numbers = itertools.count(1)
         self._held: dict[int, Held] = {}
         self._over: dict[int, Held] = {}
-        """Leases of steps under way whose rows are done."""
+        """Leases of steps in progress whose rows are done."""
         self._replaced: dict[int, tuple[Held, str]] = {}
-        """Leases that count no more, and why."""
+        """Leases that are no longer valid, and why."""
 
     # steps ----------------------------------------------------------------------------------------
 
     def begin(self, step: int, expected: int, units: int | None = None) -> None:
-        """Begin a step of `expected` rows. `units`: those of the trainer; None: those of the stage."""
+        """Begin a step of `expected` rows. `units`: number of units of the trainer; None: as the stage defines."""
         ledgers = {
             name: Ledger(expected, self._train_windows(units) if name == TRAIN else stage.windows)
             for name, stage in self.stages.items()
@@ -98,7 +99,7 @@ class RowTable:
         return windows if units is None else changed(windows, units=units)
 
     def begin_again(self, step: int, units: int | None = None) -> None:
-        """The trainer begins a step again: no lease of its counts, and all rows are given to it again. `units`: as of
+        """Begin a step again for the trainer: its leases become invalid, and it gets all rows again. `units`: as in
         `begin`."""
         self._steps[step].ledgers[TRAIN].begin_again(self._train_windows(units))
         for number, held in [*self._held.items(), *self._over.items()]:
@@ -108,7 +109,7 @@ class RowTable:
                 self._replaced[number] = (held, "the trainer has begun the step again since")
 
     def forget(self, step: int) -> None:
-        """A step is over: forget its rows and leases."""
+        """Forget the rows and leases of a step that is over."""
         self._steps.pop(step, None)
         self._held = {number: held for number, held in self._held.items() if held.step != step}
         self._over = {number: held for number, held in self._over.items() if held.step != step}
@@ -116,34 +117,34 @@ class RowTable:
 
     @property
     def steps(self) -> list[int]:
-        """The steps under way, in the order in which they began."""
+        """The steps in progress, in the order in which they began."""
         return list(self._steps)
 
     def ledger(self, step: int, stage: str = TRAIN) -> Ledger:
-        """The ledger of a stage in a step. Raises KeyError for a step that is not under way."""
+        """The ledger of a stage in a step. Raises KeyError for a step that is not in progress."""
         return self._steps[step].ledgers[stage]
 
     def arrived(self, step: int) -> int:
-        """Number of rows that have come in with the columns of the stages `generate` and `reward`."""
+        """Number of rows that have the columns of the stages `generate` and `reward`."""
         return sum(row.names.issuperset(OWN) for row in self._steps[step].rows.values())
 
     def is_generated(self, step: int) -> bool:
-        """Whether every row has come in; also of a step that is over."""
+        """Whether every row has arrived; True for a step that is over."""
         return step not in self._steps or self.arrived(step) == self._steps[step].expected
 
     def rows(self, step: int) -> list[Row]:
-        """The rows of a step, in the order in which they were put."""
+        """The rows of a step, in the order in which they were added."""
         return list(self._steps[step].rows.values())
 
     def find(self, step: int, index: int) -> Row | None:
-        """A row; None if it is not there. Raises KeyError for a step that is not under way."""
+        """Return a row, or None if it has not been added. Raises KeyError for a step that is not in progress."""
         return self._steps[step].rows.get(index)
 
     # what comes in --------------------------------------------------------------------------------
 
     def put(self, row: Row) -> bool:
-        """Add a row. Return False if the same is there. Raises ServiceConflict if another one has its place, ValueError
-        if the step has no such place or was not begun."""
+        """Add a row. Return False if the same row is already there. Raises ServiceConflict if another row has its
+        place, and ValueError if the step has no such place or has not begun."""
         step = self._steps.get(row.step)
         if step is None or not 0 <= row.index < step.expected:
             raise ValueError(f"there is no row {row.index} in step {row.step}")
@@ -156,8 +157,8 @@ class RowTable:
         return True
 
     def write(self, step: int, index: int, columns: Sequence[Column]) -> bool:
-        """Give a row further columns. Return False if the same are there. Raises ServiceConflict if a column has other
-        bytes already."""
+        """Add columns to a row. Return False if all of them are already there. Raises ServiceConflict if a column is
+        already there with other bytes."""
         new = self._new_columns(step, index, columns)
         self._add_columns(self._steps[step], index, new)
         return bool(new)
@@ -200,11 +201,11 @@ class RowTable:
         now: float = 0.0,
         ahead: bool = False,
     ) -> Held | None:
-        """Lease the next window of a step, or of the oldest step that has one; None if there is none.
+        """Lease the next window of `step`, or with None of the oldest step that has one. Return None if there is none.
 
-        A window whose last lease is over its deadline comes first, with the rows of the first time, whatever the
-        budget. `ahead`: the consumer asks while it may still be at work on another window (`Ledger.take`). Raises
-        BadInput for a unit that the stage does not have.
+        A window whose lease has expired comes first, with the same rows as before, whatever the budget. `ahead`: the
+        consumer asks while it may still work on another window (`Ledger.take`). Raises BadInput for a unit that the
+        stage does not have.
         """
         if (again := self._lease_again(stage=stage, step=step, consumer=consumer, ahead=ahead, now=now)) is not None:
             return again
@@ -220,7 +221,8 @@ class RowTable:
         return None
 
     def _lease_again(self, stage: str, step: int | None, consumer: str, ahead: bool, now: float) -> Held | None:
-        """A lease whose deadline is over, given to this consumer. One that asks ahead still has its own at work."""
+        """Give an expired lease to this consumer. A consumer that asks ahead does not get its own, which it still works
+        on."""
         limit = self.stages[stage].lease_s
         for number, held in self._held.items():
             if held.stage != stage or (step is not None and held.step != step):
@@ -244,17 +246,17 @@ class RowTable:
         return held
 
     def expire(self, stage: str) -> None:
-        """The consumers of a stage are gone: what they hold is given to the next ones at once."""
+        """Give what a stage holds to its next consumers at once, because its consumers are gone."""
         for number, held in self._held.items():
             if held.stage == stage:
                 self._held[number] = changed(held, given=EXPIRED)
 
     def is_held(self, number: int) -> bool:
-        """Whether a lease counts and its rows are not done."""
+        """Whether a lease is valid and its rows are not done."""
         return number in self._held
 
     def held(self, number: int) -> Held:
-        """The lease of this number. Raises ServiceConflict if it does not count, or if there is none."""
+        """Return the lease with this number. Raises ServiceConflict if it is no longer valid or does not exist."""
         found = self._held.get(number) or self._over.get(number)
         if found is not None:
             return found
@@ -271,7 +273,7 @@ class RowTable:
             raise BadInput(f"columns {', '.join(unknown)}: the stage {stage!r} gets {', '.join(sorted(needs))} only")
 
     def given_rows(self, held: Held, columns: Sequence[str] = ()) -> tuple[Row, ...]:
-        """The rows of a lease with the columns that their stage needs, or with `columns` of these."""
+        """Return the rows of a lease with the columns that their stage needs, or only with those in `columns`."""
         needs = self.stages[held.stage].needs
         step = self._steps[held.step]
         ledger = step.ledgers[held.stage]
@@ -281,7 +283,7 @@ class RowTable:
         )
 
     def batch_scores(self, step: int, reward_weights: Mapping[str, float]) -> BatchScores | None:
-        """The scores of the step's whole batch, where the trainer needs them; None elsewhere."""
+        """Return the scores of the step's whole batch; None if the trainer does not need them."""
         if not self.stages[TRAIN].whole:
             return None
         kept = self._steps[step]
@@ -289,10 +291,10 @@ class RowTable:
         return kept.batch
 
     def acknowledge(self, number: int) -> tuple[int, ...]:
-        """The stage is through with the rows of a lease. Return the indices that were not done before: acknowledging
-        twice has no effect, and a late acknowledgement counts unless the rows were given again.
+        """Mark the rows of a lease as done. Return the indices that were not done before.
 
-        Raises ServiceConflict for a lease that does not count, and for one of a stage that writes columns.
+        Acknowledging twice has no effect. A late acknowledgement still counts unless the rows have been leased again.
+        Raises ServiceConflict for a lease that is no longer valid, and for a stage that writes columns.
         """
         held = self.held(number)
         if self.stages[held.stage].gives:
@@ -302,11 +304,11 @@ class RowTable:
         return self._finish(held)
 
     def write_columns(self, stage: str, number: int, rows: Sequence[Written]) -> bool:
-        """A stage gives rows of a lease its columns; the lease ends when all are written. Return False if the same are
-        there.
+        """Write a stage's columns for the rows of a lease, which ends the lease. Return False if the same columns are
+        already there.
 
-        Raises ServiceConflict for a lease that does not count and for a column that has other bytes, BadInput for rows
-        and columns that are not those of lease and stage. Then nothing is written.
+        Raises ServiceConflict for a lease that is no longer valid and for a column that already has other bytes, and
+        BadInput if rows or columns are not those of the lease and the stage. In these cases nothing is written.
         """
         held = self.held(number)
         gives = self.stages[stage].gives
@@ -338,13 +340,13 @@ class RowTable:
         return held.indices
 
     def waiting(self, stage: str) -> tuple[int, int]:
-        """(rows that are ready for a stage and not done, rows done) over all steps under way."""
+        """Return (ready rows that are not done, rows that are done) of a stage, over all steps in progress."""
         ledgers = [step.ledgers[stage] for step in self._steps.values()]
         done = sum(ledger.done for ledger in ledgers)
         return sum(ledger.ready for ledger in ledgers) - done, done
 
     def oldest_lease(self, stage: str) -> Held | None:
-        """The lease of a stage that is held for longest; None without one. Leases of consumers that are gone do not
-        count (`expire`)."""
+        """Return the lease that a stage has held longest; None if there is none. Leases of consumers that are gone
+        (`expire`) do not count."""
         held = (one for one in self._held.values() if one.stage == stage and one.given != EXPIRED)
         return min(held, key=lambda one: one.given, default=None)

@@ -1,6 +1,5 @@
 """Runs verifiers in separate processes, so that a verifier that hangs, crashes or leaks memory can be killed. A
-verifier is a user's code: its environment has no token and no key of the run.
-"""
+verifier is a user's code, so its environment has no token and no key of the run."""
 
 from __future__ import annotations
 
@@ -48,9 +47,9 @@ PASSED = frozenset(
     ).split()
 )
 """Variables that a verifier process gets: where programs, libraries and caches are, and which devices it may use.
-PREFECT__FLOW_RUN_ID says to whom a process belongs."""
+PREFECT__FLOW_RUN_ID says which flow run a process belongs to."""
 PASSED_PREFIXES = ("LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_")
-"""Beginnings of the names of further ones."""
+"""Prefixes of the names of further variables that are passed on."""
 
 
 def verifier_environment(named: Iterable[str]) -> dict[str, str]:
@@ -60,18 +59,19 @@ def verifier_environment(named: Iterable[str]) -> dict[str, str]:
 
 
 END_S = 6.0 if sys.platform == "linux" else 0.0
-"""Seconds that a worker's guardian has to end what the worker has started (engine.verifier.guardian): some hundredths
-are usual."""
+"""Seconds that a worker's guardian gets to end what the worker has started (engine.verifier.guardian). It usually takes
+some hundredths of a second."""
 DEATHS = 3
-"""A process that died is no fault of the response, unless so many die of the same call, or are killed while loading."""
+"""Number of processes that may die of the same call before the response is blamed, or be killed while loading the
+reward."""
 
 
 NO_TOKENIZER = LoadTokenizer()
-"""Each response that is scored comes with its text."""
+"""Used if each response to be scored comes with its text."""
 
 TICK_S = 0.5
-"""At most so many seconds pass for a call between two looks at the clock. An orchestrator that was stopped meanwhile
-has not waited longer."""
+"""The longest interval in seconds that counts towards a call's time limit between two looks at the clock. So a call
+does not time out because the orchestrator was suspended."""
 
 
 class _WorkerDied(RewardError):
@@ -97,10 +97,10 @@ class VerifierPool:
         memory: int = 0,
         processes: int = 0,
     ) -> None:
-        """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`, `on_timeout`: reward.on_error and
-        reward.on_timeout; `start_timeout_s`: seconds for loading the reward; `log`: file for what the reward prints,
-        else this process's stderr; `variables`: reward.environment; `memory`: limit in bytes for a user's reward,
-        `processes`: of what each worker's reward may have started at once; 0 for none."""
+        """`spec`: reward.function. `timeout_s`: seconds for a call. `on_error`, `on_timeout`: reward.on_error and
+        reward.on_timeout. `start_timeout_s`: seconds for loading the reward. `log`: file for what the reward prints;
+        None: this process's stderr. `variables`: reward.environment. `memory`: limit in bytes for a user's reward; 0:
+        none. `processes`: limit on the processes that each worker's reward may have started at once; 0: none."""
         self._spec = spec
         self._timeout_s = timeout_s
         self._on_error = on_error
@@ -122,7 +122,7 @@ class VerifierPool:
 
     @classmethod
     def of(cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0) -> VerifierPool:
-        """The pool that a recipe asks for; other arguments as above."""
+        """Create the pool that a recipe describes. Other arguments are as in `__init__`."""
         return cls(
             spec=reward.function,
             workers=reward.workers,
@@ -138,7 +138,7 @@ class VerifierPool:
 
     async def start(self, tokenizer: Awaitable[LoadTokenizer] | LoadTokenizer = NO_TOKENIZER) -> None:
         """Start all workers and wait until each has loaded the reward. The processes start while `tokenizer`, which
-        decodes responses, is waited for.
+        decodes responses, is awaited.
 
         Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than `start_timeout_s`.
         """
@@ -164,15 +164,16 @@ class VerifierPool:
         """Return one score for each response, in order. A group reward needs the whole group in one call.
 
         After a call that takes longer than `timeout_s`, the responses score 0 with status "timeout". If the reward
-        raises, returns no number or ends its process DEATHS times, they score 0 with status "error". "exclude" marks
-        these scores as excluded. "stop" raises RewardError instead, but for errors of a built-in reward.
+        raises, returns something other than a number, or ends its process DEATHS times, they score 0 with status
+        "error". With "exclude", these scores are also marked as excluded. With "stop", RewardError is raised instead,
+        except for errors of a built-in reward.
         """
         if not self.per_response:
             return await self._score_call(prompt, responses)
         return [score for response in responses for score in await self._score_call(prompt, [response])]
 
     def close(self) -> None:
-        """Kill all workers and the processes that they started. Calls under way and later calls raise ProcessDied."""
+        """Kill all workers and the processes that they started. Calls in progress and later calls raise ProcessDied."""
         for worker in self._workers:
             worker.close()
 
@@ -195,12 +196,12 @@ class VerifierPool:
 
     def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
         what = f'reward.function = "{self._spec}", prompt {prompt.id}: {why}'
-        if choice == "stop" and not (status == "error" and self._spec in BUILT_IN):  # which fails only by a response
+        if choice == "stop" and not (status == "error" and self._spec in BUILT_IN):  # only a response makes it fail
             raise RewardError(what)
         return Score(0.0, status, what, excluded=choice == "exclude")
 
     async def _ask_until_answered(self, request: bytes) -> list[Score]:
-        """Ask idle workers one after the other until one of them does not die, at most DEATHS."""
+        """Ask idle workers one after the other until one survives, at most DEATHS times."""
         for _ in range(DEATHS - 1):
             with contextlib.suppress(_WorkerDied):
                 return await self._ask_idle_worker(request)
@@ -231,8 +232,8 @@ class _VerifierProcess:
         memory: int,
         processes: int,
     ) -> None:
-        """`environment`: all variables that it gets; `memory`: limit in bytes, `processes`: of those that it starts; 0
-        for none."""
+        """`environment`: all variables that the process gets. `memory`: limit in bytes. `processes`: limit on the
+        processes that it starts. 0 means no limit."""
         self.per_response = False
         self._environment = environment
         self._memory = memory
@@ -249,7 +250,7 @@ class _VerifierProcess:
         """File descriptor of our end of the process's lifeline; None before the first process."""
         self._loading: asyncio.Task[None] | None = None
         self._tokenizer = b""
-        """The frame of `LoadTokenizer`, once `_begun`."""
+        """The framed `LoadTokenizer` message, once `_begun` is set."""
         self._begun = asyncio.Event()
 
     def launch(self) -> None:
@@ -262,14 +263,14 @@ class _VerifierProcess:
         self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def begin(self, tokenizer: LoadTokenizer) -> None:
-        """Give this process, and each that replaces it, what it needs first."""
+        """Give this process, and each one that replaces it, the tokenizer."""
         self._tokenizer = verifier_messages.frame_message(tokenizer)
         self._begun.set()
 
     async def ready(self) -> None:
         """Wait until the process has loaded the reward.
 
-        Raises BadInput or DeadlineError, in every call, if it could not; ProcessDied if the pool was closed.
+        Every call raises BadInput or DeadlineError if loading failed, and ProcessDied if the pool was closed.
         """
         assert self._loading is not None, "`launch` comes first"
         await asyncio.shield(self._loading)
@@ -291,7 +292,7 @@ class _VerifierProcess:
             raise (RewardError if self._had_too_many() else _WorkerDied)(f"its process {how}") from None
         finally:
             if answer is None and not self._closed:
-                # It timed out, died or was cancelled: a late answer would be taken for the answer to the next call.
+                # It timed out, died or was cancelled: a late answer would be mistaken for the answer to the next call.
                 self._kill()
                 self.launch()
         if isinstance(answer, RewardFailed):
@@ -326,7 +327,7 @@ class _VerifierProcess:
         return ours
 
     async def _load(self, connection: socket.socket) -> None:
-        """Wait until the process has loaded the reward. One that is killed meanwhile is started again."""
+        """Wait until the process has loaded the reward. If it is killed while loading, it is restarted."""
         for _ in range(DEATHS - 1):
             with contextlib.suppress(_WorkerDied):
                 return await self._wait_until_loaded(connection)
@@ -340,7 +341,7 @@ class _VerifierProcess:
 
     async def _wait_until_loaded(self, connection: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
-        await self._begun.wait()  # `start` ends it: it begins or closes the process
+        await self._begun.wait()  # `start` ends this wait: it begins or closes the process
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 self._writer.write(self._tokenizer)
@@ -383,7 +384,7 @@ class _VerifierProcess:
             if self._writer is not None:
                 self._writer.close()
             if self._lifeline is not None:
-                os.close(self._lifeline)  # the kernel ends the worker, its guardian what the worker has started
+                os.close(self._lifeline)  # the kernel ends the worker, and its guardian what the worker has started
             child.stop(END_S)
 
     def _check_open(self) -> None:
@@ -391,7 +392,7 @@ class _VerifierProcess:
             raise ProcessDied(f"{self._name} was closed with its pool before the response was scored")
 
     def _how_it_ended(self) -> str:
-        """Say how the process ended, for messages. Its connection is closed, so it has ended or ends within moments."""
+        """Say how the process ended, for messages. Its connection is closed, so it has ended or will within moments."""
         assert self._child is not None, "`ask` and `_wait_until_loaded` call this while there is a process"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.process.wait(max(1.0, END_S))
@@ -403,12 +404,13 @@ class _VerifierProcess:
         return self._child.how_it_ended()
 
     def _had_too_many(self) -> bool:
-        """Whether its guardian has ended it because of the number of processes that it had started."""
+        """Return whether the guardian ended the process because it had started too many processes."""
         return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
 
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:
-    """The result of `work`. Raises TimeoutError after `timeout_s` in which this process ran."""
+    """Return the result of `work`. Raises TimeoutError after `timeout_s`, not counting time when this process was
+    suspended."""
     task = asyncio.ensure_future(work)
     left = timeout_s
     try:

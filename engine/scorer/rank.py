@@ -25,8 +25,8 @@ from engine.wire.columns import REFERENCE
 
 
 def main() -> int:
-    """Set the rank up and score rows until the run is over. Return 0, or 1 after a MetronomeError, which the
-    orchestrator is told."""
+    """Set up the rank and score rows until the run is over. Return 0, or 1 after a MetronomeError, which is reported to
+    the orchestrator."""
     return run_recorded(_main)
 
 
@@ -37,7 +37,7 @@ def _main() -> int:
     stage = config.stages[arguments.stage]
     if platform.get_platform(config.platform.device).name == "cpu":
         bind_cores(own_share(stage.devices, stage.ranks))
-    else:  # by LOCAL_RANK a rank finds its accelerator
+    else:  # a rank finds its accelerator by LOCAL_RANK
         os.environ["LOCAL_RANK"] = str(scorer_devices(config)[int(os.environ["LOCAL_RANK"])])
     torch.set_num_threads(arguments.threads)
     plane = connect_rank(config, arguments.plane, _name(arguments.stage))

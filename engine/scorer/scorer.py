@@ -29,17 +29,17 @@ from engine.wire.routes import ROUTES
 
 
 class Scorer:
-    """This rank's part of a frozen model, which leases rows of a stage and writes one column of them.
+    """This rank's part of a frozen model, which leases rows of a stage and writes one column for them.
 
-    The leader of each unit leases, and every reply goes to all ranks of the unit. The rank that speaks for the last
-    pipeline stage, where the log-probabilities are, writes.
+    The leader of each unit leases, and every reply goes to all ranks of the unit. The log-probabilities are on the last
+    pipeline stage, whose designated rank writes them.
     """
 
     def __init__(
         self, config: Config, platform: Platform, ranks: RankGroup, model: Path, stage: str, column: str, trace: Trace
     ) -> None:
-        """Built by every rank at once, inside a session of the stage's layout. `model`: a Hugging Face folder with the
-        trainer's vocabulary."""
+        """All ranks construct it together, inside a session of the stage's layout. `model`: a Hugging Face folder with
+        the trainer's vocabulary."""
         how = make_computation(config, platform, config.stage_layout(stage))
         self.stage = stage
         self.column = column
@@ -74,7 +74,7 @@ class Scorer:
         )
 
     def _answer(self, plane: Connection, window: Window) -> None:
-        """Score a window and write its column. What another lease of the same rows replaced is dropped."""
+        """Score a window and write its column. If its rows have been leased again, the result is dropped."""
         started = time.time()
         groups = list(map(open_group, window.rows))
         found = self.score(groups)
@@ -93,8 +93,9 @@ class Scorer:
         return plane.ask(WriteColumns(stage=self.stage, lease=window.lease, rows=rows))
 
     def score(self, groups: Sequence[Group]) -> dict[int, NDArray[np.float32]]:
-        """Return each group's log-probabilities of all its response tokens, by the group's index: [sum of lengths], the
-        responses laid end to end in their order. Rows are those that the trainer computes for the same window.
+        """Return the log-probabilities of all response tokens of each group, by the group's index: [sum of lengths],
+        with the responses concatenated in order. The packed rows are those that the trainer computes for the same
+        window.
 
         {} on all but the last pipeline stage. A collective of the unit.
         """

@@ -1,12 +1,12 @@
-"""The process that starts TransferQueue: its controller and storage units, as actors of Ray.
+"""The process that starts TransferQueue: its controller and storage units, as Ray actors.
 
 `python -m engine.store.transferqueue --units N --name NAME --addresses FILE (--folder DIR | --address HOST:PORT)`
 
-With a folder it starts Ray on loopback, with files in that folder; Ray's processes are of this process's group, which
-ends with it. With an address it joins a running cluster, and spreads the units over its nodes. The actors there are
-owned by this process: Ray ends them when it ends, however it ends, and the cluster goes on.
+With a folder, it starts Ray on loopback, with its files in that folder. Ray's processes belong to this process's group
+and end with it. With an address, it joins a running cluster and spreads the units over its nodes. This process owns the
+actors there: Ray ends them when it ends, however it ends, and the cluster goes on.
 
-Once all serve, it writes where they listen to FILE (`engine.wire.store_addresses`), and waits to be ended.
+Once all servers are ready, it writes their addresses to FILE (`engine.wire.store_addresses`) and waits to be ended.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ LOOPBACK = "127.0.0.1"
 
 
 def listen_on_loopback() -> None:
-    """Have TransferQueue's servers, which know no passwords, listen on loopback. They ask Ray for the address, and a
-    worker of Ray answers with that of the machine, also where Ray was started on loopback."""
+    """Have TransferQueue's servers, which have no passwords, listen on loopback. They ask Ray for the address, and a
+    Ray worker answers with the machine's address, even if Ray was started on loopback."""
     import ray.util
 
     ray.util.get_node_ip_address = lambda: LOOPBACK
 
 
 OBJECT_STORE = 80_000_000
-"""Bytes of Ray's own object store, near the least that Ray takes: no column passes through it."""
+"""Size in bytes of Ray's object store, near the minimum that Ray accepts. No column passes through it."""
 SETTINGS = {
-    # Ray's own servers ask for a token; without one of ours Ray would write one into the user's home
+    # Ray's servers require a token; without ours, Ray would write one into the user's home
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray starts its workers at niceness 15: on a busy machine they would answer nobody for minutes
+    # Ray starts its workers at niceness 15, and on a busy machine they would not answer for minutes
     "RAY_worker_niceness": "0",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""Environment of a Ray of our own."""
+"""Environment variables for a Ray that this process starts."""
 
 
 def main() -> int:
-    """Start all, say where they listen, and wait for a signal."""
+    """Start everything, write the addresses, and wait for a signal."""
     watch_lifeline()
     parser = argparse.ArgumentParser()
     parser.add_argument("--units", type=int, required=True)
@@ -67,12 +67,12 @@ def main() -> int:
     actors, addresses = _start(arguments.units)
     write_atomically(arguments.addresses, pack_addresses(addresses).decode())
     signal.pause()
-    del actors  # held until here: Ray ends an actor that nobody holds
+    del actors  # held until here, because Ray ends an actor that nobody holds
     return 0
 
 
 def _begin(folder: Path, name: str) -> None:
-    """Start Ray on loopback, whatever cluster RAY_ADDRESS names."""
+    """Start Ray on loopback, ignoring any cluster in RAY_ADDRESS."""
     os.environ |= SETTINGS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
 
@@ -96,11 +96,11 @@ def _join(address: str, name: str) -> None:
 
 
 def _start(units: int) -> tuple[list[Any], StoreAddresses]:
-    """Start the controller on this node, whose end is the run's end anyhow, and the units on all nodes in turn. Return
-    the actors, and where they listen.
+    """Start the controller on this node, whose end would end the run anyway, and the units on all nodes in turn. Return
+    the actors and their addresses.
 
-    `transfer_queue.init` is not used: its actors have fixed names, by which the runs of a cluster would share one
-    controller, and ask for CPUs, for which Ray waits without a limit.
+    `transfer_queue.init` is not used. Its actors have fixed names, so that all runs of a cluster would share one
+    controller, and they request CPUs, for which Ray waits without a limit.
     """
     import ray
     from transfer_queue.controller import TransferQueueController
@@ -123,13 +123,13 @@ def _start(units: int) -> tuple[list[Any], StoreAddresses]:
                 servers.append(StoreServer(*ray.get(answer)))
                 actors.append(unit)
             except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
-                dead[node] = error  # it died, and Ray had not noticed so far
+                dead[node] = error  # it died, and Ray has not noticed before
     return actors, StoreAddresses(controller, tuple(servers))
 
 
 def _nodes(dead: Container[str]) -> list[str]:
-    """Ids of the nodes that are alive, without the dead. A node without CPUs, such as the head of a cluster on
-    Kubernetes, is meant for no work, and is left out if there are others."""
+    """Return the ids of the nodes that are alive, except those in `dead`. A node without CPUs, such as the head of a
+    cluster on Kubernetes, is not meant for work, and is left out if there are others."""
     import ray
 
     alive = sorted(
@@ -141,15 +141,15 @@ def _nodes(dead: Container[str]) -> list[str]:
 
 
 def _on(node: str, kind: Any) -> Any:  # noqa: ANN401
-    """An actor class, to be started on this node and no other, without a CPU reserved for it. A soft affinity would not
-    do: with it Ray 2.60 starts actors on other nodes though this one is alive."""
+    """Return an actor class that starts on this node only, without a CPU reserved for it. A soft affinity is not
+    enough: with it, Ray 2.60 starts actors on other nodes even though this one is alive."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return kind.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
 
 
 def _server(actor: Any) -> tuple[str, str, dict[str, int], str]:  # noqa: ANN401
-    """The fields of an actor's `StoreServer`. This runs in the actor's process, which need not have this package."""
+    """Return the fields of an actor's `StoreServer`. This runs in the actor's process, which may lack this package."""
     import ray
 
     info = actor.get_zmq_server_info()

@@ -1,12 +1,12 @@
-"""Ends what a reward has started: nothing of it survives its worker, whatever session or process group it went to.
+"""Ends what a reward has started. None of it survives its worker, in any session or process group.
 
-The process that the orchestrator started forks. The child becomes the worker. The parent stays as its guardian: the
-kernel gives it every orphan among the worker's descendants (PR_SET_CHILD_SUBREAPER), so it finds all of them. It ends
-when the worker ends, and as it ended. Only Linux can do this.
+The process that the orchestrator started forks. The child becomes the worker, and the parent stays as its guardian. The
+kernel gives the guardian every orphan among the worker's descendants (PR_SET_CHILD_SUBREAPER), so it finds all of them.
+The guardian ends when the worker ends, with the same status. Only Linux can do this.
 
-It also counts them, and ends all when there are too many. RLIMIT_NPROC would count the processes of the whole user, and
-none of root's; a cgroup of its own is not to be had everywhere. What a reward starts between two looks is not
-prevented.
+The guardian also counts the descendants, and ends all of them if there are too many. RLIMIT_NPROC would count the
+processes of the whole user, and none of root's; a separate cgroup is not available everywhere. What a reward starts
+between two looks is not prevented.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from engine.wire.verifier_messages import TOO_MANY_PROCESSES
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END_S = 5.0
-"""Seconds that the guardian tries to end the worker's descendants."""
+"""Seconds that the guardian spends on ending the worker's descendants."""
 LOOK_S = 0.1
-"""Seconds between two looks at their number. One takes 0.1 ms, and 0.02 ms more for each thread."""
+"""Seconds between two counts of the descendants. A count takes 0.1 ms, and 0.02 ms more for each thread."""
 
 
 def start_guardian(connection: int, limit: int = 0) -> None:
-    """Fork, and return in the worker; the guardian does not return. Elsewhere than on Linux return at once.
+    """Fork, and return in the worker; the guardian does not return. On systems other than Linux, return at once.
 
-    `connection`: descriptor of the worker's alone; `limit`: most processes that the worker may have started at once, 0
-    for any number. Call it before any thread is started.
+    `connection`: descriptor that only the worker uses. `limit`: maximum number of processes that the worker may have
+    started at once; 0: no limit. Call it before any thread is started.
     """
     if sys.platform != "linux":
         return
@@ -46,14 +46,14 @@ def start_guardian(connection: int, limit: int = 0) -> None:
     if worker:
         os.close(connection)
         _outlive(worker, limit)
-    os.setpgid(0, 0)  # what ends the worker's group must leave the guardian
+    os.setpgid(0, 0)  # signals that end the worker's group must not reach the guardian
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guardian:  # it died before the kernel knew that this matters
+    if os.getppid() != guardian:  # the guardian died before PR_SET_PDEATHSIG was set
         os._exit(1)
 
 
 def _outlive(worker: int, limit: int) -> NoReturn:
-    """Wait for the worker's end, or for too many descendants; end them, and end as the worker did, or with
+    """Wait until the worker ends or has too many descendants. End these, then end with the worker's status or with
     TOO_MANY_PROCESSES."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _send(worker, signal.SIGKILL))
@@ -70,7 +70,7 @@ def _outlive(worker: int, limit: int) -> NoReturn:
         os._exit(TOO_MANY_PROCESSES)
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # that of SIGKILL can't be set
+        with contextlib.suppress(OSError):  # the handler of SIGKILL can't be set
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
@@ -112,9 +112,9 @@ def _send(process: int, number: signal.Signals) -> None:
 
 
 def _count(worker: int) -> int:
-    """How many processes the worker has started, roughly: one that ends meanwhile may hide others from this look.
+    """Return roughly how many processes the worker has started. One that ends during the count may hide others.
 
-    It reads the worker's own tree and the orphans only. All of /proc, which `list_descendants` reads, takes long on a
+    This reads only the worker's own tree and the orphans. `list_descendants` reads all of /proc, which takes long on a
     large machine.
     """
     found = [worker, *(child for child in _children(os.getpid()) if child != worker)]
@@ -124,19 +124,19 @@ def _count(worker: int) -> int:
 
 
 def _children(process: int) -> list[int]:
-    """A process's children, of each of its threads; none where the kernel does not list them."""
+    """Return the children of all threads of a process; none where the kernel does not list them."""
     found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    with contextlib.suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
     return found
 
 
 def list_descendants(root: int) -> list[int]:
-    """Ids of a process's children, of theirs and so on, also of those that have ended and were not waited for."""
+    """Return the ids of all descendants of a process, including those that have ended and were not waited for."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             _, _, after_name = stat.read_text(errors="replace").rpartition(")")
             children[int(after_name.split()[1])].append(int(stat.parent.name))
     found = list(children[root])

@@ -1,4 +1,4 @@
-"""Loads `reward.function`, in the verifier process and never in the orchestrator, because this runs a user's code."""
+"""Loads `reward.function` in the verifier process, never in the orchestrator, because this runs a user's code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RewardFunction:
     """(prompt, responses) -> list[float | Score]; if `per_response`, (prompt, response) -> float | Score; or async."""
     per_response: bool
     file: str
-    """The file that defines it; error messages name the innermost line in this file."""
+    """The file that defines the reward. Error messages name the innermost line in this file."""
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Load "math", "exact", "file.py:function" (path as `recipe.find_file`) or "package.module:function".
+    """Load "math", "exact", "file.py:function" (path as in `recipe.find_file`) or "package.module:function".
 
-    Raises BadInput, which names spec, file and the original error.
+    Raises BadInput, naming spec, file and the original error.
     """
     if spec in BUILT_IN:
         _warm_up(spec)
@@ -44,7 +44,7 @@ def _reward_function(spec: str, function: Callable[..., Any], file: str = "") ->
 
 def _warm_up(spec: str) -> None:
     """Call a built-in verifier once, so that it imports and compiles what it needs before the first timed call."""
-    prompt = Prompt("", "", "x + 1", ())  # a formula: numbers don't need SymPy
+    prompt = Prompt("", "", "x + 1", ())  # a formula, since numbers don't need SymPy
     BUILT_IN[spec](
         prompt,
         Response(

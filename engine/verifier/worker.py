@@ -44,14 +44,14 @@ MEMORY = 512 * 2**20
 host's memory."""
 
 LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest finite number of fp32, in which rewards are trained."""
+"""The largest finite number in fp32, the precision in which rewards are trained."""
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)
-"""Kinds of values that can be iterated and are no list of scores: texts, and what has no order or no scores."""
+"""Iterable types that are not a list of scores: texts, and types without order or without scores."""
 
 
 def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: str) -> None:
     """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
-    a user's reward, `processes`: of what a reward starts; 0 for none."""
+    a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit."""
     start_guardian(socket_fd, processes)
     die_on_close(lifeline_fd)
     watch_lifeline()
@@ -76,16 +76,16 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: st
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that this process uses; 0 where the system does not say."""
+    """Bytes that this process uses; 0 where the system does not report it."""
 
     space: int
     """Address space."""
     data: int
-    """What it may write and shares with none."""
+    """Memory that the process may write and does not share."""
 
     @staticmethod
     def now() -> MemoryUse:
-        """Read it."""
+        """Read the current memory use."""
         try:
             pages = Path("/proc/self/statm").read_text().split()
         except OSError:
@@ -94,16 +94,16 @@ class MemoryUse(NamedTuple):
         return MemoryUse(int(pages[0]) * size, int(pages[5]) * size)
 
     def since(self, before: MemoryUse) -> MemoryUse:
-        """What was added."""
+        """Return what was added since `before`."""
         return MemoryUse(max(0, self.space - before.space), max(0, self.data - before.data))
 
 
 def limit_memory(spec: str, memory: int, besides: MemoryUse) -> None:
-    """Limit this process and each that it starts: a built-in verifier's address space, a user's reward's own data.
-    `besides`: what the tokenizer takes, which is not the reward's.
+    """Limit this process and each process that it starts: a built-in verifier's address space, or the data of a user's
+    reward. `besides`: memory of the tokenizer, which does not count as the reward's.
 
-    Data is what a process may write and shares with none. A reward may hold a model and libraries that reserve more
-    address space than there is memory, and data does not count that.
+    Data is the memory that a process may write and does not share. A reward may hold a model and libraries that reserve
+    more address space than there is memory, and data does not count that.
     """
     if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY + besides.space,) * 2)
@@ -114,8 +114,8 @@ def limit_memory(spec: str, memory: int, besides: MemoryUse) -> None:
 def die_on_close(pipe: int) -> None:
     """Have the kernel kill this process group as soon as the other end of `pipe` closes. No data is ever written to it.
 
-    The lifeline's thread can't do that while a reward holds the interpreter lock, as a regular expression that
-    backtracks for ever does. Where the kernel can't do it (macOS), there is only that thread.
+    The lifeline's thread can't do that while a reward holds the interpreter lock, for example in a regular expression
+    that backtracks forever. Where the kernel can't do it (macOS), only that thread remains.
     """
     if not hasattr(fcntl, "F_SETSIG"):
         return
@@ -162,7 +162,7 @@ async def _as_coroutine(result: Any) -> object:  # noqa: ANN401
 
 
 def _checked_score(value: object, index: int) -> Score:
-    """The value of a Score that is excluded is not read."""
+    """Check one returned score. The value of an excluded Score is not read."""
     result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
     number = 0.0 if result.excluded else _finite(result.value)
     if number is None:
@@ -174,8 +174,9 @@ def _checked_score(value: object, index: int) -> Score:
 
 
 def _finite(value: object) -> float | None:
-    """What Python, NumPy and torch call one number, as a float; None for anything else, and where fp32 has infinity."""
-    if isinstance(value, str | bytes | bytearray):  # float() would read their text
+    """Return what Python, NumPy or torch treats as a single number as a float; None for anything else, and if it
+    overflows fp32."""
+    if isinstance(value, str | bytes | bytearray):  # float() would parse their text
         return None
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -187,7 +188,7 @@ def _finite(value: object) -> float | None:
 def _shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:  # an integer with more digits than Python converts
         return f"a number of type {type(value).__name__} with too many digits"
 
 
@@ -219,7 +220,7 @@ def _receive(orchestrator: socket.socket) -> VerifierMessage | None:
 
 
 def _read_exactly(orchestrator: socket.socket, count: int) -> bytes:
-    """Return `count` bytes; b"" if the socket was closed before they were all there."""
+    """Return `count` bytes; b"" if the socket was closed before all of them arrived."""
     data = bytearray()
     while len(data) < count:
         part = orchestrator.recv(count - len(data))
@@ -230,7 +231,7 @@ def _read_exactly(orchestrator: socket.socket, count: int) -> bytes:
 
 
 def _print_to_stderr() -> None:
-    """Send what a reward prints to stderr, line by line, so that the lines are there even if the process is killed."""
+    """Send what a reward prints to stderr, line by line, so that the lines survive even if the process is killed."""
     os.dup2(2, 1)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)

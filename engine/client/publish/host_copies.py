@@ -1,4 +1,4 @@
-"""The newest weights in host memory, and the snapshot that is written from there when a late instance asks for it."""
+"""The newest weights in host memory. A snapshot is written from there when a late instance asks for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.wire.weights.backends import use_device
 from engine.wire.weights.buckets import Bucket, TensorSpec, bucket_cuts, bucket_span, bucket_views
 
 AGAIN_S = 5.0
-"""Seconds until the next attempt to write a snapshot, or to ask an orchestrator that answered with an error."""
+"""Seconds to wait before retrying to write a snapshot, or to ask an orchestrator that answered with an error."""
 
 
 class BucketCopy(NamedTuple):
@@ -33,37 +33,38 @@ class BucketCopy(NamedTuple):
 class HostCopies:
     """Copies of the buckets that this rank sends: of the newest version, and of the one that is being sent.
 
-    These are at most two versions, and a third while a snapshot of it is still being written that is out of date. Their
-    memory is kept, pinned where the buckets are on a device. A thread writes the newest version as a snapshot once
-    `wanted` says so. Nothing else waits for its files: a newer version ends a snapshot that is being written, which
-    then does not count as whole.
+    There are at most two versions, or three while an outdated snapshot is still being written. Their memory is reused,
+    and pinned if the buckets are on a device. A thread writes the newest version as a snapshot once `wanted` returns
+    True. Nothing else waits for these files. A newer version ends a snapshot that is being written, which then stays
+    incomplete.
     """
 
     def __init__(self, stage: int, snapshots: Snapshots, wanted: Callable[[int], bool], device: torch.device) -> None:
-        """`stage`: that this rank sends; `wanted`: asks whether an instance waits for this version's snapshot, and may
-        take its time; `device`: of the model."""
+        """`stage`: the stage that this rank sends. `wanted`: asks whether an instance waits for this version's
+        snapshot; it may take a while. `device`: device of the model."""
         self._stage = stage
         self._snapshots = snapshots
         self._wanted = wanted
         self._device = device
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._free: dict[int, list[Tensor]] = {}
-        """Memory by its size in bytes: a bucket has the same size in every version."""
+        """Free memory by its size in bytes. A bucket has the same size in every version."""
         self._coming: list[BucketCopy] = []
         self._newest: list[BucketCopy] = []
         self._version: int | None = None
-        """That of `_newest`; None while there is none."""
+        """Version of `_newest`; None while there is none."""
         self._written: list[BucketCopy] | None = None
-        """What is being written, whose memory the writer frees if it is out of date by then."""
+        """The copies that are being written. The writer frees their memory if they are outdated by then."""
         self._lock = threading.Lock()
-        """Held while the lists change hands."""
+        """Held while the lists are exchanged."""
         self._changed = threading.Event()
-        """There is a version that was not asked about to its end."""
+        """Set when a version is complete. The writer then asks whether its snapshot is wanted."""
         self._thread = in_thread("snapshots", self._serve)
 
     @contextmanager
     def beside_training(self) -> Iterator[None]:
-        """Let what this thread does on the device not wait for what the others do there, nor they for it."""
+        """Run this thread's work on the device on a separate stream, so that neither it nor training waits for the
+        other."""
         if self._stream is None:
             yield
             return
@@ -72,8 +73,8 @@ class HostCopies:
             yield
 
     def copy(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Copy a bucket of the next version; bucket 0 begins anew. The bucket, which must be complete on its device, is
-        not used after the return. Raises MetronomeError without memory."""
+        """Copy a bucket of the next version. Bucket 0 starts over. The bucket must be complete on its device, and is
+        not used after the return. Raises MetronomeError if there is not enough memory."""
         if info.bucket == 0:
             self._release(self._coming)
         memory = self._take(bucket_span(bucket.specs), pinned=bucket.tensors[0].device.type != "cpu")
@@ -85,7 +86,7 @@ class HostCopies:
         self._coming.append(BucketCopy(info, bucket.specs, memory))
 
     def complete(self, version: int) -> None:
-        """Let the copied buckets be the newest version, in place of the one before."""
+        """Make the copied buckets the newest version, replacing the previous one."""
         self._replace(version, self._coming)
         self._coming = []
         self._changed.set()
@@ -131,23 +132,23 @@ class HostCopies:
     def _is_wanted(self, version: int) -> bool:
         try:
             return self._wanted(version)
-        except MetronomeError:  # the trainer's own requests end with the same
+        except MetronomeError:  # the trainer's own requests end with the same error
             self._changed.wait(AGAIN_S)
             return False
 
     def _is_written(self, version: int) -> bool:
-        """Write the snapshot; return whether no other attempt is needed."""
+        """Write the snapshot. Return whether no other attempt is needed."""
         try:
             self._write(version)
         except MetronomeError as error:
-            if self._version == version:  # else the orchestrator has cleared the folder
+            if self._version == version:  # otherwise the orchestrator has cleared the folder
                 print(f"late instances wait for the snapshot of weight version {version}: {error}", flush=True)
                 self._changed.wait(AGAIN_S)
             return False
         return True
 
     def _write(self, version: int) -> None:
-        """Write the version's files, unless a newer version comes meanwhile."""
+        """Write the version's files, unless a newer version arrives."""
         with self._lock:
             if self._version != version:
                 return

@@ -1,6 +1,5 @@
-"""The trainer's side of a weight sync. Each pipeline stage gathers its tensors bucket by bucket; a pipeline of threads
-sends one bucket, writes the next and gathers the one after it.
-"""
+"""The trainer's side of a weight sync. Each pipeline stage gathers its tensors bucket by bucket. A pipeline of threads
+sends one bucket, writes the next one and gathers the one after it."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ Step = Callable[[Bucket, BucketInfo], object]
 
 
 class SendPipeline:
-    """Takes buckets through steps, in order; each step has a thread of its own. After the last step a bucket is
-    released.
+    """Takes buckets through steps, in order, with one thread per step. A bucket is released after the last step.
 
     After an error the steps skip all buckets until `restart`.
     """
@@ -57,7 +55,7 @@ class SendPipeline:
         counted: int,
         timeout_s: float,
     ) -> None:
-        """`release`: gives a bucket's memory back; `counted`: number of the first steps that `wait` waits for."""
+        """`release`: frees a bucket's memory. `counted`: number of the first steps that `wait` waits for."""
         self._steps = steps
         self._release = release
         self._counted = counted
@@ -77,20 +75,20 @@ class SendPipeline:
         self._queues[0].put((bucket, info))
 
     def wait(self) -> None:
-        """Wait until all buckets are through the counted steps. Raises the error of a step, or DeadlineError."""
+        """Wait until all buckets have passed the counted steps. Raises the error of a step, or DeadlineError."""
         self._wait_for_steps(self._counted, "sent")
 
     def drain(self) -> None:
-        """Wait until all buckets are through all steps. Raises the error of a step, or DeadlineError."""
+        """Wait until all buckets have passed all steps. Raises the error of a step, or DeadlineError."""
         self._wait_for_steps(len(self._steps), "written")
 
     def idle(self) -> None:
-        """Wait until no bucket is under way, or until the deadline. Raises nothing."""
+        """Wait until no bucket is in progress, or until the deadline. Raises nothing."""
         with self._changed:
             self._changed.wait_for(lambda: self._passed[-1] == self._put, self._timeout_s)
 
     def restart(self) -> None:
-        """Wait until no bucket is under way, and forget the error of a step. Raises DeadlineError."""
+        """Wait until no bucket is in progress, and clear the error of a step. Raises DeadlineError."""
         try:
             self.drain()
         except MetronomeError:
@@ -110,7 +108,7 @@ class SendPipeline:
 
     def _run_step(self, number: int) -> None:
         while True:
-            bucket, info = self._queues[number].get()  # no deadline: having nothing to send is no error
+            bucket, info = self._queues[number].get()  # no deadline: having nothing to send is not an error
             if self._error is None:
                 try:
                     self._steps[number](bucket, info)
@@ -120,22 +118,22 @@ class SendPipeline:
                 self._queues[number + 1].put((bucket, info))
             else:
                 self._release(bucket)
-            del bucket, info  # else this thread would hold the tensors until the next bucket comes
+            del bucket, info  # otherwise this thread would hold the tensors until the next bucket
             with self._changed:
                 self._passed[number] += 1
                 self._changed.notify_all()
 
 
 class Background:
-    """A call that begins at once in a thread of its own."""
+    """A call that runs in its own thread and starts at once."""
 
     def __init__(self, act: Callable[[], None], late: str) -> None:
-        """`late`: the message of the DeadlineError when the call does not end in time."""
+        """`late`: message of the DeadlineError if the call does not end in time."""
         self._late = late
         self._done = in_thread("weights", act)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the call to end. Return whether it has."""
+        """Wait for the call to end. Return whether it has ended."""
         return bool(wait([self._done], timeout_s).done)
 
     def result(self, timeout_s: float) -> None:
@@ -146,11 +144,11 @@ class Background:
 
 
 ATTEMPTS = 6
-"""Attempts of a publish; the run stops if an instance fails in each of them."""
+"""Attempts of a publish. The run stops if an instance fails in each of them."""
 UNDER_WAY = 3
-"""Buckets in memory: one is gathered, one is written or sent, one is copied, or loaded by the instances."""
+"""Buckets in memory at once: one is being gathered, one written or sent, and one copied, or loaded by the instances."""
 UNFINISHED = "a snapshot of the weights was not finished"
-"""Message of the DeadlineError of a snapshot, before the seconds."""
+"""Start of the DeadlineError's message about a snapshot; the time limit follows."""
 HOST = torch.device("cpu")
 
 
@@ -158,20 +156,22 @@ class PublishedModel(Protocol):
     """The model whose weights are published (engine.model.tri_model)."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield this pipeline stage's whole tensors under Hugging Face names, valid until the parameters change.
+        """Yield this pipeline stage's whole tensors under Hugging Face names. They are valid until the parameters
+        change.
 
         A collective of the ranks that share them.
         """
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities (temperature 1) of the tokens after the first, [] before the last stage.
+        """Return the log-probabilities (temperature 1) of all tokens but the first; [] on all but the last pipeline
+        stage.
 
         A collective of each replica.
         """
 
 
 class Retry(TransferError):
-    """An instance failed, so the orchestrator asks for the publish to begin again."""
+    """An instance failed, so the orchestrator asks to repeat the publish."""
 
 
 class RankRole(msgspec.Struct):
@@ -182,28 +182,27 @@ class RankRole(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """The result of a rank's part of an attempt; without `retry` and `failure` it succeeded."""
+    """The result of a rank's part of an attempt. It succeeded if neither `retry` nor `failure` is set."""
 
     retry: bool = False
-    """Whether the publish must begin again."""
+    """Whether the publish must be repeated."""
     failure: Failure | None = None
     stage: int = 0
     meeting: MeetingPlace | None = None
-    """Where the stage's group will meet; from the rank that sends the stage."""
+    """Where the stage's communication group meets; set by the rank that sends the stage."""
 
 
 class ProbeLogprobs(msgspec.Struct):
     """A rank's log-probabilities of the probe's tokens."""
 
     values: list[float]
-    """Empty before the last pipeline stage."""
+    """Empty on all but the last pipeline stage."""
 
 
 class Publisher:
-    """Publishes weight versions. The orchestrator tells the instances what to do
-    (engine.orchestrator.weight_sync.sync).
+    """Publishes weight versions. The orchestrator directs the instances (engine.orchestrator.weight_sync.sync).
 
-    Built by all ranks at once.
+    All ranks must construct it together.
     """
 
     def __init__(
@@ -217,8 +216,8 @@ class Publisher:
         timeout_s: float,
         device: torch.device = HOST,
     ) -> None:
-        """`folder`: for snapshots, shared with the instances; `dtype`: of the instances' weights; `timeout_s`: deadline
-        of a bucket, longer than the orchestrator's; `device`: of the model."""
+        """`folder`: folder for snapshots, shared with the instances. `dtype`: dtype of the instances' weights.
+        `timeout_s`: deadline of a bucket, longer than the orchestrator's. `device`: device of the model."""
         self._connection = connection
         self._ranks = ranks
         self._dtype = dtype
@@ -227,7 +226,7 @@ class Publisher:
         roles = ranks.gather(RankRole(ranks.stage, ranks.exports))
         self._stages = 1 + max(role.stage for role in roles)
         self._alone = sum(role.exports and role.stage == ranks.stage for role in roles) == 1
-        """Whether this stage's tensors can be gathered without any other rank."""
+        """Whether one rank alone can gather this stage's tensors."""
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
         self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
@@ -236,7 +235,7 @@ class Publisher:
             if ranks.writes and self._transport.groups
             else None
         )
-        """For late instances; None where each bucket is a file anyway, and on a rank that sends nothing."""
+        """Copies for late instances; None if each bucket is a file anyway, and on a rank that sends nothing."""
         self._pipeline = self._make_pipeline() if ranks.writes else None
         self._probed: tuple[int, ...] = ()
         """Token ids of the probe, from the orchestrator."""
@@ -244,13 +243,13 @@ class Publisher:
         """The info of each bucket that this stage sends."""
         self._sent_bytes = 0
         self._snapshot: Background | None = None
-        """The work that completes the last version's snapshot, or its copy."""
+        """The work that completes the snapshot of the last version, or its copy."""
         self._outlived = threading.Event()
         """Set if the parameters are about to change before `_copy_after_sync` has ended."""
 
     @classmethod
     def of(cls, config: Config, connection: Connection, ranks: Ranks, folder: Path, device: torch.device) -> Publisher:
-        """That of a run's recipe. `device`: of the model."""
+        """Create the publisher of a run from its recipe. `device`: device of the model."""
         weights = config.weights
         return cls(
             connection=connection,
@@ -275,10 +274,11 @@ class Publisher:
         return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
     def publish(self, model: PublishedModel, version: int) -> float:
-        """Give every instance exactly this version; `verify` must follow. Returns the seconds that it took.
+        """Give every instance exactly this version; `verify` must follow. Return the seconds that it took.
 
-        The instances then serve the version. Where they take staged weights over in the background, they hold it and
-        serve it later. A collective of all ranks. Raises WeightSyncError and the orchestrator's errors on all of them.
+        The instances then serve the version. If they swap in staged weights in the background, they hold the version
+        and serve it later. A collective of all ranks. Raises WeightSyncError and the orchestrator's errors on all of
+        them.
         """
         started = time.perf_counter()
         for _ in range(ATTEMPTS):
@@ -296,15 +296,15 @@ class Publisher:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of the weights that this rank sent in the last publish."""
+        """Bytes of weights that this rank sent in the last publish."""
         return self._sent_bytes
 
     def verify(self, model: PublishedModel, version: int) -> None:
-        """Have the orchestrator compare the log-probabilities of a few fixed tokens, the instances' with the policy's.
+        """Have the orchestrator compare the instances' log-probabilities of a few fixed tokens with the policy's.
 
-        After `publish`; the instances sample meanwhile, but the orchestrator holds an instance's responses back until
-        its comparison has passed. A collective of all ranks. Raises WeightSyncError and the orchestrator's errors on
-        all ranks.
+        Call it after `publish`. The instances sample at the same time, but the orchestrator holds an instance's
+        responses back until its comparison has passed. A collective of all ranks. Raises WeightSyncError and the
+        orchestrator's errors on all ranks.
         """
         verify = VerifySync(expected=self._probe(model, self._probed))
         self._ranks.from_first(lambda: self._connection.ask(verify))
@@ -324,7 +324,7 @@ class Publisher:
             self._outlived.set()
 
     def _end_last_attempt(self) -> None:
-        """Wait until nothing of the last version, or of a failed attempt, is under way. Raises the snapshot's error."""
+        """Wait until no work for the last version or a failed attempt is in progress. Raises the snapshot's error."""
         if self._snapshot is not None:
             self._snapshot.result(self._timeout_s)
             self._snapshot = None
@@ -337,7 +337,7 @@ class Publisher:
         return self._connection.ask(OpenSync(version=version))
 
     def _finish_sync(self, version: int) -> Done:
-        """Every instance serves the version. The snapshot of the version before is of no use any more."""
+        """Have every instance serve the version. The snapshot of the previous version is then no longer needed."""
         done = self._connection.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
         if self._transport.groups:
             self._snapshots.clear()
@@ -347,7 +347,7 @@ class Publisher:
         return self._connection.ask(IsSnapshotWanted(version=version)).now
 
     def _send_stages(self, model: PublishedModel, version: int, opened: SyncOpened) -> bool:
-        """Send all stages, one after the other. Return False to begin again."""
+        """Send all stages, one after the other. Return False if the publish must be repeated."""
         if self._transport.groups and opened.connect and not self._connect(version, opened):
             return False
         for stage in range(self._stages):
@@ -359,7 +359,8 @@ class Publisher:
     # groups ---------------------------------------------------------------------------------------
 
     def _connect(self, version: int, opened: SyncOpened) -> bool:
-        """Make the stages' groups with the instances. Return False to begin again."""
+        """Create the communication groups of the stages with the instances. Return False if the publish must be
+        repeated."""
         meetings = self._ranks.gather(self._open_meeting(opened.local))
         if not _all_succeeded(meetings):
             return False
@@ -394,7 +395,7 @@ class Publisher:
     # buckets --------------------------------------------------------------------------------------
 
     def _gather_buckets(self, model: PublishedModel, version: int, stage: int) -> None:
-        """Hand each full bucket of the stage to the send pipeline. A collective of the stage's ranks that export."""
+        """Hand each full bucket of the stage to the send pipeline. A collective of the stage's exporting ranks."""
         if self._ranks.stage != stage or not self._ranks.exports:
             return
         tensors = model.tensors()
@@ -416,7 +417,7 @@ class Publisher:
         return pack_buckets(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
 
     def _wait_until_sent(self, stage: int) -> Outcome:
-        """Wait until this rank has sent the stage, and return the result."""
+        """Wait until this rank has sent the stage. Return the result."""
         pipeline = self._pipeline
         if self._ranks.stage != stage or pipeline is None:
             return Outcome()
@@ -426,7 +427,7 @@ class Publisher:
         return outcome
 
     def _announce(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Send a bucket, while the orchestrator has all instances receive it. Raises Retry if that fails."""
+        """Send a bucket while the orchestrator has all instances receive it. Raises Retry if that fails."""
         sent = self._transport.send(bucket)
         if self._connection.ask(SendBucket(info=info)).retry:
             raise Retry("an instance failed")
@@ -438,14 +439,15 @@ class Publisher:
 
     @property
     def _copies_after_sync(self) -> bool:
-        """Whether the weights are copied after the sync, which then has cores and memory to itself.
+        """Whether the weights are copied after the sync, so that the sync has cores and memory to itself.
 
-        This needs a stage whose tensors one rank gathers alone. Else the buckets are copied while the stage is sent.
+        This needs a stage whose tensors one rank gathers alone. Otherwise the buckets are copied while the stage is
+        sent.
         """
         return self._alone and self._copies is not None
 
     def _copy_after_sync(self, model: PublishedModel, version: int) -> None:
-        """Gather the sent buckets again and copy them. `settle` keeps the parameters unchanged meanwhile."""
+        """Gather the sent buckets again and copy them. `settle` keeps the parameters unchanged until this ends."""
         copies = self._copies
         assert copies is not None
         copies.forget()
@@ -460,7 +462,7 @@ class Publisher:
         copies.complete(version)
 
     def _complete_snapshot(self, version: int) -> None:
-        """Say in the background that the version is whole, once all buckets are through the send pipeline."""
+        """In the background, mark the version as complete once all buckets have passed the send pipeline."""
         pipeline = self._pipeline
         copies = self._copies
         stage = self._ranks.stage
@@ -496,7 +498,8 @@ class Publisher:
         return Outcome()
 
     def _all_succeeded(self, outcome: Outcome) -> bool:
-        """Return whether all ranks succeeded, False to begin again. Raises a rank's error on all of them."""
+        """Return whether all ranks succeeded; False if the publish must be repeated. Raises a rank's error on all of
+        them."""
         return _all_succeeded(self._ranks.gather(outcome))
 
 

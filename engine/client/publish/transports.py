@@ -1,4 +1,4 @@
-"""The ways in which a pipeline stage's sender gets buckets to the instances."""
+"""The transports with which the sender of a pipeline stage gets buckets to the instances."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
 
 Address = Callable[[bool], str]
-"""Gives this machine's address for the members of a group; its argument: whether all are on this machine."""
+"""Returns this machine's address for the members of a group. Its argument: whether all of them are on this machine."""
 
 
 def address_of(config: Config) -> Address:
-    """That of this machine on the network of the run: towards the rendezvous, or where the one node listens."""
+    """Return this machine's address on the run's network: towards the rendezvous, or, with one node, where it
+    listens."""
     several = config.parallel.nodes > 1
     address, key = (
         (config.parallel.rendezvous, "parallel.rendezvous") if several else (config.rollout.listen, "rollout.listen")
@@ -38,24 +39,24 @@ class Transport(Protocol):
     name: str
     """The name in `weights.transport` and update_info."""
     groups: bool
-    """Whether the instances must be in a group with the sender."""
+    """Whether the instances must be in a communication group with the sender."""
     device: torch.device
-    """Device on which buckets must lie."""
+    """Device on which buckets must be."""
 
     def meet(self, local: bool) -> MeetingPlace | None:
-        """Open the place where the stage's group will meet. `local`: whether all instances are on this machine."""
+        """Open the place where the stage's group meets. `local`: whether all instances are on this machine."""
 
     def gather(self, world: int) -> None:
-        """Wait until all `world` ranks of the group are there. Raises TransferError, DeadlineError."""
+        """Wait until all `world` ranks of the group have joined. Raises TransferError, DeadlineError."""
 
     def call_off(self) -> None:
-        """End a `gather` that is under way, and leave the group."""
+        """End a `gather` that is in progress, and leave the group."""
 
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Prepare the bucket and complete `info`, before the instances are told of it."""
+        """Prepare the bucket and complete `info`, before the instances are told about the bucket."""
 
     def send(self, bucket: Bucket) -> Sent:
-        """Begin to send the bytes, while the instances are told of the bucket."""
+        """Begin to send the bytes, while the instances are told about the bucket."""
 
 
 class Sent(Protocol):
@@ -66,26 +67,28 @@ class Sent(Protocol):
 
 
 class Snapshots:
-    """Versions of the weights in a folder that trainer and instances share: a folder of bucket files for each.
+    """Versions of the weights in a folder that trainer and instances share. Each version is a folder of bucket files.
 
-    The newest complete version stays, so that a late instance can load it without the ranks. After `begin` the files of
-    the version before are overwritten by the next one, since new memory costs four times as much as writing to old
-    memory; a version that is not begun gets a new folder. The senders of several stages may write at once.
+    The newest complete version stays, so that a late instance can load it without the ranks. After `begin`, the next
+    version overwrites the files of the previous one, since new memory costs four times as much as writing to old
+    memory. A version without `begin` gets a new folder. The senders of several stages may write at once.
     """
 
     def __init__(self, folder: Path, stages: int) -> None:
-        """`stages`: number of pipeline stages; a version is complete when the senders of all have written theirs."""
+        """`stages`: number of pipeline stages. A version is complete when the senders of all stages have written
+        theirs."""
         self.folder = folder
         self.stages = stages
         self._written: dict[int, set[str]] = {}
         """Names of the files that this rank's stage has written, by version."""
 
     def place(self, version: int) -> Path:
-        """Return the folder of the version, which is there once the version is complete."""
+        """Return the folder of the version. It exists once the version is complete."""
         return self.folder / f"version-{version:08d}"
 
     def begin(self, version: int) -> None:
-        """Make the folder of a version, from that of an unused one if there is one. By one rank, before any writes."""
+        """Create the folder of a version, reusing an unused one if there is any. One rank calls this before any rank
+        writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         patterns = ("version-*.partial", "version-*.old", self.place(version).name)
         unused = [folder for pattern in patterns for folder in self.folder.glob(pattern)]
@@ -97,7 +100,7 @@ class Snapshots:
             first.rename(self._partial_folder(version))
 
     def clear(self) -> None:
-        """Remove all versions. One that is being written meanwhile is not complete, or is removed the next time."""
+        """Remove all versions. One that is being written at the time stays incomplete, or is removed the next time."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, bucket: Bucket, info: BucketInfo) -> Path:
@@ -115,8 +118,7 @@ class Snapshots:
         return path
 
     def stage_done(self, version: int, stage: int) -> None:
-        """Mark a stage as written. The last stage puts the version in the place of the one before. Raises
-        MetronomeError."""
+        """Mark a stage as written. The last stage makes the version replace the previous one. Raises MetronomeError."""
         partial = self._partial_folder(version)
         place = self.place(version)
         written = self._written.pop(version, set())
@@ -132,7 +134,7 @@ class Snapshots:
                 if old != place:
                     old.rename(old.with_suffix(".old"))
             partial.rename(place)
-        except FileNotFoundError:  # it was cleared, or another stage's sender does the same
+        except FileNotFoundError:  # it was cleared, or the sender of another stage does the same
             pass
         except OSError as error:
             raise MetronomeError(f"{partial}: the snapshot could not be completed: {error.strerror}") from None
@@ -142,7 +144,7 @@ class Snapshots:
 
 
 class _AlreadySent:
-    """Bytes that are there already: nothing is on its way."""
+    """A transfer with nothing left to send."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -168,28 +170,29 @@ class FileTransport:
         """Do nothing: files need no group."""
 
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Write the file, and its path to `info`."""
+        """Write the file, and store its path in `info`."""
         info.path = str(self._snapshots.write(bucket, info))
 
     def send(self, bucket: Bucket) -> Sent:
-        """Do nothing: the file is there already."""
+        """Do nothing: the file is already there."""
         return _AlreadySent()
 
 
 class GroupTransport:
-    """Broadcasts to all instances: gloo between hosts' memories, nccl and hccl between devices."""
+    """Broadcasts to all instances: gloo between host memories, nccl and hccl between devices."""
 
     groups = True
 
     def __init__(self, backend: str, timeout_s: float, device: torch.device, address: Address = own_address) -> None:
-        """`timeout_s`: deadline of the meeting and of each bucket; `device`: of this rank's model; `address`:
-        gives this machine's, at which instances meet it. Raises BadInput if the backend cannot send from there."""
+        """`timeout_s`: deadline of the meeting and of each bucket. `device`: device of this rank's model. `address`:
+        returns this machine's address, where instances meet it. Raises BadInput if the backend can't send from the
+        device."""
         self.name = backend
         self._address = address
         self.device = group_device(backend, device)
         self._timeout_s = timeout_s
         self._meeting: Rendezvous | None = None
-        """Kept after it was called off, until the next one: an instance that comes late learns of it there."""
+        """Kept after it was called off, until the next one. A late instance learns there that it was called off."""
         self._group: BroadcastGroup | None = None
 
     def meet(self, local: bool) -> MeetingPlace:
@@ -199,13 +202,13 @@ class GroupTransport:
         return MeetingPlace(self._meeting.host, self._meeting.port)
 
     def gather(self, world: int) -> None:
-        """Wait for the instances. In a world of one there is none, and so no group."""
+        """Wait for the instances. A world of one has none, and so no group."""
         if self._meeting is None:
             raise MetronomeError("the weight transfer has no meeting place: `meet` must come before `gather`")
         self._group = self._meeting.gather(world) if world > 1 else None
 
     def call_off(self) -> None:
-        """Call the meeting off, and leave the group."""
+        """Call off the meeting, and leave the group."""
         if self._meeting is not None:
             self._meeting.call_off()
         if self._group is not None:
@@ -213,10 +216,10 @@ class GroupTransport:
         self._group = None
 
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Do nothing: the bytes are sent from where they lie."""
+        """Do nothing: the bytes are sent from where they are."""
 
     def send(self, bucket: Bucket) -> Transfer | _AlreadySent:
-        """Broadcast the tensors one by one, from where they lie."""
+        """Broadcast the tensors one by one, from where they are."""
         use_device(self.device)
         return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
 
@@ -224,7 +227,7 @@ class GroupTransport:
 def open_transport(
     name: str, timeout_s: float, device: torch.device, snapshots: Snapshots, address: Address = own_address
 ) -> Transport:
-    """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`. `address`: as
+    """Return the transport with this name in `weights.transport`, for a rank whose model is on `device`. `address`: as
     for `GroupTransport`."""
     if name == "file":
         return FileTransport(snapshots)

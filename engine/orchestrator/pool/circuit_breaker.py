@@ -1,4 +1,4 @@
-"""A circuit breaker: an instance that keeps failing is left alone for a while, then tried with one request."""
+"""A circuit breaker: an instance that keeps failing gets no requests for a while, and then a single trial request."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable
 
 LIMIT = 3
-"""Consecutive faults that open it."""
+"""Number of consecutive failures that open the breaker."""
 FIRST_S = 1.0
-"""How long it stays open the first time; each trial that fails doubles it."""
+"""Seconds that the breaker stays open the first time. Each failed trial doubles them."""
 LONGEST_S = 60.0
-"""It never stays open longer."""
+"""The longest time in seconds that the breaker stays open."""
 
 
 class CircuitBreaker:
-    """Closed: requests pass. Open: none does. After its time one trial request passes, whose success closes it."""
+    """Closed: requests pass. Open: no request passes. After a time, one trial request passes, and its success closes
+    it."""
 
     STATES = ("closed", "open", "trial")
 
@@ -27,7 +28,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> str:
-        """ "closed", "open", or "trial" (one request may pass, or is under way)."""
+        """The state: "closed", "open", or "trial" (one request may pass, or is in progress)."""
         if not self._open_s:
             return "closed"
         return "open" if self._clock() < self._until else "trial"
@@ -39,24 +40,25 @@ class CircuitBreaker:
 
     @property
     def wait_s(self) -> float:
-        """Until a trial may pass; 0 when it is not open."""
+        """Seconds until a trial may pass; 0 if the breaker is not open."""
         return max(0.0, self._until - self._clock()) if self._open_s else 0.0
 
     def begin(self) -> bool:
-        """A caller is about to send; whether it may send one request only (the trial)."""
+        """Record that a caller is about to send. Return whether it may send only one request (the trial)."""
         if self.state == "closed":
             return False
         self._tried = True
         return True
 
     def success(self) -> None:
-        """A request was answered as it should be."""
+        """Record that a request was answered correctly."""
         self._faults = 0
         self._open_s = 0.0
         self._tried = False
 
     def fault(self) -> None:
-        """A request failed. What was sent before it opened may still fail: that is not held against it again."""
+        """Record that a request failed. Requests sent before the breaker opened may still fail; these do not count
+        again."""
         self._faults += 1
         if self.state == "trial" and self._tried:
             self._open(min(2 * self._open_s, LONGEST_S))
@@ -64,7 +66,7 @@ class CircuitBreaker:
             self._open(FIRST_S)
 
     def give_back(self) -> None:
-        """The trial was broken off without a verdict: another one may pass."""
+        """Allow another trial, because the current one was interrupted without a result."""
         self._tried = False
 
     def _open(self, seconds: float) -> None:

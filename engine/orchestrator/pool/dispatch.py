@@ -1,4 +1,4 @@
-"""Room on the instances: which groups wait for it, and which instance gets the next one."""
+"""Room on the instances: which groups wait for it, and which instance takes the next group."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from engine.orchestrator.pool.instance import Instance, Place
 
 
 class Paced(Protocol):
-    """What the choice reads of an instance."""
+    """What the choice of an instance depends on."""
 
     @property
     def groups(self) -> int:
-        """Groups in flight on it."""
+        """Number of groups in flight on the instance."""
 
     @property
     def group_s(self) -> float | None:
-        """Seconds per group at its pace; None before the first."""
+        """Seconds per group; None before the first group."""
 
 
 One = TypeVar("One", bound=Paced)
 
 
 def soonest_instance(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
-    """Return the instance that will probably finish one more group first, of those with room; None if none has.
+    """Return the instance with room that will probably finish one more group first; None if none has room.
 
-    Those of `avoid` are taken only if no others serve. An instance without a pace is taken for as fast as the fastest.
+    Instances in `avoid` are used only if no others serve. One that has finished no group yet counts as fast as the
+    fastest.
     """
     others = [instance for instance in serving if instance not in avoid] or serving
     free = [instance for instance in others if instance.groups < concurrency]
@@ -40,7 +41,7 @@ def soonest_instance(serving: Sequence[One], concurrency: int, avoid: Collection
 
 @dataclass(frozen=True)
 class _Waiter:
-    """Somebody waits for a place."""
+    """A caller that waits for a place."""
 
     place: asyncio.Future[Place]
     avoid: Collection[Instance]
@@ -48,10 +49,11 @@ class _Waiter:
 
 
 class Dispatcher:
-    """A group goes to the instance that will probably finish it first. Waiters get places in the order of asking."""
+    """Gives each group to the instance that will probably finish it first. Callers get places in the order of
+    asking."""
 
     def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
-        """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a
+        """`instances`: those of the pool, now and later. `concurrency`: groups in flight on each. `give_back`: takes a
         place whose waiter was cancelled."""
         self._instances = instances
         self._concurrency = concurrency
@@ -60,10 +62,10 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
-        """Wait for a place; the limits are those of the requests under way and rollout.wait_s (`fail`).
+        """Wait for a place. The time limits are those of the requests in progress and rollout.wait_s (`fail`).
 
-        `avoid`: others, if any serve; `first`: before all that wait already; `least`: of this weight version or a later
-        one.
+        `avoid`: use other instances if any serve. `first`: go before everyone who is already waiting. `least`: use an
+        instance with this weight version or a later one.
         """
         asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
         (self._waiting.appendleft if first else self._waiting.append)(asked)
@@ -77,7 +79,7 @@ class Dispatcher:
             raise
 
     def hand_out(self) -> None:
-        """Give places to the waiters, in the order of asking, as long as there are any."""
+        """Give places to the waiters in the order of asking, until no place is left."""
         while self._waiting:
             asked = self._waiting[0]
             if not asked.place.done():
@@ -88,7 +90,7 @@ class Dispatcher:
         self._wake_later()
 
     def fail(self, error: MetronomeError) -> None:
-        """All waiters get this error instead of a place."""
+        """Give all waiters this error instead of a place."""
         while self._waiting:
             place = self._waiting.popleft().place
             if not place.done():
@@ -101,7 +103,7 @@ class Dispatcher:
         return soonest_instance(serving, self._concurrency, avoid)
 
     def _wake_later(self) -> None:
-        """Look again when the first open breaker lets its trial pass."""
+        """Try again when the first open circuit breaker allows its trial."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,5 +1,5 @@
-"""Keeps the pool alive: asks every instance whether it answers, starts dead ones again and brings late ones to the
-weights. Gives up when there has been no instance for too long."""
+"""Keeps the pool alive: checks that every instance answers, restarts dead ones, and brings late ones to the weights.
+Fails the pool if there has been no instance for too long."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth, GetLoad, Health, Load
 
 LOOK_S = 0.1
-"""How often processes are looked at."""
+"""Seconds between two checks of the processes."""
 BACKOFF_S = 0.5
-"""Pause before the first restart of a process, and before the second attempt to bring an instance to the weights;
-it doubles."""
+"""Seconds before the first restart of a process, and before the second attempt to bring an instance to the weights.
+Each further attempt doubles it."""
 ATTEMPTS = 3
-"""An instance that could not be brought to the weights so often in a row is given up."""
+"""Number of consecutive failed attempts to bring an instance to the weights after which it is given up."""
 
 
 class HealthMonitor:
-    """Looks after a pool within its block: it asks the pool, and tells it whom to admit and whom to exclude."""
+    """Watches a pool while its `async with` block runs, and tells the pool which instances to admit and exclude."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -50,7 +50,7 @@ class HealthMonitor:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """An error in a background task ends the run, because instances are no longer looked after."""
+        """End the run on an error in a background task, because instances are no longer watched."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._pool.fail(
@@ -62,8 +62,8 @@ class HealthMonitor:
     # processes ------------------------------------------------------------------------------------
 
     async def _watch_processes(self) -> None:
-        """Notice deaths at once; fail the pool when it needs an instance and nothing lived for longer than its
-        `patience`. An address that never answers does not live, however often it joins."""
+        """Notice deaths at once. Fail the pool if it needs an instance and none has lived for longer than its
+        `patience`. An address that never answers does not count as living, however often it joins."""
         pool = self._pool
         await pool.connected.wait()
         waits_since = time.monotonic()
@@ -86,7 +86,7 @@ class HealthMonitor:
             await asyncio.sleep(LOOK_S)
 
     async def _restart(self, declared: InstanceProcess, wanted: bool) -> None:
-        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times in a
+        """Stop a declared instance's process. If it is `wanted`, restart it, at most rollout.restarts times in a
         row."""
         rollout = self._pool.config.rollout
         await asyncio.to_thread(declared.child.stop, 0.0)
@@ -98,27 +98,27 @@ class HealthMonitor:
             except MetronomeError as error:
                 self._pool.failed_restart(declared.name, str(error))
                 await asyncio.to_thread(declared.child.stop, 0.0)
-                if isinstance(error, BadInput):  # it would refuse it again
+                if isinstance(error, BadInput):  # it would refuse the input again
                     return
             else:
                 self._pool.enter(declared.name, http_url(*address), declared)
                 return
 
     async def _watch_failed_starts(self) -> None:
-        """Start declared instances again that could not start with the others."""
+        """Restart declared instances that could not start with the others."""
         while True:
             self._run(self._restart(await self._pool.failed_starts.get(), wanted=True))
 
     # instances ------------------------------------------------------------------------------------
 
     async def _watch_arrivals(self) -> None:
-        """Look after every instance that enters the pool."""
+        """Watch every instance that enters the pool."""
         while True:
             self._run(self._watch_instance(await self._pool.arrived.get()))
 
     async def _watch_instance(self, instance: Instance) -> None:
-        """Exclude it when it is silent and bring it back when it answers, until it is gone.
-        Then a declared one is started again, unless it asked to leave."""
+        """Exclude an instance when it is silent and bring it back when it answers, until it is gone. Then restart it if
+        it is declared, unless it asked to leave."""
         rollout = self._pool.config.rollout
         patience = max(rollout.heartbeat_s, rollout.wait_s / 2)  # early enough to replace it before the run gives up
         interval = rollout.heartbeat_s / 3
@@ -136,7 +136,8 @@ class HealthMonitor:
             await self._restart(instance.declared, wanted=not instance.leaving)
 
     async def _check_heartbeat(self, instance: Instance, timeout_s: float) -> bool:
-        """Whether it answered. Any answer is a sign of life, because an update keeps it from telling its load."""
+        """Return whether the instance answered. Any answer is a sign of life, because an instance can't report its load
+        during an update."""
         was = instance.state, instance.version
         asked_load = instance.client.call(GetLoad(), timeout_s=timeout_s)
         asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)
@@ -158,14 +159,15 @@ class HealthMonitor:
         return answered
 
     def _compare(self, instance: Instance, holds: int) -> None:
-        """An instance that was started again behind the same address has other weights than it was brought to."""
+        """Exclude an instance that was restarted behind the same address: it no longer holds the weights it was brought
+        to."""
         if instance.takes_prompts and instance.version is not None and holds != instance.version:
             self._pool.exclude(
                 instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
             )
 
     def _bring_back(self, instance: Instance) -> None:
-        """It answers: if it has no weights, begin to bring it to the current ones, or have it wait for the first."""
+        """Bring back an instance that answers: give it the current weights, or let it wait for the first ones."""
         if instance.state not in ("starting", "silent"):
             return
         sync = self._pool.sync
@@ -178,8 +180,8 @@ class HealthMonitor:
             self._run(self._catch_up(instance))
 
     async def _catch_up(self, instance: Instance) -> None:
-        """Bring it to the current version, again when that moved on meanwhile; then it serves.
-        Give it up after ATTEMPTS."""
+        """Bring an instance to the current version, repeatedly if the version moves on; then let it serve. Give it up
+        after ATTEMPTS failures."""
         sync = self._pool.sync
         try:
             async with instance.client.until_cut("bringing it to the weights"):

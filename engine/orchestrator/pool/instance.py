@@ -1,4 +1,4 @@
-"""One rollout instance as the pool sees it, the only writer of its own state."""
+"""One rollout instance as the pool sees it. Only `Instance` changes its own state."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NEXT = {
     "silent": ("starting", "catching_up", "silent", "gone"),
     "gone": (),
 }
-"""Every transition. `Instance` says what a state means."""
+"""Every allowed transition. `Instance` explains the states."""
 
 SMOOTHING = 0.3
-"""Weight of the newest figure in an instance's averages."""
+"""Weight of the newest value in an instance's averages."""
 
 
 def smooth_average(average: float | None, newest: float) -> float:
-    """The average with the newest figure taken in; the newest alone if there is none yet."""
+    """Return the average updated with the newest value, or the newest value if there is no average yet."""
     return newest if average is None else (1 - SMOOTHING) * average + SMOOTHING * newest
 
 
@@ -49,12 +49,12 @@ class Place:
 
     instance: Instance
     trial: bool
-    """Whether only one request may be sent: its breaker was open."""
+    """Whether only one request may be sent, because the circuit breaker was open."""
 
 
 @dataclass(eq=False)
 class Instance:
-    """One instance of the pool. Pool, health monitor and weight sync ask it; its methods alone write its fields.
+    """One instance of the pool. Pool, health monitor and weight sync query it; only its own methods write its fields.
 
     | state | meaning | takes prompts | in pool_size | gets the next version | may go to |
     |---|---|---|---|---|---|
@@ -66,47 +66,48 @@ class Instance:
     | silent | excluded; may come back | no | no | no | starting, catching_up, silent, gone |
     | gone | never comes back as this object | no | no | no | |
 
-    It goes from state to state by the methods `admit` to `depart`. Any other transition is a mistake of ours and raises
-    RuntimeError.
+    The methods `admit` to `depart` change the state. Any other transition is a bug and raises RuntimeError.
 
-    Version: None until `hold`. `exclude` and `begin_catch_up` set it back to None, because an update may have been
-    broken off. So an instance with a version holds the whole of it; one that is updating held it before.
+    Version: None until `hold`. `exclude` and `begin_catch_up` reset it to None, because an update may have been
+    interrupted. So an instance with a version holds all of that version; an updating instance held it before the
+    update.
 
-    Places: one for each group in flight. Only a serving instance gives one (`take_place`), never more than the limit.
-    Each is given back exactly once (`give_back`), in whatever state the instance is by then.
+    Places: one for each group in flight. Only a serving instance gives places (`take_place`), never more than the
+    limit. Each place is given back exactly once (`give_back`), whatever the instance's state is by then.
     """
 
     client: InstanceClient
     declared: InstanceProcess | None = None
-    """Its process, when this run started it; None: it joined from outside."""
+    """The instance's process if this run started it; None if it joined from outside."""
     trace: Trace | None = None
     version: int | None = field(default=None, init=False)
-    """Weight version that it was brought to."""
+    """Weight version that the instance was brought to."""
     leaving: bool = field(default=False, init=False)
-    """It asked to leave: it gets no more groups. An update under way goes on until its end."""
+    """Whether the instance asked to leave. It then gets no more groups. An update in progress still completes."""
     reason: str = field(default="", init=False)
-    """Why it was last excluded."""
+    """Why the instance was last excluded."""
     excluded: bool = field(default=False, init=False)
-    """Whether it was excluded and has not served since."""
+    """Whether the instance was excluded and has not served since."""
     group_s: float | None = field(default=None, init=False)
-    """Seconds per group at its pace (groups that run side by side share them), smoothed; None before the first."""
+    """Seconds per group, smoothed (groups that run at the same time share them); None before the first group."""
     met: bool = field(default=False, init=False)
-    """Whether it has ever answered: a wrong address holds up no weight update."""
+    """Whether the instance has ever answered. A weight update does not wait for one that has not: its address may be
+    wrong."""
     load: Load | None = field(default=None, init=False)
-    """Its last answer to GET /load."""
+    """The instance's last answer to GET /load."""
     tokens_per_s: float = field(default=0.0, init=False)
-    """Generated between its last two answers."""
+    """Tokens generated per second between the last two answers to GET /load."""
     retry: float = field(default=0.0, init=False)
-    """When the next attempt to bring it to the weights is due (monotonic)."""
+    """Monotonic time at which the next attempt to bring the instance to the weights is due."""
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker, init=False)
     _state: str = field(default="starting", init=False)
     _places: set[Place] = field(default_factory=set, init=False)
     _failed_attempts: int = field(default=0, init=False)
-    """Times in a row that it could not be brought to the weights."""
+    """Number of consecutive failed attempts to bring the instance to the weights."""
     _breaches: int = field(default=0, init=False)
-    """Replies that broke the protocol."""
+    """Number of replies that broke the protocol."""
     _busy_since: float | None = field(default=None, init=False)
-    """Since when it has refused every request as one that is paused (monotonic)."""
+    """Monotonic time since which the instance has refused every request as paused."""
     _gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
@@ -116,82 +117,82 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """Unique among the pool's instances."""
+        """Unique name within the pool."""
         return self.client.name
 
     @property
     def child(self) -> Child | None:
-        """Its process, when this run started it."""
+        """The instance's process, if this run started it."""
         return None if self.declared is None else self.declared.child
 
     @property
     def restarts(self) -> int:
-        """How often its process was started again."""
+        """How often the process was restarted."""
         return 0 if self.declared is None else self.declared.restarts
 
     @property
     def dead(self) -> bool:
-        """Whether its process ended, as far as this run can see that."""
+        """Whether the process has ended, as far as this run can tell."""
         return self.child is not None and not self.child.alive
 
     # its state ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
-        """Where it is in its life, as shown."""
+        """The state, as shown to users."""
         return "updating" if self._state == "catching_up" else cast(State, self._state)
 
     @property
     def updating(self) -> bool:
-        """Whether a publish gives it weights: it has not been excluded since that began."""
+        """Whether a publish is giving the instance weights, and it has not been excluded since this began."""
         return self._state == "updating"
 
     @property
     def takes_prompts(self) -> bool:
-        """Whether it takes prompts now."""
+        """Whether the instance takes prompts now."""
         return self._state == "serving"
 
     @property
     def gets_version(self) -> bool:
-        """Whether a publish that begins has it as a member."""
+        """Whether a publish that begins now includes the instance."""
         return self.met and self._state in ("starting", "updating", "serving")
 
     @property
     def lives(self) -> bool:
-        """Whether it takes prompts now, or after its update."""
+        """Whether the instance takes prompts now, or can do so after an update."""
         return self.takes_prompts or "serving" in NEXT[self._state]
 
     @property
     def counts(self) -> bool:
-        """Whether it keeps the run from giving up: it lives, and is no address that has never answered."""
+        """Whether the instance keeps the run from giving up: it lives, and has answered at least once."""
         return self.lives and self.met
 
     @property
     def may_depart(self) -> bool:
-        """Whether it asked to leave and has nothing to finish: neither an update nor a group."""
+        """Whether the instance asked to leave and has nothing to finish, neither an update nor a group."""
         return self.leaving and not self.updating and not (self.state == "draining" and self._places)
 
     def admit(self) -> None:
-        """It holds the weights it should: it takes prompts."""
+        """Let the instance take prompts, since it holds the right weights."""
         self._go("serving")
         self._failed_attempts = 0
         self.excluded = False
 
     def begin_update(self) -> None:
-        """A publish gives it weights."""
+        """Begin a publish that gives the instance weights."""
         self._go("updating")
 
     def begin_catch_up(self) -> None:
-        """It is brought to the current weights on its own."""
+        """Begin to bring the instance to the current weights outside of a publish."""
         self._go("catching_up")
         self.version = None
 
     def wait_for_publish(self) -> None:
-        """It answers again before any version was published: it waits for the first one."""
+        """Let the instance, which answers again, wait for the first publish."""
         self._go("starting")
 
     def exclude(self, reason: str) -> None:
-        """It takes no more prompts. Every call to it that is under way ends with InstanceGone."""
+        """Stop sending prompts to the instance. Every call to it in progress ends with InstanceGone."""
         self._go("silent")
         self.reason = reason
         self.excluded = True
@@ -200,20 +201,20 @@ class Instance:
         self.client.cut(reason)
 
     def drain(self) -> None:
-        """It asked to leave: it gets no new groups and finishes what it holds."""
+        """Let the instance leave: it gets no new groups and finishes what it holds."""
         self.leaving = True
         if self.takes_prompts:
             self._go("draining")
 
     def depart(self, reason: str) -> None:
-        """It never comes back as this object. Every call to it that is under way ends with InstanceGone."""
+        """Retire this object for good. Every call to the instance in progress ends with InstanceGone."""
         self._go("gone")
         self.reason = self.child.how_it_ended() if self.child is not None and self.dead else reason
         self.client.cut(self.reason)
         self._gone.set()
 
     async def wait_until_gone(self, timeout_s: float) -> None:
-        """Until it is gone, at most so long."""
+        """Wait until the instance is gone, or until `timeout_s` has passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._gone.wait()
@@ -226,7 +227,7 @@ class Instance:
         self._state = state
 
     def draw(self) -> None:
-        """Put the current state's period so far on the timeline."""
+        """Add the time spent in the current state so far to the timeline."""
         now = time.time()
         if self.trace is not None:
             self.trace.add(self.state, self._since, now, lane=f"pool {self.name}")
@@ -236,11 +237,11 @@ class Instance:
 
     @property
     def groups(self) -> int:
-        """Groups in flight on it."""
+        """Number of groups in flight on the instance."""
         return len(self._places)
 
     def take_place(self, limit: int) -> Place:
-        """Room for one more group, of at most `limit`."""
+        """Take room for one more group, of at most `limit`."""
         if not self.takes_prompts or self.groups >= limit:
             raise RuntimeError(f"instance {self.name}: no place for a group: {self._state}, {self.groups} in flight")
         place = Place(self, self.breaker.begin())
@@ -248,35 +249,35 @@ class Instance:
         return place
 
     def give_back(self, place: Place) -> None:
-        """The group is no longer on it."""
+        """Give back the place of a group that is no longer on the instance."""
         self._places.remove(place)
         if place.trial:
             self.breaker.give_back()
 
     def finished(self, seconds: float, beside: int) -> None:
-        """A group took so long beside so many (itself included)."""
+        """Record that a group took `seconds` while `beside` groups ran, including itself."""
         self.group_s = smooth_average(self.group_s, seconds / max(1, beside))
 
     # its weights ----------------------------------------------------------------------------------
 
     def hold(self, version: int) -> None:
-        """It was brought to this version. One that was excluded meanwhile keeps none."""
+        """Record that the instance was brought to this version. If it has been excluded since, it keeps no version."""
         if self._state not in ("silent", "gone"):
             self.version = version
 
     def distrust(self) -> None:
-        """It gets weights that are not compared with the trainer's yet: its responses are held back."""
+        """Hold back the instance's responses: its new weights have not been compared with the trainer's yet."""
         self.client.distrust()
 
     def trust(self, anew: bool = False) -> None:
-        """It computes as the trainer does: its responses may go. `anew`: after it caught up, so that what was asked of
-        it before is lost; else nothing happens if it was excluded meanwhile."""
+        """Release the instance's responses, since it computes as the trainer does. `anew`: it has caught up, and all
+        requests sent to it before that are lost. Without `anew`, nothing happens if it has been excluded since."""
         if anew or self._state in ("serving", "draining"):
             self.client.trust(anew)
 
     def failed_attempt(self, pause_s: float) -> int:
-        """It could not be brought to the weights: the next attempt waits for `pause_s`, doubled for each failure.
-        How many failed in a row."""
+        """Record a failed attempt to bring the instance to the weights. The next attempt waits for `pause_s`, doubled
+        for each failure. Return how many attempts in a row have failed."""
         self._failed_attempts += 1
         self.retry = time.monotonic() + pause_s * 2**self._failed_attempts
         return self._failed_attempts
@@ -285,34 +286,35 @@ class Instance:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since it last answered."""
+        """Seconds since the instance last answered."""
         return time.monotonic() - self._last_heard
 
     def heard(self) -> bool:
-        """It answered; whether it did so for the first time."""
+        """Record that the instance answered. Return whether this was the first time."""
         self._last_heard = time.monotonic()
         first = not self.met
         self.met = True
         return first
 
     def answered(self) -> None:
-        """It answered a request as it should."""
+        """Record that the instance answered a request correctly."""
         self._busy_since = None
         self.breaker.success()
 
     def breached(self) -> int:
-        """It sent a reply that breaks the protocol; how many it has sent."""
+        """Record a reply that breaks the protocol. Return how many there have been."""
         self._breaches += 1
         return self._breaches
 
     def refused(self) -> float:
-        """It refused a request as one that is paused; for how many seconds it has refused all."""
+        """Record that the instance refused a request as paused. Return for how many seconds it has refused every
+        request."""
         now = time.monotonic()
         self._busy_since = now if self._busy_since is None else self._busy_since
         return now - self._busy_since
 
     def loaded(self, load: Load) -> None:
-        """Take in an answer to GET /load."""
+        """Record an answer to GET /load."""
         now = time.monotonic()
         if self.load is not None and now > self._loaded:
             generated = load.generated_tokens - self.load.generated_tokens
@@ -321,7 +323,7 @@ class Instance:
         self._loaded = now
 
     def status(self) -> JsonObject:
-        """What GET /status says of it."""
+        """Return the part of GET /status about this instance."""
         return {
             "name": self.name,
             "url": self.client.url,

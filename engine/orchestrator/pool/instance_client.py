@@ -1,4 +1,4 @@
-"""The orchestrator's side of a rollout instance: one protocol for every engine, token ids across it."""
+"""The orchestrator's client for a rollout instance: one protocol for every engine, with token ids both ways."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ Reply = TypeVar("Reply")
 
 
 class InstanceGone(MetronomeError):
-    """The connection to the instance failed or broke, or the pool gave the instance up.
-    Its requests go to another one."""
+    """The connection to the instance failed, or the pool gave the instance up. Its requests go to another instance."""
 
 
 class InstanceFault(MetronomeError):
-    """The instance answered with an error of its own (5xx) or with something that is no reply to the request."""
+    """The instance answered with a server error (5xx), or with something that is not a reply to the request."""
 
 
 class BrokenReply(InstanceFault):
-    """The instance answered 200 with something that breaks the protocol: nothing of it counts."""
+    """The instance answered 200, but the reply breaks the protocol. Nothing of it is used."""
 
 
 class Refused(MetronomeError):
-    """The instance refused the request (4xx): a mistake of ours, sending it again would not help."""
+    """The instance refused the request (4xx). The request itself is wrong, so sending it again would not help."""
 
 
 class Busy(Refused):
-    """The instance can't take the request now (BUSY), or an update broke it off; later it can."""
+    """The instance can't take the request now (BUSY), or an update interrupted it. It can be sent again later."""
 
 
 NO_FILE = (errno.EMFILE, errno.ENFILE)
-"""This process, or its machine, can open no further file: not the instance's fault."""
+"""This process or its machine can't open another file, which is not the instance's fault."""
 NO_FILE_PAUSE_S = 0.2
 BUSY = (408, 409, 429)
-"""It waited too long for the request's body; it is paused or being updated; it holds too many requests."""
+"""408: it waited too long for the request's body. 409: it is paused or updating. 429: it holds too many requests."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,13 @@ class SamplingSettings:
     """Number of token ids that the model knows."""
     stop_token_ids: tuple[int, ...] = ()
     model_stop_ids: frozenset[int] = frozenset()
-    """The model's own end-of-sequence ids, which instances add."""
+    """The model's own end-of-sequence ids, which instances add to `stop_token_ids`."""
     partial: bool = False
-    """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
+    """Whether a response that a pause interrupted is kept and continued later (rollout.partial)."""
     experts: Experts | None = None
-    """The model's experts, if those of each token are asked for (algorithm.routing_replay)."""
+    """The model's experts, if those of each token are requested (algorithm.routing_replay)."""
     seeded: bool = True
-    """Whether each request has a seed of its own. Without one a response comes from the instance's random stream."""
+    """Whether each request has its own seed. Without a seed, a response comes from the instance's random stream."""
 
     @classmethod
     def of(
@@ -84,8 +83,9 @@ class SamplingSettings:
         routes: bool = False,
         seeded: bool = True,
     ) -> SamplingSettings:
-        """Those of a part of the config: `rollout` for training, `evaluate` for evaluations. `model`: a Hugging Face
-        folder; `routes`: whether the experts of each token are asked for; `seeded`: whether each request has a seed."""
+        """Build the settings from a part of the config: `rollout` for training, `evaluate` for evaluations. `model`: a
+        Hugging Face folder. `routes`: whether the experts of each token are requested. `seeded`: whether each request
+        has a seed."""
         shape = read_shape(model)
         return cls(
             max_new_tokens=settings.max_new_tokens,
@@ -102,11 +102,11 @@ class SamplingSettings:
 
 
 class InstanceClient:
-    """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
+    """HTTP calls to one rollout instance. Every call has a deadline, and `cut` ends the calls in progress.
 
-    Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights
-    sampled leaves before they were compared with the trainer's. A `cut` loses what is held. Only `Instance` calls
-    `distrust`, `trust` and `cut`.
+    Between `distrust` and `trust` the instance may sample, but its responses are held back: no response sampled by new
+    weights is released before these were compared with the trainer's. A `cut` discards the responses that are held
+    back. Only `Instance` calls `distrust`, `trust` and `cut`.
     """
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -121,11 +121,11 @@ class InstanceClient:
         self._trusted.set()
 
     async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None) -> Reply:
-        """Send a request and wait for its reply; `timeout_s` defaults to rollout.timeout_s.
+        """Send a request and wait for its reply. `timeout_s` defaults to rollout.timeout_s.
 
-        While this process can open no file for the connection, it waits. Raises InstanceGone (connection broken, or
-        cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …), Refused (other 4xx) and TooManyFiles; each
-        names instance and route.
+        While this process can open no file for the connection, the call waits. Raises InstanceGone (connection broken,
+        or cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …), Refused (other 4xx) and TooManyFiles;
+        each names instance and route.
         """
         what = f"{request.method} {request.path}"
         data = msgspec.json.encode(request) if request.method == "POST" else None
@@ -156,7 +156,7 @@ class InstanceClient:
         return cast(Reply, _reply(call=f"{self.name}: {what}", status=status, form=form, raw=raw, kind=request.reply))
 
     async def _answer(self, request: InstanceRequest[Reply], data: bytes | None) -> tuple[int, str, bytes]:
-        """Its reply's status, content type and body."""
+        """Return the reply's status, content type and body."""
         headers = {"Content-Type": "application/json", "Accept": request.accept}
         async with self._session.request(
             request.method, self.url + request.path, data=data, headers=headers, allow_redirects=False
@@ -165,7 +165,7 @@ class InstanceClient:
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
-        """Until the deadline (None: there is none), or `cut`."""
+        """Run the body until the deadline (None: there is none) or a `cut`."""
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
@@ -180,22 +180,23 @@ class InstanceClient:
             self._cut.pop(scope, None)
 
     def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
-        """Work on the instance that has deadlines of its own: a `cut` ends it with InstanceGone."""
+        """Run work on the instance that has its own deadlines. A `cut` ends it with InstanceGone."""
         return self._limited(what, None)
 
     def distrust(self) -> None:
-        """It gets weights that are not compared with the trainer's yet: hold its responses back."""
+        """Hold back the instance's responses: its new weights have not been compared with the trainer's yet."""
         self._trusted.clear()
 
     def trust(self, anew: bool = False) -> None:
-        """It computes with the trainer's weights: let its responses go. `anew`: it was left out before, so what was
-        asked of it since is lost, as by a `cut`: other weights may have sampled that."""
+        """Release the instance's responses, since it computes with the trainer's weights. `anew`: it was left out
+        before, so all requests sent since then are lost as after a `cut`, because other weights may have sampled
+        them."""
         self._cuts += anew
         self._trusted.set()
 
     async def _until_trusted(self, cuts: int) -> None:
-        """For a response that was asked for after so many cuts.
-        Raises InstanceGone when it was cut since, DeadlineError."""
+        """Wait until the response may be released. `cuts`: number of cuts when it was requested. Raises InstanceGone if
+        there was a cut since, and DeadlineError."""
         if cuts == self._cuts and not self._trusted.is_set():
             what = "POST /v1/completions, whose weights were to be compared with the trainer's"
             async with self._limited(what, self._timeout_s):
@@ -204,7 +205,7 @@ class InstanceClient:
             raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
 
     def cut(self, reason: str) -> None:
-        """End every call under way with InstanceGone, so that its callers go on without this instance."""
+        """End every call in progress with InstanceGone, so that the callers continue without this instance."""
         self._cuts += 1
         now = asyncio.get_running_loop().time()
         for scope in self._under_way - self._cut.keys():
@@ -215,10 +216,10 @@ class InstanceClient:
     async def complete(
         self, prompt: Prompt, sampling: SamplingSettings, seed: int | None, so_far: PackedResponse | None = None
     ) -> PackedResponse:
-        """Sample one response, or go on with one.
+        """Sample one response, or continue `so_far`.
 
-        Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one
-        that a pause broke off comes back with finish_reason "abort".
+        Returns once the weights that sampled the response are trusted. Raises what `call` raises. With
+        `sampling.partial`, a response that a pause interrupted has finish_reason "abort".
         """
         begun = open_ids(so_far.token_ids) if so_far is not None else ()
         cuts = self._cuts
@@ -244,8 +245,8 @@ class InstanceClient:
     def _checked(
         self, reply: CompletionReply, sampling: SamplingSettings, prompt: int, begun: int, seed: int | None
     ) -> PackedResponse:
-        """Return the reply's response, which continues so many tokens of prompt and response. Raise BrokenReply if it
-        is no reply to the request."""
+        """Return the reply's response, which continues `prompt` + `begun` tokens. Raises BrokenReply if the reply does
+        not answer the request."""
         stops = frozenset(sampling.stop_token_ids)
         asked = Asked(
             max_tokens=sampling.max_new_tokens - begun,
@@ -262,8 +263,8 @@ class InstanceClient:
 
 
 def join_responses(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:
-    """A response and its continuation as one: tokens, log-probabilities, weight versions and routes are those they were
-    sampled with. The continuation's routes begin with the prompt's, as computed again."""
+    """Join a response and its continuation. Tokens, log-probabilities, weight versions and routes stay those they were
+    sampled with. The continuation's routes begin with those of the prompt, as computed again."""
     if so_far is None:
         return more
     begun = so_far.length
@@ -281,7 +282,7 @@ def join_responses(so_far: PackedResponse | None, more: PackedResponse) -> Packe
 
 
 def _reply(call: str, status: int, form: str, raw: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """The reply as this kind, read as its media type (`form`) says; an empty body is an empty object."""
+    """Decode the reply as `kind`, by its media type (`form`). An empty body counts as an empty object."""
     if status != 200:
         error = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
         raise error(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")

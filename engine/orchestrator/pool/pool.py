@@ -1,9 +1,9 @@
-"""The rollout instances of a run: which take prompts, which come, go and come back.
+"""The rollout instances of a run: which ones take prompts, and how they join, leave and come back.
 
-`InstanceProcesses` has the instances that a run starts itself: their processes, their addresses, their restarts.
+`InstanceProcesses` holds the instances that a run starts itself: their processes, addresses and restarts.
 
-The pool knows neither the health monitor nor what a publish does. Both ask it, and tell it when to admit or exclude an
-instance. A new instance waits in `arrived` for the monitor.
+The pool knows nothing of the health monitor or of what a publish does. Both query the pool, and tell it when to admit
+or exclude an instance. A new instance waits in `arrived` for the monitor.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from engine.wire.address import http_url
 
 
 class InstanceProcesses:
-    """Starts the declared instances' processes, again when they died, and ends them."""
+    """Starts the processes of the declared instances, restarts them if they die, and stops them."""
 
     def __init__(self, config: Config, model: Path, folder: Path) -> None:
-        """`model`: a Hugging Face folder; logs and addresses are written to `folder`/logs, their
-        profiles (train.profile) to `folder`/profile."""
+        """`model`: a Hugging Face folder. Logs and addresses are written to `folder`/logs, profiles (train.profile) to
+        `folder`/profile."""
         self._config = config
         self._model = model
         self._logs = folder / "logs"
@@ -44,13 +44,13 @@ class InstanceProcesses:
         self.declared: list[InstanceProcess] = []
 
     def spawn(self, count: int) -> None:
-        """Start so many instances; returns at once."""
+        """Start `count` instances, without waiting for them."""
         for number in range(count):
             port_file = self._logs / f"instance-{number}.address"
             self.declared.append(InstanceProcess(number, self._child(number, port_file), port_file))
 
     def restart(self, one: InstanceProcess) -> None:
-        """Start its process again."""
+        """Restart the process of an instance."""
         one.restarts += 1
         one.faults += 1
         one.began = time.monotonic()
@@ -67,27 +67,27 @@ class InstanceProcesses:
         return Child(name, command, self._logs / f"{name}.log", env)
 
     async def close(self) -> None:
-        """End all of them."""
+        """Stop all instances."""
         await asyncio.to_thread(stop_all, [one.child for one in self.declared])
 
 
 BREACHES = 3
-"""An instance that sent so many replies that break the protocol is given up."""
+"""Number of replies that break the protocol after which an instance is given up."""
 
 
 class Sync(Protocol):
-    """What brings late instances to the weights (engine.orchestrator.weight_sync.sync)."""
+    """Brings late instances to the current weights (engine.orchestrator.weight_sync.sync)."""
 
     @property
     def version(self) -> int | None:
-        """Of the last publish that was finished; None before the first."""
+        """Version of the last completed publish, or None."""
 
     async def catch_up(self, instance: Instance) -> None:
-        """Bring a late instance to `version`, which it then holds. Raises MetronomeError when that failed."""
+        """Bring a late instance to `version`, which it then holds. Raises MetronomeError if that fails."""
 
 
 class Pool:
-    """Instances with bounded concurrency; a group goes to the one that will probably finish it first."""
+    """Instances with bounded concurrency. A group goes to the instance that will probably finish it first."""
 
     def __init__(
         self,
@@ -98,29 +98,31 @@ class Pool:
         synced: bool = False,
         notices: RunEvents | None = None,
     ) -> None:
-        """`synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk;
-        `notices`: get which instances come, go and fail."""
+        """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve at once, with the
+        weights that they loaded from disk. `notices`: is told which instances join, leave and fail."""
         self.config = config
         self.processes = InstanceProcesses(config, model, folder)
         self.sync: Sync | None = None
-        """For the health monitor; None until there is one."""
+        """Used by the health monitor; None until a weight sync is set up."""
         self.synced = synced
         self.failure: MetronomeError | None = None
-        """Why the pool gave up: no instance lived for longer than `patience`."""
+        """Why the pool gave up, which it does when no instance has lived for longer than `patience`; else None."""
         self.needed: Callable[[], bool] = lambda: True
-        """Whether the run needs an instance now. While its trainer loads it needs none, and no time runs."""
+        """Whether the run needs an instance now. While its trainer loads it needs none, and the wait for one is not
+        counted."""
         self.lived = False
-        """Whether any instance ever lived: one of the run's own once it serves, another once it has answered."""
+        """Whether any instance has ever lived. A declared instance counts once it serves, any other once it has
+        answered."""
         self.how_to_join = ""
-        """A command that starts an instance which joins; empty where the pipeline starts them."""
+        """A command that starts an instance which joins the run; empty if the pipeline starts them."""
         self.instances: list[Instance] = []
-        """All that are not gone."""
+        """All instances that are not gone."""
         self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
-        """New ones, which the health monitor does not look after yet."""
+        """New instances, which the health monitor does not watch yet."""
         self.failed_starts: asyncio.Queue[InstanceProcess] = asyncio.Queue()
-        """Declared instances that could not start with the others, which the health monitor starts again."""
+        """Declared instances that failed to start with the others. The health monitor restarts them."""
         self.connected = asyncio.Event()
-        """Set once every declared instance has been there, or has failed to start."""
+        """Set once every declared instance has served or has failed to start."""
         self._trace = trace
         self._notices = notices or RunEvents()
         self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
@@ -131,15 +133,15 @@ class Pool:
     # its instances --------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
-        """Start so many declared instances' processes; `connect` waits for them."""
+        """Start the processes of `count` declared instances; `connect` waits for them."""
         self.processes.spawn(count)
 
     async def connect(self) -> None:
-        """Wait until every declared instance serves or has failed to start. The health monitor starts the failed ones
-        again.
+        """Wait until every declared instance serves or has failed to start. The health monitor restarts the failed
+        ones.
 
-        If all failed, or one refuses its input, the recipe is wrong: raises ProcessDied, DeadlineError or BadInput with
-        the name of the first.
+        If all of them failed, or one refuses its input, the recipe is wrong: raises ProcessDied, DeadlineError or
+        BadInput with the name of the first one.
         """
         declared = self.processes.declared
         errors = await asyncio.gather(*(self._first_start(one) for one in declared))
@@ -154,8 +156,8 @@ class Pool:
         self.connected.set()
 
     async def _first_start(self, one: InstanceProcess) -> MetronomeError | None:
-        """Wait until a declared instance serves, and take it in. A process that was killed is started again, at most
-        rollout.restarts times. Return why it failed to start; None if it serves."""
+        """Wait until a declared instance serves, and add it to the pool. A process that was killed is restarted at most
+        rollout.restarts times. Return why it failed to start, or None if it serves."""
         rollout = self.config.rollout
         while True:
             try:
@@ -170,7 +172,7 @@ class Pool:
                 return None
 
     def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
-        """Take in an instance that answers under `url`; it serves once it holds the current weights."""
+        """Add an instance that answers under `url`. It serves once it holds the current weights."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             token = authorization_headers(access_token())
@@ -191,25 +193,26 @@ class Pool:
         return instance
 
     def find(self, name: str) -> Instance | None:
-        """The instance of this name that is not gone."""
+        """Return the instance with this name, or None if there is none or it is gone."""
         return next((instance for instance in self.instances if instance.name == name), None)
 
     @property
     def size(self) -> int:
-        """pool_size: instances that take prompts, or are being given the weights with which they go on."""
+        """pool_size: number of instances that take prompts, or that are getting weights and then take prompts again."""
         return sum(instance.state in WORKING for instance in self.instances)
 
     @property
     def serving(self) -> int:
-        """Instances that take prompts now."""
+        """Number of instances that take prompts now."""
         return sum(instance.takes_prompts for instance in self.instances)
 
     def members(self) -> list[Instance]:
-        """Those that must get the next version. One that is catching up is not among them: it does so again."""
+        """Instances that must receive the next version. An instance that is catching up is left out; it will catch up
+        again."""
         return [instance for instance in self.instances if instance.gets_version]
 
     def admit(self, instance: Instance) -> None:
-        """It holds the current weights: it takes prompts, unless it was excluded or asked to leave meanwhile."""
+        """Let an instance that holds the current weights take prompts, unless it was excluded or is leaving."""
         if instance.leaving:
             self.gone(instance, "left")
         elif instance.lives:
@@ -219,7 +222,8 @@ class Pool:
             self.changed()
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """No more prompts until it answers and holds the weights. One that asked to leave, or died, is gone."""
+        """Send an instance no more prompts until it answers and holds the weights. If it is leaving or dead, it is
+        gone."""
         if instance.leaving or instance.dead:
             self.gone(instance, reason)
         elif instance.state != "gone":
@@ -228,7 +232,7 @@ class Pool:
             self.changed()
 
     def gone(self, instance: Instance, reason: str) -> None:
-        """It never comes back as this object; the health monitor may start a declared one again."""
+        """Remove an instance for good. The health monitor may restart a declared instance as a new object."""
         if instance.state != "gone":
             self.lived |= instance.met
             instance.depart(reason)
@@ -239,7 +243,7 @@ class Pool:
             self.changed()
 
     def leave(self, instance: Instance) -> None:
-        """It gets no new groups; once it holds none, and no update is under way, it is gone."""
+        """Give an instance no new groups. It is gone once it holds no group and no update is in progress."""
         instance.drain()
         if instance.may_depart:
             self.gone(instance, "left")
@@ -250,15 +254,16 @@ class Pool:
     async def borrow(
         self, avoid: Collection[Instance] = (), first: bool = False, least: int | None = None
     ) -> AsyncIterator[Place]:
-        """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
+        """Borrow room for one group on the instance that will probably finish it first. Instances in `avoid` are used
+        only if no others serve.
 
-        `first`: before all that wait already, for a group that was begun and cut. `least`: only on one that holds this
-        weight version or a later one.
+        `first`: go before all who are already waiting, for a group that was begun and interrupted. `least`: only use an
+        instance that holds this weight version or a later one.
 
-        Raises ProcessDied when no instance lived for longer than `patience`.
+        Raises ProcessDied if no instance has lived for longer than `patience`.
         """
         place = await self._ask(avoid, first, least)
-        while not place.instance.takes_prompts:  # it was excluded, or began an update, before this task went on
+        while not place.instance.takes_prompts:  # excluded, or began an update, before this task continued
             self._give_back(place)
             place = await self._ask(avoid, True, least)
         try:
@@ -278,13 +283,14 @@ class Pool:
         self.changed()
 
     def changed(self) -> None:
-        """Something may be possible now that was not: give out places, wake `wait_for_member`."""
+        """Give out places and wake `wait_for_member`, because the state of an instance has changed."""
         self._changed.set()
         self._dispatcher.hand_out()
 
     def fault(self, instance: Instance, reason: str = "no reason is known") -> None:
-        """A request to it failed; enough of them in a row and it is left alone for a while (CircuitBreaker)."""
-        if instance.state in ("serving", "draining"):  # else the pool itself broke the request off
+        """Record that a request to an instance failed. Several failures in a row open its circuit breaker for a
+        while."""
+        if instance.state in ("serving", "draining"):  # else the pool itself interrupted the request
             text = f"{instance.name} has failed on a request, which is sent again: {reason}"
             self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
             instance.breaker.fault()
@@ -292,24 +298,25 @@ class Pool:
             self.gone(instance, "its process ended")
 
     def broke_protocol(self, instance: Instance, reason: str) -> None:
-        """It sent a reply that breaks the protocol: it takes no prompts until it was brought to the weights anew. After
-        BREACHES of them it is given up."""
+        """Exclude an instance whose reply breaks the protocol, until it has received the weights again. After BREACHES
+        such replies the instance is given up."""
         if not instance.takes_prompts and instance.state != "draining":
-            return  # what was sent before it was excluded is not held against it again
+            return  # replies to requests from before its exclusion do not count again
         if instance.breached() < BREACHES:
             self.exclude(instance, reason)
         else:
             self.gone(instance, f"given up after {BREACHES} replies that break the protocol: {reason}")
 
     def success(self, instance: Instance) -> None:
-        """It answered a request as it should."""
+        """Record that an instance answered a request correctly."""
         was_open = instance.breaker.state != "closed"
         instance.answered()
         if was_open:
             self.changed()
 
     def busy(self, instance: Instance) -> None:
-        """It takes no request although it should serve: when that lasts it is brought to the weights anew."""
+        """Record that an instance refused a request as paused. If this lasts, exclude it, so that it gets the weights
+        again."""
         refused_s = instance.refused()
         if instance.takes_prompts and refused_s > self.config.rollout.heartbeat_s:
             self.exclude(instance, f"has refused every request as paused for {refused_s:.1f} s")
@@ -317,26 +324,26 @@ class Pool:
     # the end --------------------------------------------------------------------------------------
 
     async def wait_for_member(self) -> None:
-        """Until an instance lives. Raises ProcessDied when none did for longer than `patience`."""
+        """Wait until an instance lives. Raises ProcessDied if none has lived for longer than `patience`."""
         while not self.members():
             if self.failure is not None:
                 raise self.failure
             self._changed.clear()
-            await self._changed.wait()  # the health monitor, which fails the pool, ends this
+            await self._changed.wait()  # ended by the health monitor, which fails the pool
 
     def fail(self, error: MetronomeError) -> None:
-        """Give up: all that wait for an instance get this error."""
+        """Give up: everyone who waits for an instance gets this error."""
         self.failure = self.failure or error
         self._dispatcher.fail(self.failure)
         self.changed()
 
     @property
     def patience(self) -> tuple[float, str]:
-        """Seconds that the run waits for a living instance, and the key that sets them."""
+        """How many seconds the run waits for a living instance, and the key that sets this."""
         return self.config.rollout.patience(self.lived)
 
     def say_waits(self) -> None:
-        """Tell that there is no instance, for how long the run waits for one, and how one joins."""
+        """Report that there is no instance, how long the run waits for one, and how to start one that joins."""
         limit, key = self.patience
         one = "an instance" if self.lived else "the first instance"
         since = "" if self.needed() else ", counted from when the trainer has loaded its models"
@@ -344,7 +351,7 @@ class Pool:
         self._say("waits", f"the run waits for {one}, for up to {limit:g} s ({key}){since}{how}")
 
     def all_gone(self) -> ProcessDied:
-        """The error that says how the instances ended, or that none has come."""
+        """Return the error that says how the instances ended, or that none has joined."""
         ends = self._ends | {
             one.name: f"is {one.state}: {one.reason}" if one.met or one.reason else "did not answer since it joined"
             for one in self.instances
@@ -358,11 +365,11 @@ class Pool:
         return ProcessDied(f"no rollout instance has come: waited {limit:g} s for the first ({key}); {how}{command}")
 
     def note(self, name: str, end: str) -> None:
-        """How an instance ended that is not in the pool (a restart that failed)."""
+        """Record how an instance ended that is not in the pool (a restart that failed)."""
         self._ends[name] = end
 
     def failed_restart(self, name: str, end: str) -> None:
-        """A declared instance was started again and could not serve."""
+        """Record that a restarted declared instance could not serve."""
         self.note(name, end)
         self._say("fails", f"{name} could not be started again: {end}")
 
@@ -370,7 +377,7 @@ class Pool:
         self._notices.happened("instances", kind, text)
 
     async def close(self) -> None:
-        """End all instances."""
+        """Stop all instances."""
         for instance in self.instances:
             instance.draw()
         if self._session is not None:

@@ -1,4 +1,4 @@
-"""GET /metrics of the orchestrator: pool, instances and the trainer's last step in Prometheus' text format."""
+"""GET /metrics of the orchestrator: pool, instances and the trainer's last step in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIGURES = {
     "groups": "Groups in flight.",
     "group_s": "Seconds per group at its pace, smoothed.",
 }
-"""Of an instance, by the key of its status."""
+"""Help texts of an instance's metrics, by the key of its status."""
 
 
 class _Scrape(Collector):
@@ -60,7 +60,8 @@ class _Scrape(Collector):
 
 
 def metrics_text(instances: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> bytes:
-    """The text for what Instance.status gives and the last step's report (empty before the first)."""
+    """Return the metrics text. `instances`: as from Instance.status. `step`: the last step's report, empty before the
+    first."""
     registry = CollectorRegistry()
     registry.register(_Scrape(instances, step))
     return generate_latest(registry)

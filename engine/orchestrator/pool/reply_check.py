@@ -1,4 +1,4 @@
-"""What a reply to /v1/completions must be, checked as if an enemy had sent it: an error here would be trained."""
+"""Checks replies to /v1/completions as if an adversary had sent them, because training would use whatever is wrong."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.wire.rollout_messages import CompletionReply, Routes
 from engine.wire.routes import problem_of_form, problem_of_routes, route_type
 
 ROUNDING = 1e-4
-"""By so much a log-probability may exceed 0. An engine may compute it as logit − log-sum-exp in float32, whose rounding
-is below this for logits up to 1000. It is also what trainer and instances may differ by in float32."""
+"""A log-probability may exceed 0 by this much. An engine may compute it as logit − log-sum-exp in float32, whose
+rounding error is smaller for logits up to 1000. Trainer and instances may also differ by this much in float32."""
 VERSIONS = 2**63
-"""Weight versions are below this."""
+"""Weight versions are less than this."""
 
 
 class BrokenRule(Exception):
@@ -30,24 +30,24 @@ class BrokenRule(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asked for, as far as its reply must keep to it."""
+    """What a request asked for, as far as its reply is checked against it."""
 
     max_tokens: int
     vocabulary: int
     stops: frozenset[int]
     """Tokens that end a response wherever they are sampled."""
     ends: frozenset[int]
-    """Tokens that may end one: `stops`, and the model's own."""
+    """Tokens that may end a response: `stops`, and those of the model itself."""
     experts: Experts | None = None
-    """The model's experts, if those of each token are asked for."""
+    """The model's experts, if those of each token were requested."""
     prompt: int = 0
-    """Tokens of the prompt; only `experts` needs them."""
+    """Number of tokens of the prompt; needed only with `experts`."""
 
 
 def check_reply(reply: CompletionReply, asked: Asked, seed: int | None, instance: str) -> PackedResponse:
     """Return the reply's response. Raises BrokenRule if anything is wrong with it.
 
-    An aborted response may have any number of tokens, also none. Any other has at least one.
+    An aborted response may have any number of tokens, including none. Any other response has at least one.
     """
     choice = reply.choices[0]
     count = len(choice.token_ids)
@@ -86,12 +86,12 @@ def check_reply(reply: CompletionReply, asked: Asked, seed: int | None, instance
 
 
 def _column(kind: str, numbers: Sequence[Any]) -> array[Any]:
-    """Return the numbers as 8 bytes each, which they are where the reply had them as bytes."""
+    """Return the numbers with 8 bytes each. They are an array already if the reply was binary."""
     return numbers if isinstance(numbers, array) else array(kind, numbers)
 
 
 def problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
-    """Say which token is none of the vocabulary; "" if all are."""
+    """Say which token is not in the vocabulary; "" if all are."""
     right = (tokens >= 0) & (tokens < vocabulary)
     if not right.all():
         at = int(right.argmin())
@@ -100,8 +100,8 @@ def problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
 
 
 def problem_of_logprobs(logprobs: NDArray[np.float64]) -> str:
-    """Say which log-probability is none; "" if all are finite and at most 0."""
-    right = (logprobs <= ROUNDING) & (logprobs > -np.inf)  # not-a-number is neither
+    """Say which log-probability is invalid; "" if all are finite and at most 0."""
+    right = (logprobs <= ROUNDING) & (logprobs > -np.inf)  # excludes NaN
     if not right.all():
         at = int(right.argmin())
         return f"log-probability {at} is {logprobs[at]}, expected a finite number up to 0"
@@ -109,7 +109,8 @@ def problem_of_logprobs(logprobs: NDArray[np.float64]) -> str:
 
 
 def problem_of_versions(versions: Sequence[tuple[int, int]], count: int) -> str:
-    """Say if not every token has a version: the first stretch begins at 0, each later one after the one before."""
+    """Say if not every token has a version; "" if all have. The first span begins at 0, each later one after the
+    previous."""
     starts = [start for start, _ in versions]
     ascending = all(one < other for one, other in zip(starts, starts[1:], strict=False))
     whole = starts[0] == 0 and starts[-1] < count if starts else count == 0
@@ -133,7 +134,7 @@ def problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
 
 
 def problem_of_reply_routes(routes: Routes | None, asked: Asked, experts: Experts, count: int) -> str:
-    """Say what is wrong with the routes of a response of so many tokens; "" if nothing is."""
+    """Say what is wrong with the routes of a response of `count` tokens; "" if nothing is."""
     if routes is None:
         return "no routes, which were asked for" if count else ""
     tokens = asked.prompt + count - 1 if count else 0
@@ -145,7 +146,7 @@ def problem_of_reply_routes(routes: Routes | None, asked: Asked, experts: Expert
 
 
 def problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: array[float]) -> str:
-    """Say how the digest differs from that of what arrived; "" if it does not."""
+    """Say how the digest differs from that of the received content; "" if it does not."""
     choice = reply.choices[0]
     routes = choice.routes.data if choice.routes is not None else b""
     found = packed_digest(tokens, logprobs, reply.weight_versions, choice.finish_reason, routes=routes)

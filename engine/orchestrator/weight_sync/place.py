@@ -1,4 +1,4 @@
-"""Where weights lie on their way to the instances."""
+"""The folder for weights on their way to the instances."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.config import Config
 
 
 def weights_folder(config: Config, scratch: Path, run_folder: Path) -> Path:
-    """The folder for weights on their way to instances.
+    """Return the folder for weights on their way to the instances.
 
-    It lies in `scratch`, that of the lifeline (in shared memory, where there is any), if twice the space of two
-    versions is free there and the run has one node; else in the run folder.
+    The folder is in `scratch`, the lifeline's folder (in shared memory if available), if that has free space for twice
+    two versions and the run has one node. Otherwise it is in the run folder.
     """
     needed = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
     roomy = shutil.disk_usage(scratch).free > 4 * needed and config.parallel.nodes == 1

@@ -1,8 +1,9 @@
 """The probe: a few fixed tokens, whose log-probabilities show which weights a model computes with.
 
-Two engines that are right differ, by rounding. By how much depends on the model, the engines and the dtype: in bf16 the
-mean over tokens of text is 0.03 to 0.1 for trained models. So it is measured where both have the same weights for
-certain: those that instances are started from, which the trainer publishes as version 0. A multiple of it is allowed.
+Two correct engines differ by rounding. The size of the difference depends on the model, the engines and the dtype: in
+bf16 the mean over tokens of text is 0.03 to 0.1 for trained models. So it is measured where both certainly have the
+same weights: those that instances are started from, which the trainer publishes as version 0. A multiple of the
+measured difference is allowed.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ PERTURBED_TOKENS = 8
 LEAST = {"float32": 1e-4, "bfloat16": 0.02}
 """By dtype of the instances' weights: a difference between trainer and instance that is always allowed."""
 MOST = {"float32": 0.01, "bfloat16": 0.3}
-"""A difference that is never allowed: rounding does not make it."""
+"""A difference that is never allowed, because rounding can't explain it."""
 MULTIPLE = 3
-"""A difference of so many times the measured one is allowed."""
+"""Multiple of the measured difference that is allowed."""
 UNMEASURED = {"float32": LEAST["float32"], "bfloat16": MOST["bfloat16"]}
-"""The largest difference that is allowed where none was measured."""
+"""The largest difference that is allowed if none was measured."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed row of tokens. The last one is nowhere else in it."""
+    """A fixed row of tokens. The last token occurs only once in it."""
 
     token_ids: tuple[int, ...]
     vocabulary: int
@@ -40,7 +41,7 @@ class Probe:
 
     @property
     def which(self) -> str:
-        """Which difference is limited: the "largest" of the tokens in fp32, their "mean" in bf16."""
+        """Which difference is limited: the "largest" over the tokens in fp32, the "mean" in bf16."""
         return "largest" if self.dtype == "float32" else "mean"
 
     @property
@@ -54,7 +55,7 @@ class Probe:
         return [self.token_ids[-1], *others[: PERTURBED_TOKENS - 1]]
 
     def request(self) -> Complete:
-        """The request for their log-probabilities (temperature 1)."""
+        """Return the request for the log-probabilities of the tokens (temperature 1)."""
         return Complete(
             prompt=list(self.token_ids),
             max_tokens=1,
@@ -66,7 +67,7 @@ class Probe:
         )
 
     def read(self, reply: CompletionReply) -> list[float]:
-        """The log-probabilities in its reply, one for each token after the first. Raises InstanceFault."""
+        """Return the log-probabilities in the reply, one for each token after the first. Raises InstanceFault."""
         entries = (reply.choices[0].prompt_logprobs or [])[1:]
         found = [(entry or {}).get(str(token)) for entry, token in zip(entries, self.token_ids[1:], strict=False)]
         values = [one.logprob for one in found if one is not None]
@@ -77,15 +78,15 @@ class Probe:
         return values
 
     def difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
-        """Return the difference that is limited, the largest or the mean one; NaN if any of them is NaN."""
+        """Return the difference that is limited, the largest or the mean; NaN if any value is NaN."""
         apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         if any(value != value for value in apart):
             return float("nan")
         return max(apart) if self.which == "largest" else sum(apart) / len(apart)
 
     def limit(self, noise: float | None) -> float:
-        """Return the largest difference that is allowed. `noise`: the one that was measured; None where none was. One
-        above MOST is none: the weights were not the same."""
+        """Return the largest difference that is allowed. `noise`: the measured difference; None if there is none. A
+        measured difference above MOST is ignored, since the weights were not the same."""
         if noise is None or not noise <= MOST[self.dtype]:
             allowed = max(MULTIPLE * self.recorded, UNMEASURED[self.dtype])
         else:
@@ -98,7 +99,7 @@ def make_probe(
 ) -> Probe | None:
     """Return a probe of `count` tokens, or as many as context and vocabulary allow; None if that is fewer than two.
 
-    It begins with the tokens of `text`. Where these are too few, it goes on with others, which are all different.
+    The probe begins with the tokens of `text`. If these are too few, other tokens follow, all of them different.
     """
     count = min(count, max_context - 1, vocabulary // 2)
     if count < 2:

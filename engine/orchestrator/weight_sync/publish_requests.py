@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 class PublishRequests:
-    """Gives every instance exactly the version that the trainer publishes; else the run fails and names the cause.
+    """Gives every instance exactly the version that the trainer publishes. Otherwise the run fails and names the cause.
 
-    The first version may be any, for a trainer that resumes; each later one is the next, or the last one once more,
-    from a trainer that was started again. A WeightSyncError ends the run: instances may hold anything.
+    The first version may be any, for a trainer that resumes. Each later one is the next version, or the last one again
+    if the trainer was restarted. A WeightSyncError ends the run, since the instances may hold anything.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class PublishRequests:
         text: Iterable[int] = (),
         recorded: float = 0.0,
     ) -> None:
-        """`allows_publish`: returns False while an evaluation needs the current weights; `served`: called with a
-        version that all instances hold and were compared with; `begins_again`: called when a version is published once
-        more; `text`: tokens of ordinary text, which trainer and instances compare; `recorded`: as of `Probe`."""
+        """`allows_publish`: returns False while an evaluation needs the current weights. `served`: called with a
+        version that all instances hold and that has been compared. `begins_again`: called when a version is published a
+        second time. `text`: tokens of ordinary text, on which trainer and instances are compared. `recorded`: as in
+        `Probe`."""
         self._config = config
         self._trace = trace
         self._run_state = run_state
@@ -72,13 +73,13 @@ class PublishRequests:
         self.version: int | None = None
         """The newest version that every instance was told to serve; None before the first."""
         self.verified: int | None = None
-        """The newest version that every instance holds and was compared with; None before the first."""
+        """The newest version that every instance holds and that has been compared; None before the first."""
         self._offered: int | None = None
         """The version that was opened last."""
         self._unverified = False
-        """Whether the trainer has not told its log-probabilities of the version yet."""
+        """Whether the trainer has not sent its log-probabilities of the version yet."""
         self.sync = self._make_weight_sync(service, text, recorded)
-        """Leads the instances through weight syncs."""
+        """Runs the weight syncs."""
         service.pool.sync = self.sync  # the pool asks it to bring late instances to the weights
 
     def _make_weight_sync(self, service: RolloutService, text: Iterable[int], recorded: float) -> WeightSync:
@@ -115,7 +116,7 @@ class PublishRequests:
         return PublishAllowed(now is not None)
 
     def _check_version(self, version: int) -> None:
-        """Raise ServiceConflict where the schedule has no place for the version."""
+        """Raise ServiceConflict if the schedule does not allow the version now."""
         due = version if self.version is None else self.version + 1
         if version not in (due, self.version) or version < 0:
             raise ServiceConflict(
@@ -142,8 +143,8 @@ class PublishRequests:
         return self._schedule.ahead > 0 and self._config.weights.staged
 
     async def open(self, request: OpenSync) -> SyncOpened:
-        """Begin a weight sync (WeightSync.open): buckets may follow. If the run is stopping, raise the error that
-        stops it."""
+        """Begin a weight sync (WeightSync.open), so that buckets may follow. Raises the error that stops the run, if
+        any."""
         self._run_state.check()
         self._check_version(request.version)
         if self._unverified:
@@ -169,7 +170,7 @@ class PublishRequests:
         return await self._leading(self.sync.bucket(request))
 
     async def abort(self, request: AbortSync) -> Proceed:
-        """The sender could not send (WeightSync.abort)."""
+        """Handle a sender that failed to send (WeightSync.abort)."""
         self._check_offered(request.version)
         return await self._leading(self.sync.abort(request))
 
@@ -186,7 +187,7 @@ class PublishRequests:
         return Done()
 
     async def verify(self, request: VerifySync) -> Done:
-        """Take in the trainer's log-probabilities of the probe, for the comparison with every instance's.
+        """Take the trainer's log-probabilities of the probe, for comparison with those of every instance.
 
         The comparison ends before this returns, or is part of the swap in the background.
         """
@@ -200,7 +201,8 @@ class PublishRequests:
         return Done()
 
     async def await_version(self, request: AwaitVersion) -> Done | StillWaiting:
-        """Wait for a version."""
+        """Wait until all instances hold the version and have been compared; the caller asks again if this takes
+        long."""
         found = await self._run_state.wait_briefly(
             lambda: Done() if self.verified is not None and self.verified >= request.version else None
         )
@@ -237,7 +239,7 @@ class PublishRequests:
 
     async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
         """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `batches` are
-        generated; else each instance swaps when it becomes free."""
+        generated. Otherwise each instance swaps when it becomes free."""
         try:
             if self._schedule.exact:
                 await self._run_state.wait_until(lambda: all(batch.generated for batch in batches))
@@ -253,7 +255,7 @@ class PublishRequests:
             await asyncio.wait([self._swap])
 
     def check(self) -> None:
-        """Raise the unexpected exception of a finished swap, if any: a bug of the orchestrator."""
+        """Raise the unexpected exception of a finished swap, if any. It is a bug in the orchestrator."""
         if self._swap is not None and self._swap.done():
             self._swap.result()
 

@@ -1,11 +1,12 @@
-"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out.
+"""Weight syncs: two phases, with every instance checked, and those that fail left out.
 
-Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket,
-which every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and
-serves again. Checked: each must give the trainer's log-probabilities for a few fixed tokens. That is computed by both
-beside the first responses of the new weights, which are held back until it has passed (InstanceClient.distrust), and
-lost when it does not. Once per connection an instance shows that it follows new weights at all: it loads visibly
-perturbed ones and its log-probabilities must move.
+Open: the instances that will get the version are paused. The trainer's sender then announces the buckets one by one;
+every instance receives each bucket and verifies it by checksums. Finish: each instance names the version, drops cached
+prompts and serves again. Checked: each instance must give the trainer's log-probabilities for a few fixed tokens.
+Trainer and instances compute these while the first responses of the new weights are being sampled. Such responses are
+held back until the check has passed (InstanceClient.distrust), and are lost if it fails. Once per connection, an
+instance shows that it follows new weights at all: it loads visibly perturbed weights and its log-probabilities must
+move.
 
 `Participants` acts on all instances of one sync together, and leaves out those that fail.
 """
@@ -44,51 +45,51 @@ from engine.wire.sync_messages import (
 from engine.wire.weights.bucket_file import wire_of
 
 STRIKES = 2
-"""An instance that fails so many transfers in a row while others live is left out."""
+"""Number of consecutive failed transfers after which an instance is left out while others live."""
 
 FATAL = (Refused, WeightSyncError, BadInput)
-"""Not the end of an instance: what was sent, or what it makes of it, is wrong."""
+"""Errors that do not mean that an instance has died: the data sent, or what the instance computes from it, is wrong."""
 
 
 class SyncPool(Protocol):
-    """What is asked of the pool."""
+    """What the weight sync needs from the pool."""
 
     def members(self) -> list[Instance]:
-        """Those that must get the next version."""
+        """Instances that must receive the next version."""
 
     async def wait_for_member(self) -> None:
-        """Until there is one; raises when the pool gives up."""
+        """Wait until there is a member. Raises the error with which the pool gives up."""
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """It failed: no prompts until it was brought to the weights again."""
+        """Send a failed instance no prompts until it has received the weights again."""
 
     def admit(self, instance: Instance) -> None:
-        """It holds the current weights."""
+        """Let an instance that holds the current weights take prompts."""
 
 
 class Participants:
-    """The members of the sync under way."""
+    """The members of the sync in progress."""
 
     def __init__(self, pool: SyncPool) -> None:
         self._pool = pool
         self.members: list[Instance] = []
         self.connected: list[Instance] = []
-        """The members of the last generation's groups; empty once one of them failed."""
+        """The members of the last generation's communication groups; empty once one of them has failed."""
         self._strikes: dict[Instance, int] = {}
 
     @property
     def local(self) -> bool:
-        """Whether all are on this machine."""
+        """Whether all members are on this machine."""
         return all(_local(instance.client.url) for instance in self.members)
 
     def succeeded(self) -> None:
-        """The sync was finished: what went wrong before does not count any more."""
+        """Forget earlier failures, because a sync has finished."""
         self._strikes.clear()
 
     async def each(self, act: Callable[[Instance], Awaitable[Any]]) -> list[Any]:
-        """`act` with every member at once. A member that fails is left out. The others' results, in their order.
+        """Run `act` on all members at once. A member that fails is left out. Return the others' results, in order.
 
-        Raises the first WeightSyncError or refusal when no member is left and not all of them just died.
+        Raises the first WeightSyncError or refusal if no member is left and not all of them just died.
         """
         members = self.members
         results = await asyncio.gather(*(act(instance) for instance in members), return_exceptions=True)
@@ -99,7 +100,7 @@ class Participants:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def in_turn(self, act: Callable[[Instance], Awaitable[Any]]) -> None:
-        """`act` with one member after the other, also after one that failed; else as `each`."""
+        """Run `act` on one member after the other, even after a failure; else like `each`."""
         failed: dict[Instance, BaseException] = {}
         for instance in self.members:
             results = await asyncio.gather(act(instance), return_exceptions=True)
@@ -108,9 +109,11 @@ class Participants:
         self._leave_out(failed)
 
     async def together(self, act: Callable[[Instance], Coroutine[Any, Any, None]]) -> bool:
-        """`act` with every member of a group at once. As soon as one can't go on, the calls to the others end.
+        """Run `act` on every member of a communication group at once. If one can't continue, the calls to the others
+        end.
 
-        One that died or refused is left out, one that failed otherwise may try again. Whether all members succeeded.
+        A member that died or refused is left out. One that failed otherwise may try again. Return whether all
+        succeeded.
         """
         tasks = {asyncio.create_task(act(instance)): instance for instance in self.members}
         pending = set(tasks)
@@ -134,7 +137,8 @@ class Participants:
         return not failed and not pending
 
     def strike(self, instances: Iterable[Instance], reason: str) -> None:
-        """Another member may be to blame: leave one out only when it fails so often in a row."""
+        """Count a failure of each instance. It is left out only after several in a row, since another may be to
+        blame."""
         for instance in list(instances):
             self._strikes[instance] = self._strikes.get(instance, 0) + 1
             if self._strikes[instance] >= STRIKES:
@@ -168,14 +172,15 @@ def _is_loopback(host: str) -> bool:
 __all__ = ["Probe", "WeightSync", "make_probe"]
 
 OVERTAKEN = 2
-"""A late instance that so many versions have overtaken holds the next one up, until it has caught up."""
+"""Number of versions that may overtake a late instance. The next version waits until the instance has caught up."""
 LOOK_S = 0.05
 PATIENCE_S = 5.0
-"""What a living instance needs at most to answer GET /health."""
+"""The longest time in seconds that a living instance takes to answer GET /health."""
 
 
 class WeightSync:
-    """One per run. The trainer's sender calls open … finish in order; the pool calls catch_up at any time."""
+    """The weight sync of a run. The trainer's sender calls open … finish in order; the pool calls catch_up at any
+    time."""
 
     def __init__(
         self,
@@ -186,10 +191,10 @@ class WeightSync:
         cut: bool = False,
         in_turn: bool = False,
     ) -> None:
-        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at
-        finish; `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for;
-        `in_turn`: staged weights are swapped in by one instance after the other, while those whose turn has not come go
-        on with the old ones."""
+        """`timeout_s`: deadline of every call. `staged`: instances receive buckets while they generate, and swap them
+        in at finish. `cut`: responses in progress are interrupted and continued later (rollout.partial); otherwise the
+        sync waits for them. `in_turn`: instances swap in staged weights one after the other, while those whose turn has
+        not come continue with the old weights."""
         self._cut = cut
         self._in_turn = in_turn and staged
         self._pool = pool
@@ -200,18 +205,18 @@ class WeightSync:
         self._version: int | None = None
         self._snapshot: Path | None = None
         self._wanted = asyncio.Event()
-        """Set once a late instance waits for that snapshot."""
+        """Set once a late instance waits for the snapshot of `_version`."""
         self._expected: Sequence[float] | None = None
-        """The trainer's log-probabilities of the probe under that version."""
+        """The trainer's log-probabilities of the probe under `_version`."""
         self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
-        """The same, of the publish under way."""
+        """The trainer's log-probabilities of the probe under the version of the publish in progress."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
-        """Comparisons under way."""
+        """Comparisons in progress."""
         self._apart: dict[Instance, float] = {}
-        """What they have found."""
+        """The differences that the comparisons have found."""
         self.difference: float | None = None
-        """By how much the log-probabilities of the probe differed most between the trainer and an instance, under the
-        last version that was compared; None where nothing was."""
+        """The largest difference between the trainer's and an instance's log-probabilities of the probe under the last
+        version that was compared; None if none was."""
         self._unchecked = False
         self._participants = Participants(pool)
         self._sizes: list[int] = []
@@ -220,27 +225,27 @@ class WeightSync:
         self._tested: set[Instance] = set()
         self._one_bucket = asyncio.Lock()
         self._quiet = asyncio.Event()
-        """Set while no publish is under way."""
+        """Set while no publish is in progress."""
         self._quiet.set()
         self._overtaken: set[Instance] = set()
-        """Instances that are catching up, and that OVERTAKEN versions have overtaken."""
+        """Instances that are catching up and have been overtaken by OVERTAKEN versions."""
 
     @property
     def version(self) -> int | None:
-        """Of the last publish that was finished; None before the first."""
+        """Version of the last completed publish, or None."""
         return self._version
 
     # a publish, as the trainer's sender goes through it -------------------------------------------
 
     async def open(self, request: OpenSync) -> SyncOpened:
-        """Pause the instances that are to get the version. Waits for one (the pool's limit)."""
+        """Pause the instances that will get the version. Waits until there is one (up to the pool's limit)."""
         version = request.version
         if self._unchecked:
             raise MetronomeError(
                 f"weight version {self._version} was not compared with the trainer's before version {version}"
             )
         if not self._pool.members():
-            self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
+            self._quiet.set()  # lets an instance catch up and become the member that is awaited
         await self._pool.wait_for_member()
         await self._wait_for_overtaken()
         self._quiet.clear()
@@ -266,7 +271,8 @@ class WeightSync:
         )
 
     async def _wait_for_overtaken(self) -> None:
-        """Else an instance that needs longer than a step would never join. After the limit it is overtaken again."""
+        """Wait for overtaken instances. Otherwise an instance that needs longer than a step would never join. After the
+        time limit the instance is overtaken again."""
         if self._overtaken:
             names = ", ".join(sorted(instance.name for instance in self._overtaken))
             print(f"the weight sync waits for {names}, which {OVERTAKEN} versions have overtaken", flush=True)
@@ -275,7 +281,7 @@ class WeightSync:
                 await asyncio.sleep(LOOK_S)
 
     async def connect(self, request: ConnectSync) -> Proceed:
-        """Have all members join the stages' groups while the senders gather them."""
+        """Have all members join the communication groups of the stages, while the senders create them."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
 
@@ -298,7 +304,7 @@ class WeightSync:
     async def bucket(self, request: SendBucket) -> Proceed:
         """Have every member receive the same bucket, one bucket at a time.
 
-        Raises WeightSyncError when every member refuses the bucket: then it is the bucket that is wrong.
+        Raises WeightSyncError if every member refuses the bucket, because then the bucket is wrong.
         """
         info = request.info
         info.staged = self._staged
@@ -319,7 +325,8 @@ class WeightSync:
             return Proceed(retry=not await self._participants.together(receive))
 
     async def abort(self, request: AbortSync) -> Proceed:
-        """A sender could not send: leave out instances that no longer answer, and have the groups made anew."""
+        """Handle a sender that failed to send: leave out instances that no longer answer, and have the communication
+        groups created again."""
         self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
@@ -330,9 +337,10 @@ class WeightSync:
         return Proceed(retry=True)
 
     async def finish(self, request: FinishSync) -> None:
-        """Every member serves the version, or is left out; `checked` must follow before a response of it is seen.
+        """Have every member serve the version, or leave it out. Call `checked` before any response of the version is
+        used.
 
-        The snapshot may be complete only later. Raises WeightSyncError when all members that live hold something else.
+        The snapshot may be completed later. Raises WeightSyncError if all living members hold something else.
         """
         version = request.version
         self._unchecked = True
@@ -346,7 +354,7 @@ class WeightSync:
                 instance.hold(version)
                 self._checks[instance] = asyncio.create_task(self._compare(instance, version))
                 self._pool.admit(instance)
-            else:  # it left, or was left out, since `open`; it may be catching up by now
+            else:  # it left or was left out since `open`, and may be catching up by now
                 self._participants.connected = []
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
@@ -364,13 +372,15 @@ class WeightSync:
         await self._calls.swap(instance, version)
 
     def expect(self, expected: Sequence[float]) -> None:
-        """The trainer's log-probabilities of the probe under the version that was opened last; empty: it has none."""
+        """Set the trainer's log-probabilities of the probe under the version that was opened last; empty: it has
+        none."""
         if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
             self._trainer_logprobs.set_result(expected or None)
 
     async def checked(self) -> None:
-        """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its
-        responses are lost. Raises WeightSyncError when all members that live compute with something else."""
+        """Check, after `finish` and `expect`, that every member computes with the trainer's weights. A member that does
+        not is left out and its responses are lost. Raises WeightSyncError if all living members compute with something
+        else."""
         checks = self._checks
 
         async def check(instance: Instance) -> None:
@@ -378,7 +388,7 @@ class WeightSync:
                 return
             if instance.state in ("serving", "draining"):
                 await checks[instance]
-            else:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+            else:  # it was left out, its responses are lost, and the pool may be bringing it back
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
@@ -397,7 +407,7 @@ class WeightSync:
         instance.trust()
 
     async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
-        """The trainer's log-probabilities, once it has told them."""
+        """Wait for the trainer's log-probabilities, and return them."""
         assert self._trainer_logprobs is not None
         try:
             return await asyncio.wait_for(asyncio.shield(self._trainer_logprobs), self._timeout_s)
@@ -408,7 +418,7 @@ class WeightSync:
             ) from None
 
     async def close(self) -> None:
-        """End the comparisons under way."""
+        """Cancel the comparisons in progress."""
         for check in self._checks.values():
             check.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
@@ -416,10 +426,10 @@ class WeightSync:
     # instances that come late ---------------------------------------------------------------------
 
     async def catch_up(self, instance: Instance) -> None:
-        """Self-test a late instance and bring it to the current version from its snapshot; it is not admitted yet.
+        """Self-test a late instance and bring it to the current version from its snapshot. It is not admitted yet.
 
-        Waits for a publish under way, and begins again when another was finished meanwhile; the third one waits for it.
-        Raises MetronomeError.
+        Waits for a publish in progress, and starts over if another one finishes in between. After OVERTAKEN such
+        publishes, the next one waits for the instance. Raises MetronomeError.
         """
         instance.distrust()
         await self._test_once(instance)
@@ -433,7 +443,7 @@ class WeightSync:
             self._overtaken.discard(instance)
 
     async def _caught_up(self, instance: Instance) -> bool:
-        """Bring it to the current version; return whether that is still the current one."""
+        """Bring an instance to the current version. Return whether that version is still the current one."""
         await self._until_quiet(instance)
         if self._version is None:
             raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
@@ -446,7 +456,7 @@ class WeightSync:
         except (Refused, BadInput):
             if self._version == version and self._quiet.is_set():
                 raise
-            return False  # the snapshot gave way to a newer one
+            return False  # a newer snapshot has replaced this one
         if self._version != version or not self._quiet.is_set():
             return False
         instance.hold(version)
@@ -465,20 +475,21 @@ class WeightSync:
             await self._calls.update(instance, info, info.title)
 
     async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
-        """Reply whether a late instance waits for the snapshot of the version; waits a second for one."""
+        """Reply whether a late instance needs the snapshot of the version. Waits up to a second for one."""
         if request.version == self._version:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), SIGN_OF_LIFE_S)
-        else:  # the instances have not taken it over yet
+        else:  # the instances do not hold the version yet
             await asyncio.sleep(SIGN_OF_LIFE_S)
         return SnapshotWanted(self._wanted.is_set() and request.version == self._version)
 
     async def _files(self, snapshot: Path) -> list[Path]:
-        """The buckets of a snapshot, once it is whole. The trainer is asked to write it (`is_snapshot_wanted`)."""
+        """Return the buckets of a snapshot once it is complete. The trainer is asked to write it
+        (`is_snapshot_wanted`)."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not snapshot.is_dir() and self._snapshot == snapshot:
-                    self._wanted.set()  # again and again, as a version may be published once more meanwhile
+                    self._wanted.set()  # repeated, because a version may be published a second time
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise DeadlineError(f"the snapshot {snapshot} was not whole within {self._timeout_s:g} s") from None
@@ -497,7 +508,8 @@ class WeightSync:
             ) from None
 
     async def self_test(self, instance: Instance) -> None:
-        """UpdateCalls.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""
+        """Run UpdateCalls.self_test. Raises WeightSyncError if the instance does not follow the weights that it is
+        given."""
         await self._calls.self_test(instance)
 
     async def _prepare(self, instance: Instance, during: str) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a weight update on one instance, in the order in which the routes want them, and its checks."""
+"""The calls of a weight update on one instance, in the order that the protocol requires, and its checks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from engine.wire.sync_messages import BucketInfo
 Reply = TypeVar("Reply")
 SELF_TEST = "self-test"
 PERTURBED_VERSION = 2**40
-"""Named by an instance with perturbed weights: no step accepts it."""
+"""Version named by an instance with perturbed weights; no step accepts it."""
 MOVED = 0.01
-"""The least by which a log-probability must move when weights are perturbed."""
+"""At least one log-probability must move by more than this when the weights are perturbed."""
 
 
 class UpdateCalls:
-    """Calls to instances; each raises what InstanceClient.call raises, and says `during` what: "weight version 3"."""
+    """Calls to one instance. They raise what InstanceClient.call raises, adding `during`, for example "weight version
+    3"."""
 
     def __init__(self, probe: Probe | None, timeout_s: float) -> None:
-        """`timeout_s`: of every call."""
+        """`timeout_s`: deadline of every call."""
         self.probe = probe
         self.timeout_s = timeout_s
         self.noise: float | None = None
-        """The largest difference of the instances from the trainer under the first version that was compared: what
-        engines that are right differ by."""
+        """The largest difference between instances and trainer under the first version that was compared. Correct
+        engines differ by this much."""
         self._base: dict[Instance, list[float]] = {}
-        """The log-probabilities of the probe under the weights that an instance was started from, until it is compared
-        for the first time."""
+        """The log-probabilities of the probe under the weights that an instance was started from, kept until its first
+        comparison."""
 
     async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
-        """Until nothing runs; `abort` breaks off what runs."""
+        """Pause the instance and wait until no request is running. `abort` interrupts running requests."""
         await self.send(instance, Pause("abort" if abort else "wait"), during)
 
     async def start(self, instance: Instance, during: str) -> None:
@@ -55,17 +56,17 @@ class UpdateCalls:
         await self.send(instance, StartUpdate(), during)
 
     async def update(self, instance: Instance, weights: BucketInfo | StagedWeights | BaseWeights, during: str) -> None:
-        """Receive and load weights."""
+        """Have the instance receive and load weights."""
         await self.send(instance, Update(weights), during)
 
     async def name(self, instance: Instance, version: int, during: str) -> None:
-        """The update is whole: it is that version, and the instance serves it."""
+        """Complete the update: the instance names it `version` and serves it."""
         await self.send(instance, FinishUpdate(version), during)
         await self.send(instance, ResetPrefixCache(), during)
         await self.send(instance, Resume(), during)
 
     async def swap(self, instance: Instance, version: int) -> None:
-        """Name the version, and see that the instance does. Raises WeightSyncError naming the instance."""
+        """Name the version and check that the instance holds it. Raises WeightSyncError naming the instance."""
         during = f"weight version {version}"
         await self.name(instance, version, during)
         holds = (await self.send(instance, GetWeightVersion(), during)).weight_version
@@ -77,11 +78,11 @@ class UpdateCalls:
     async def compare(
         self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]
     ) -> float:
-        """Compare the instance's log-probabilities of the probe under the version with the trainer's, and return their
-        difference. The instance is asked first: the trainer computes its own meanwhile. 0 where there is nothing to
-        compare.
+        """Return the difference between the instance's and the trainer's log-probabilities of the probe under the
+        version. The instance is queried first, so that the trainer can compute at the same time. Return 0 if there is
+        nothing to compare.
 
-        Raises WeightSyncError naming the instance.
+        Raises WeightSyncError naming the instance if the difference exceeds the limit.
         """
         if self.probe is None:
             return 0.0
@@ -92,7 +93,7 @@ class UpdateCalls:
         apart = self.probe.difference(expected, found)
         base = self._base.pop(instance, None)
         noise = self.noise
-        if noise is None and base is not None and version == 0:  # which has these weights
+        if noise is None and base is not None and version == 0:  # version 0 has these weights
             noise = self.probe.difference(expected, base)
         limit = self.probe.limit(noise)
         if apart <= limit:
@@ -105,10 +106,10 @@ class UpdateCalls:
         )
 
     async def self_test(self, instance: Instance) -> None:
-        """Load the weights it was started from, perturbed: its log-probabilities must move. One that holds other
-        weights than those it was started from, as after an earlier run, gets them first.
+        """Load a perturbed copy of the instance's start weights and check that its log-probabilities move. An instance
+        that holds other weights, for example from an earlier run, first gets its start weights back.
 
-        Raises WeightSyncError naming the instance. Leaves it paused with the perturbed weights: a sync must follow.
+        Raises WeightSyncError naming the instance. Leaves it paused with the perturbed weights, so a sync must follow.
         """
         if self.probe is None:
             return
@@ -128,8 +129,8 @@ class UpdateCalls:
             )
 
     async def _serves_its_base(self, instance: Instance) -> bool:
-        """Whether it serves the weights it was started from; it may have been paused by the orchestrator of another
-        run."""
+        """Return whether the instance serves the weights it was started from. The orchestrator of another run may have
+        paused it."""
         if (await self.send(instance, GetWeightVersion(), SELF_TEST)).weight_version:
             return False
         try:
@@ -145,7 +146,7 @@ class UpdateCalls:
         await self.name(instance, version, SELF_TEST)
 
     async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
-        """The instance's log-probabilities of the probe."""
+        """Return the instance's log-probabilities of the probe."""
         reply = await self.send(instance, probe.request(), during)
         try:
             return probe.read(reply)
@@ -153,14 +154,14 @@ class UpdateCalls:
             raise InstanceFault(f"{instance.name}: {error} ({during})") from None
 
     async def world_size(self, instance: Instance, during: str) -> int:
-        """Processes of the instance that take part in a transfer."""
+        """Return the number of the instance's processes that take part in a transfer."""
         size = (await self.send(instance, GetWorldSize(), during)).world_size
         if size < 1:
             raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}, expected at least 1")
         return size
 
     async def send(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:
-        """The reply to a request, with the update's deadline."""
+        """Send a request with the update's deadline, and return its reply."""
         try:
             return await instance.client.call(request, timeout_s=self.timeout_s)
         except MetronomeError as error:
