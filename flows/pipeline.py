@@ -99,7 +99,7 @@ def pipeline(
 
 
 def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
-    """The stages before training, up to the accuracy of the untrained model. Returns the config with the model's
+    """Run the stages before training, up to the evaluation of the untrained model. Return the config with the model's
     folder."""
     with (
         stage("prepare data") as say,

@@ -1,4 +1,6 @@
-"""Flows of a single stage: prepare the data, check the conversion, run rollout instances or ranks for another run."""
+"""Flows of a single stage: prepare the data, check the conversion, or run rollout instances or ranks for another
+run.
+"""
 
 from __future__ import annotations
 
