@@ -66,7 +66,7 @@ class TransferError(MetronomeError):
 
 class ServiceConflict(MetronomeError):
     """A request of an outside program conflicts with the state of the service: another group at the same place, a step
-    that is over, or a lease that was given to another program."""
+    that is over, or a lease whose groups were leased again."""
 
 
 class ServiceFull(MetronomeError):

@@ -43,7 +43,7 @@ def pipeline(
 ) -> dict[str, str]:
     """Run every stage; returns the table of results. Raises BadInput before anything slow, MetronomeError later.
 
-    A flow run that is started again after a crash continues in its run folder and does not repeat finished stages.
+    A flow run that is restarted after a crash continues in its run folder and does not repeat finished stages.
 
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.

@@ -1,4 +1,4 @@
-"""`metronome plan`: how many devices for rollouts and how many for training, in which layout and mode."""
+"""`metronome plan`: how many devices to use for rollouts and for training, in which layout and mode."""
 
 from __future__ import annotations
 

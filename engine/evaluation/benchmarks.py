@@ -35,8 +35,8 @@ class Benchmark:
 
 
 def read_benchmarks(config: Config) -> list[Benchmark]:
-    """The benchmarks that `evaluate.benchmark` names, else the held-out problems. The champion is chosen by the first
-    one.
+    """The benchmarks that `evaluate.benchmark` names, else the held-out problems. The first one decides which policy is
+    champion.
 
     Raises BadInput like `benchmark_paths` and `read_problems`.
     """

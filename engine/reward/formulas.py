@@ -54,7 +54,7 @@ _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
 def formulas_equal(one: str, other: str) -> bool:
     """Whether two formulas are equal. False, without evaluation, if one of them would take minutes or gigabytes. Sums,
-    integrals and limits, however, are evaluated (`is_heavy`)."""
+    integrals and limits are evaluated anyway (`is_heavy`)."""
     if any(len(text) > LONGEST or nesting_depth(text) > _DEEPEST or _TOWER.search(text) for text in (one, other)):
         return False
     if one.count("'") != other.count("'"):

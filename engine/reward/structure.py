@@ -42,7 +42,7 @@ def split_parts(text: str, *separators: str) -> list[str]:
 
 
 def bracketed_entries(text: str) -> tuple[str, list[str]] | None:
-    """Kind and entries of a text in brackets with a comma, or of a set; None for anything else, such as (a + 1)(b,
+    """Kind and entries of a bracketed text that has a comma, or of a set; None for anything else, such as (a + 1)(b,
     c)."""
     for left, right in (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):

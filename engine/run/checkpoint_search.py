@@ -55,7 +55,7 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
 
 
 def _fetched(place: str, run: str, root: Path, after: int, say: Callable[[str], None]) -> Path | None:
-    """Download the newest intact checkpoint of a place, if its step is later than `after`."""
+    """Download the newest intact checkpoint of a place that is of a later step than `after`; None if there is none."""
     there, damaged, interrupted = store.survey_place(place, run)
     for name, wrong in interrupted.items():
         say(f"checkpoint {place}/{name} is incomplete ({wrong}), ignored")

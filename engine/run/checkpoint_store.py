@@ -114,9 +114,8 @@ class Survey(NamedTuple):
 
 
 def survey_place(place: str, run: str | None = None) -> Survey:
-    """List the checkpoints in a place. `run`: only those with a marker of the run with this number; None: of all
-    runs.
-    """
+    """List the checkpoints in a place. `run`: of those that have a marker, list only the ones of the run with this
+    number; None: of all runs."""
     found = Survey({}, {}, {})
     with _named(f"looking for checkpoints in {place}"):
         store, root = _open(place)

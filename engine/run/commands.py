@@ -54,8 +54,8 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
-    """Additional environment of the agent on the orchestrator's node and of its ranks: `rank_defaults`, and the
-    interfaces.
+    """Additional environment of the agent on the orchestrator's node and of its ranks: `rank_defaults`, the number of
+    threads, and the network interfaces of collectives.
 
     On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL and HCCL unless
     the trainer also sends weights with them or there may be `instances_elsewhere`. On several nodes, each agent chooses

@@ -1,7 +1,9 @@
 """Runs a program that does not know lifelines, and ends it when the parent ends.
 
-`python -m engine.run.guard PROGRAM ARGUMENT...` Servers and workers of other projects outlive a killed parent. The
-guard leads their process group, watches the lifeline (engine.run.process) and returns the program's exit status.
+`python -m engine.run.guard PROGRAM ARGUMENT...`
+
+Servers and workers of other projects outlive a killed parent. The guard leads their process group, watches the lifeline
+(engine.run.process) and returns the program's exit status.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def hold_lock(
 
 
 def check_not_held(file: Path, what: str) -> None:
-    """Raise BadInput, as `hold_lock` without waiting does, if another process holds the lock. Writes nothing."""
+    """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. Writes nothing."""
     if not file.exists():
         return
     descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)

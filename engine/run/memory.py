@@ -1,4 +1,4 @@
-"""The memory that a device of the run needs, term by term, in bytes. Each term has its formula."""
+"""The memory that each device of the run needs, in bytes, as a sum of terms. Each term has its formula."""
 
 from __future__ import annotations
 

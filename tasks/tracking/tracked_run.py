@@ -188,8 +188,8 @@ def _known(config: Config) -> str | None:
 
 def check_known(config: Config) -> None:
     """Check that the store has the MLflow run of the run folder, in `tracking.experiment`. Raises BadInput if not, or
-    if MLflow refuses the store. Writes nothing. A store that does not answer is no error here, because `tracked` waits
-    for it."""
+    if MLflow refuses the store. Writes nothing. Accepts a store that does not answer, because `tracked` waits for it
+    later."""
     if (known := _known(config)) is None:
         return
     what = f"the run's MLflow run {known} (named in {config.folder / RUN_ID})"

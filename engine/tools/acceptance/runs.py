@@ -58,7 +58,7 @@ class RolloutChoice:
 
 
 def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool) -> RolloutChoice:
-    """vLLM, if its environment exists and, during a training, a second device; otherwise the embedded engine.
+    """vLLM, if its environment exists and, for a training, there is a second device; otherwise the embedded engine.
 
     A user's rollout.engine takes precedence.
     """

@@ -1,4 +1,4 @@
-"""Turns figures into sentences, one for each question, that are no more certain than the figures."""
+"""Turns figures into sentences, one for each question. No sentence is more certain than its figures."""
 
 from __future__ import annotations
 

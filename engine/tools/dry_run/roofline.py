@@ -61,8 +61,8 @@ DEVICES: Mapping[str, Device] = {
 }
 PRODUCTS = 0.607
 """Share of the peak that large matrix products reach: 600 of 989 TFLOP/s on an H100, 215 of 354 on a die of a 910C.
-This and the shares of memory and links are experience values; all are transferred from these two devices to the others.
-"""
+This value and the shares of memory and links come from experience with these two devices; all are applied to the
+others."""
 ATTENTION = {"cuda": 0.45, "npu": 0.31}
 """The same share for attention. FlashAttention-2 has about 0.45 on an H100; the value for an NPU is a guess."""
 READING = 0.78
@@ -119,7 +119,7 @@ def estimate_training(
 ) -> Estimate:
     """Estimate bf16 training of a dense model in micro-batches of `rows` tokens, each of which sees `visible` others.
 
-    A token of a rank in one of the layers takes, with TP = t, model sizes hidden h, and weights w of its linear maps,
+    With TP = t, hidden size h and w weights in its linear maps, one layer of a rank takes for each token:
 
         products      2·w/t ÷ (PRODUCTS · peak); twice that backward
         attention     4·visible·heads·head_dim/t ÷ (ATTENTION · peak); 2.5 times that backward (FlashAttention-2)
@@ -127,11 +127,11 @@ def estimate_training(
         collectives   COLLECTIVES · 2·h·(t − 1)/t ÷ (LINKS · link), forward or both; each context rank's keys and values
                       go to the others, 2·kv_heads·head_dim · 2 bytes · (CP − 1)/t, three times in both directions
 
-    and at the last stage the head: its products, and LOGIT_BYTES per logit. `recompute` adds the forward pass
-    of the layers that are recomputed as a whole, or for "selective" the reading and writing of what is made again.
+    The last stage adds the head: its products, and LOGIT_BYTES per logit. `recompute` adds the forward pass of the
+    layers that are recomputed as a whole, or for "selective" the reading and writing of the recomputed elements.
     A micro-batch reads and writes the rank's fp32 gradients once. A pipeline of p stages takes its fullest stage's time
-    × (m + p − 1)/m with m = 4·p micro-batches a window; a window's host work comes on top. `scoring` forward passes are
-    counted apart, and with `offload` each copies its weights to the device in every window. Left out: the update,
+    × (m + p − 1)/m with m = 4·p micro-batches a window, plus the window's host work. `scoring` forward passes are
+    counted separately, and with `offload` each copies its weights to the device in every window. Left out: the update,
     weight syncs, waiting, launches of small kernels. Peak, bandwidth and link are those of `device`.
 
     Sources: the model FLOP are those of engine.model.flops; for 1F1B Narayanan et al. (arXiv:2104.04473
