@@ -68,7 +68,7 @@ def run(
         check_address(config)
         with local_server(Path(config.run.output)) as server:
             with showing("start", stage_progress.since_now("starting Prefect")):
-                from flows.pipeline import pipeline  # seconds, while the server starts
+                from flows.pipeline import pipeline  # takes seconds, during which the server starts
 
                 log_prefect_to(Path(config.run.output) / "prefect.log")
                 if server is not None:

@@ -11,7 +11,7 @@ def main() -> None:
     """Run the command line of `flows.cli`. Once its commands begin, they handle signals themselves."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    from flows.cli import main as command  # seconds, on a busy machine more
+    from flows.cli import main as command  # takes seconds, and more on a busy machine
 
     command()
 

@@ -139,7 +139,7 @@ def _check_prompts(config: Config, problems: int) -> None:
 def _check_device(config: Config) -> None:
     """Raise BadInput unless this machine has a device of kind `platform.device` for each of its trainer ranks."""
     if config.platform.device in ("cuda", "npu"):
-        from engine import platform  # imports torch: seconds
+        from engine import platform  # imports torch, which takes seconds
 
         platform.get_platform(config.platform.device).device(config.parallel.ranks_per_node - 1)
 

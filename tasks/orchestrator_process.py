@@ -84,7 +84,7 @@ def run_training(
     this process is passed on to the orchestrator.
     """
     folder = RunFolder(config.folder)
-    folder.failure.unlink(missing_ok=True)  # of an earlier attempt
+    folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
     follower = LineFollower(folder.steps)
     notices = LineFollower(folder.notices)
 
@@ -94,7 +94,7 @@ def run_training(
         for row in follower.new():
             on_step(row)
 
-    folder.progress.unlink(missing_ok=True)  # a killed orchestrator's
+    folder.progress.unlink(missing_ok=True)  # left by a killed orchestrator
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
         dump_config(config, file)

@@ -1,4 +1,4 @@
-"""Finds the run that `--resume` means. The run's own config.toml counts, and only the keys of the command change.
+"""Finds the run that `--resume` means. The run's own config.toml counts; the keys of the command change it.
 
 A resume that cannot work is rejected here, before anything in the run is written.
 """

@@ -99,8 +99,8 @@ def read_number(text: str) -> Number | None:
 
 
 def read_quantity(text: str) -> Quantity:
-    r"""The text without its number words and its unit, followed by these: 5\text{ million euros} → 5, 1000000, {"euro":
-    1}."""
+    r"""The text without its number words and its unit, followed by these two. For example, 5\text{ million euros} gives
+    5, 1000000 and {"euro": 1}."""
     bare, scale = _scaled(text)
     money = _CURRENCY.match(bare)
     if money:
@@ -437,9 +437,7 @@ def _alternatives(text: str) -> list[str]:
 
 
 def _brackets(one: str, other: str, depth: int) -> bool | None:
-    """Compare (a, b) and [a, b] by their brackets, and by their entries in order. The brackets of a tuple are
-    optional.
-    """
+    """Compare (a, b) and [a, b) by their brackets, and their entries in order. A tuple's brackets are optional."""
     ours = bracketed_entries(one)
     theirs = bracketed_entries(other)
     if ours is None and theirs is None:

@@ -21,8 +21,7 @@ LONGEST = 1_000
 TOLERANCE = Fraction(1, 2_000_000)
 """Absolute tolerance of a decimal: six places, as in math-verify. Fractions and whole numbers are compared exactly."""
 RELATIVE = Fraction(1, 10_000)
-"""Tolerance of a decimal relative to the larger value. Needed for small values: 0.0000003 has no digit within six
-places."""
+"""Tolerance of a decimal relative to the larger value, for small values: 0.0000003 has no digit within six places."""
 _DEEPEST = 15
 """Deepest nesting of brackets in a formula that is given to SymPy, which takes exponential time for some."""
 _DIGITS = 200

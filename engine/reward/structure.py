@@ -1,6 +1,4 @@
-"""Splits a canonical answer into its parts: entries of brackets and lists, ends of an interval, the letter of a
-choice.
-"""
+"""Splits a canonical answer into parts: entries of brackets and lists, ends of an interval, the letter of a choice."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ class Range(NamedTuple):
 
 
 def read_interval(text: str) -> Range:
-    """The interval that a relation or an interval states; without ends if the text is neither."""
+    """The interval that a text states, either directly or as a relation; without ends if it states none."""
     nothing = Range("", "", [])
     parts = [part.strip() for part in RELATION.split(text)]
     if len(parts) == 1:

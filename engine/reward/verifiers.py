@@ -128,7 +128,7 @@ class _Box(NamedTuple):
 
 def _boxes(text: str) -> list[_Box]:
     r"""Every `\boxed{…}` with balanced braces, in the order in which they close. Takes linear time."""
-    opened: list[tuple[int, int]] = []  # for each open brace: where \boxed starts, or -1; where its content starts
+    opened: list[tuple[int, int]] = []  # for each open brace: start of \boxed, or -1; start of its content
     found: list[_Box] = []
     for token in _BRACES.finditer(text):
         if token[0] == "{" or token[0].startswith("\\boxed"):

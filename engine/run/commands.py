@@ -64,7 +64,7 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
     if config.parallel.nodes > 1:
         return found
-    names = ["GLOO_SOCKET_IFNAME"]  # gloo sends weights through another device (engine.wire.weights.groups)
+    names = ["GLOO_SOCKET_IFNAME"]  # weights sent with gloo use a separate gloo device (engine.wire.weights.groups)
     if not instances_elsewhere and config.weights.transport not in ("nccl", "hccl"):
         names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
     return found | _on_loopback(names)

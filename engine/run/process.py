@@ -37,8 +37,7 @@ YOUNG_S = 60.0
 BAD_INPUT = 2
 """Exit code of a process that refuses its input; it would refuse the same input again."""
 KILLED_S = 60.0
-"""Seconds that a process may take to end after SIGKILL. A process that must write back tens of GiB of memory takes
-some."""
+"""Seconds that a process may take to end after SIGKILL. Writing back tens of GiB of memory takes time."""
 
 _held: tuple[int, str] | None = None
 _lock = threading.Lock()
@@ -59,9 +58,7 @@ def hold_lifeline() -> str:
 
 
 def sweep_folders(place: Path) -> None:
-    """Remove folders that killed processes have left behind. An orchestrator's folder may hold a whole model in
-    memory.
-    """
+    """Remove folders that killed processes have left. An orchestrator's folder may hold a whole model in memory."""
     for pipe in place.glob(f"{PREFIX}*/lifeline"):
         try:
             if time.time() - pipe.stat().st_mtime > YOUNG_S and not _is_held(pipe):
@@ -226,9 +223,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
-    """Stop several children within one grace period. Like `Child.stop`, raises DeadlineError, but once for all of
-    them.
-    """
+    """Stop several children within one grace period. Raises DeadlineError like `Child.stop`, once for all of them."""
     for child in children:
         signal_group(child.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s

@@ -66,7 +66,7 @@ def describe_error(error: BaseException, file: str = "") -> str:
 
 
 def _load_file(where: str, place: str) -> ModuleType:
-    # imported here because Pydantic takes a third of a second at every start of a worker
+    # imported here, because Pydantic takes a third of a second at every start of a worker
     from engine.config.recipe import find_file
 
     path = find_file(place)

@@ -141,7 +141,7 @@ def _cache_gib(config: Config, model: Path) -> int:
     """Size in GiB of the keys and values of all responses at full length; at least 1, at most CPU_CACHE_GIB."""
     shape = json.loads((model / "config.json").read_text())
     heads = shape["num_attention_heads"]
-    width = max(32, shape.get("head_dim") or shape["hidden_size"] // heads)  # vLLM's narrowest there
+    width = max(32, shape.get("head_dim") or shape["hidden_size"] // heads)  # the narrowest that vLLM supports there
     size = 4 if config.model.dtype == "float32" else 2
     token = 2 * shape["num_hidden_layers"] * (shape.get("num_key_value_heads") or heads) * width * size
     rollout = config.rollout

@@ -268,7 +268,7 @@ class Services:
         )
 
     def _mlflow(self) -> Service:
-        from tasks.tracking.sqlite_store import whole_store  # seconds, while the Prefect server starts
+        from tasks.tracking.sqlite_store import whole_store  # takes seconds, during which the Prefect server starts
 
         port = self.ports["mlflow"]
         command = [

@@ -48,8 +48,9 @@ DELAY_S = 30.0
 """Seconds between a crash and the rescheduling. A worker reports a death twice, up to 15 s apart. If the run were
 rescheduled in between, the second report would crash it again, and a second process would be started for it."""
 CRASHES = 10
-"""Number of starts within `CRASHES_WITHIN_S` that end a run which dies before it can count its attempts itself
-(run.resumes)."""
+"""Number of starts within `CRASHES_WITHIN_S` that end a run if it dies before it can count its attempts
+(run.resumes).
+"""
 CRASHES_WITHIN_S = 1800.0
 
 SWEEP_S = 60.0

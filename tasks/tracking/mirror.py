@@ -145,7 +145,7 @@ class Mirror:
         """Modification time in ns of each file of samples that MLflow has."""
         self._load: list[Metric] = []
         self._once: set[str] = set()
-        """Names of items that are written only once and have been."""
+        """Names of the once-only items that have been written."""
 
     def push(self, whole: bool = True) -> None:
         """Make one pass. `whole`: include what is written only at the end of a run.

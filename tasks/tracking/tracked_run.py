@@ -53,7 +53,7 @@ NO_TAGS: Mapping[str, str] = MappingProxyType({})
 
 # MLflow's default of 7 retries takes four minutes; the next pass tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-# MLflow prints the link to each run that ends with all of the server's address, a password in it too; tasks.summary
+# MLflow prints the link to each finished run with the server's whole address, including a password; tasks.summary
 # prints it without
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 

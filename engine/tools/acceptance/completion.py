@@ -49,7 +49,7 @@ def completion(task: PartTask) -> None:
         host, port = asyncio.run(instance.serves(START_S + SLOWER_START_S.get(machine.name, 0.0)))
         started = time.monotonic() - began
         task.notes.doing(f"a completion of {instance.name}, which writes {instance.child.log}")
-        _checked(_ask(http_url(host, port), seed=0))  # the first one compiles
+        _checked(_ask(http_url(host, port), seed=0))  # the first request compiles
         began = time.monotonic()
         tokens = _checked(_ask(http_url(host, port), seed=1))
         rate = tokens / (time.monotonic() - began)

@@ -101,7 +101,7 @@ def make_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
     if not (folder / "complete").exists():
         shutil.copytree(find_file(Model().path), folder, dirs_exist_ok=True)
         values = json.loads((folder / "config.json").read_text())
-        del values["layer_types"]  # one for each layer
+        del values["layer_types"]  # it has an entry for each layer
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(Qwen3Config(**{**values, **sizes}))
         model.generation_config = GenerationConfig.from_pretrained(folder)

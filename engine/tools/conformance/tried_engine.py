@@ -128,7 +128,7 @@ class TriedEngine(EngineCalls):
         answer = await self.ask("POST", "/v1/completions", self.body(**body))
         reply = cast(SampledReply, _read("POST /v1/completions", answer, SampledReply))
         for choice in reply.choices:
-            choice.token_ids = tuple(choice.token_ids)  # the rules count different ones
+            choice.token_ids = tuple(choice.token_ids)  # hashable, because the rules count different responses
         return reply
 
     def body(self, **body: Any) -> JsonObject:  # noqa: ANN401

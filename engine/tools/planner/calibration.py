@@ -241,7 +241,7 @@ def _fit(rows: Array, targets: Array, shares: Array) -> tuple[list[float], float
     Least squares with each error relative to the predicted figure. With errors relative to the target, the fit would
     lie below the mean of times that scatter.
     """
-    from scipy.optimize import nnls  # here, because it takes a second
+    from scipy.optimize import nnls  # imported here, because it takes a second
 
     scale = np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12)
     ridge = np.sqrt(RIDGE * len(rows)) * np.eye(rows.shape[1])

@@ -83,7 +83,7 @@ class Lengths:
             raise BadInput(
                 f"response lengths: the mean is {mean:g}, the 99 % quantile {p99:g}; it must be above the mean"
             )
-        # ln(p99) = mu + z sigma and ln(mean) = mu + sigma^2 / 2: the smaller root for sigma
+        # ln(p99) = mu + z sigma and ln(mean) = mu + sigma^2 / 2 give two values of sigma; this is the smaller
         log = math.log(p99 / mean)
         if 2 * log > Z99**2:
             raise BadInput(

@@ -76,7 +76,7 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
         window=KERNELS * LAUNCH_S,
         micro_batch=shape.layers * KERNELS * LAUNCH_S * (1 + frozen_copies(config) / 3),
         token=passes * active / shared / (device.flops * TRAINING) + exchanged / parallel.context,
-        # scores and values of half of the keys, in a forward and a backward pass of twice its work
+        # scores and values of half of the keys; the backward pass is twice the work of the forward pass
         square=passes / 2 * 2 * shape.layers * heads / shared / (device.flops * TRAINING),
         update=reduced + 28 * stage / split / (device.bandwidth * READING),
         sync=SYNC_S + 2 * total / NETWORK,

@@ -91,7 +91,7 @@ def search_settings(
             continue
         try:
             if made.platform.device in ("cuda", "npu"):
-                plan_run(made)  # what does not fit into memory, among others
+                plan_run(made)  # rejects settings that do not fit into memory, among others
         except BadInput as error:
             reason = str(error)
             continue

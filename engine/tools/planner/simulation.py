@@ -118,7 +118,7 @@ class SimulatedInstance:
         count = len(self._active)
         first = self._costs.decode_s(count, self._context)
         growth = self._costs.decode_context * count
-        # the root of growth k²/2 + first k = elapsed, in the form that is exact for a growth of 0
+        # the root of growth k²/2 + first k = elapsed, in a form that also holds for growth = 0
         steps = 2 * elapsed / (first + math.sqrt(first**2 + 2 * growth * elapsed)) if elapsed else 0.0
         self._steps += steps
         self._context += steps * count
@@ -138,7 +138,7 @@ class SimulatedInstance:
         group's room."""
         self.advance(now)
         at, _, number, group = heapq.heappop(self._active)
-        self._steps = max(self._steps, at)  # rounding may have stopped short of it
+        self._steps = max(self._steps, at)  # rounding may leave the count just below it
         context = group.prompt + group.lengths[number]
         self._context = max(0.0, self._context - context) if self._active else 0.0
         group.left -= 1
