@@ -1,4 +1,4 @@
-"""Every error that Metronome raises on purpose. Each message says what was wrong, where, and what would be right."""
+"""The errors that Metronome raises on purpose. Each message says what was wrong, where, and what would be right."""
 
 
 class MetronomeError(Exception):
@@ -31,7 +31,7 @@ class DeadlineError(MetronomeError):
 
 
 class TooManyFiles(MetronomeError):
-    """This process can open no further file, so it reaches no instance; the message names its limit."""
+    """This process cannot open another file, so it reaches no instance; the message names its limit."""
 
 
 class RewardError(MetronomeError):
@@ -43,7 +43,7 @@ class CheckpointError(MetronomeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint are not those that its marker was written for; an older one may be whole."""
+    """The files of a checkpoint do not match its marker; an older checkpoint may be intact."""
 
 
 class DiskError(MetronomeError):
@@ -51,7 +51,8 @@ class DiskError(MetronomeError):
 
 
 class DeviceMemoryError(MetronomeError):
-    """A device's memory did not suffice; the message has what was held against the dry run's sum, and the keys."""
+    """A device ran out of memory. The message compares what was in use with the dry run's sum, and names the keys to
+    change."""
 
 
 class ProcessDied(MetronomeError):
@@ -59,21 +60,21 @@ class ProcessDied(MetronomeError):
 
 
 class TransferError(MetronomeError):
-    """Weights or groups did not arrive whole. Of weights: a member of the transfer died or was closed, and it may be
-    tried again. Of a group: its bytes are not those that were packed."""
+    """Weights or groups did not arrive intact. Weights: a member of the transfer died or was closed, and the transfer
+    may be retried. A group: its bytes differ from those that were packed."""
 
 
 class ServiceConflict(MetronomeError):
-    """A program outside asked the service for what does not go with its state: another group at the same place, a step
-    that is over, a lease that was given again."""
+    """A request of an outside program conflicts with the state of the service: another group at the same place, a step
+    that is over, or a lease whose groups were leased again."""
 
 
 class ServiceFull(MetronomeError):
-    """The service holds as many bytes, or samples as many responses, as it may; later it can take more."""
+    """The service has reached its limit of stored bytes or of responses being sampled; it can take more later."""
 
 
 class StoreError(MetronomeError):
-    """The store of groups (queue.store) does not answer; the message names the part of it and what it was asked."""
+    """The store of groups (queue.store) does not answer; the message names the part of the store and the request."""
 
 
 class WeightSyncError(MetronomeError):

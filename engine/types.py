@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 JsonObject = dict[str, Any]
-"""An object of JSON as it was read, or as a file or page gets it: its keys are known where it is made."""
+"""A JSON object that was read, or that is written to a file or page. The code that makes it defines its keys."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every column of the row in the data file, for the user's own reward."""
     text: str = ""
-    """The prompt as the model gets it, for the user's own reward: the problem in the template, with the beginning of
-    the answer that some chat templates write (`<think>`). Empty in a group at the trainer, as `columns` are."""
+    """The prompt as the model gets it, for the user's own reward: the problem in the template, with the start of the
+    answer that some chat templates write (`<think>`). Like `columns`, empty in a group at the trainer."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled continuation of a prompt. Its numbers look like tuples; where the response came over the wire they
+    """One sampled continuation of a prompt. Its sequences look like tuples; in a response received over the wire they
     are views of its bytes (engine.wire.numbers)."""
 
     token_ids: Sequence[int]
-    """Sampled ids. A sampled stop token is the last one, and is trained."""
+    """Sampled ids. If a stop token was sampled, it is the last one, and is trained."""
     logprobs: Sequence[float]
     """log softmax(logits / temperature) of each id, computed by the instance; same length as token_ids."""
     versions: tuple[tuple[int, int], ...]
@@ -47,10 +47,12 @@ class Response:
     finish_reason: str
     """"stop" (a stop token was sampled), "length" (a limit cut it) or "abort"."""
     text: str
-    """The decoded response, for rewards: all that the model wrote but the tokens that begin, end or fill a sequence or
-    end a turn (docs/data.md)."""
+    """The decoded response, for rewards: everything that the model wrote, without the tokens that begin, end or fill a
+    sequence or end a turn (docs/data.md)."""
     seed: int | None
-    """Seed of this response's own random stream; None if it was sampled from the instance's (docs/rollouts.md)."""
+    """Seed of this response's own random stream; None if it was sampled from the instance's stream
+    (docs/rollouts.md).
+    """
     instance: str
     """Name of the rollout instance that sampled it."""
 
@@ -72,8 +74,8 @@ class Score:
     detail: str = ""
     """A remark: why the status is not ok, or the answer that the reward extracted."""
     excluded: bool = False
-    """Whether the response is left out of the training, since its reward is not known: it has no gradient, and the
-    advantages of its group are those of the other responses. Then `value` is not read."""
+    """Whether the response is left out of training because its reward is unknown. It has no gradient, and the
+    advantages of its group are those of the other responses. `value` is not read then."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,15 @@ class BatchScores:
     """The scores and lengths of a step's whole batch, for advantages of batch scope."""
 
     values: tuple[tuple[float | None, ...], ...]
-    """[B][G] rewards of the groups' responses, in the order of the groups' indices; None for one that is excluded."""
+    """[B][G] rewards of the groups' responses, in the order of the groups' indices; None for an excluded response."""
     lengths: tuple[tuple[int, ...], ...]
     """[B][G] lengths of the responses in tokens."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with all its responses and scores, and the columns that further stages have given it. On its way from
-    the orchestrator to the trainer it is a row (engine.wire.columns)."""
+    """A prompt with all its responses and scores, and the columns that later stages have added. Between the
+    orchestrator and the trainer it is a row (engine.wire.columns)."""
 
     step: int
     index: int
@@ -100,10 +102,10 @@ class Group:
     batch: BatchScores | None = None
     """The scores of the whole batch, if the advantages depend on them."""
     mini_batch: int = 0
-    """Number of the step's update that trains it, 0 … train.updates − 1. The table sets it."""
+    """Number of the step's update that trains the group, 0 … train.updates − 1. The table sets it."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """By name: an array of numbers for each further column, for each response [G] or for each token [sum of lengths],
-    such as "reference_logprobs"."""
+    """Additional columns by name: an array with one number per response [G] or per token [sum of lengths], such as
+    "reference_logprobs"."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Landed:
 
     step: int
     group: int
-    """Its group's index."""
+    """Index of its group."""
     number: int
     """The response's number in the group."""
     prompt: Sequence[int]
@@ -120,7 +122,7 @@ class Landed:
 
 
 class OptionalFigures(TypedDict, total=False):
-    """Figures that not every run has; keys as of `StepReport`, absent where nothing was measured."""
+    """Figures that not every run has. The keys are those of `StepReport`; a key is absent if nothing was measured."""
 
     kl: float
     mfu: float
@@ -131,7 +133,7 @@ class OptionalFigures(TypedDict, total=False):
 
 
 class TrainingFigures(OptionalFigures):
-    """What the trainer's ranks added up over a step; keys as of `StepReport`."""
+    """Figures that the trainer's ranks sum over a step. The keys are those of `StepReport`."""
 
     versions_seen: list[int]
     staleness_mean: float
@@ -161,7 +163,7 @@ class TrainingFigures(OptionalFigures):
 
 
 class UpdateFigures(TypedDict):
-    """What a step's updates were; keys as of `StepReport`."""
+    """Figures of a step's updates. The keys are those of `StepReport`."""
 
     update_s: float
     grad_norm: float
@@ -169,7 +171,7 @@ class UpdateFigures(TypedDict):
 
 
 class StepFigures(TrainingFigures, UpdateFigures):
-    """What the trainer reports of a step; the orchestrator's own complete it to a `StepReport`."""
+    """The trainer's report on a step. The orchestrator adds its own figures to make a `StepReport`."""
 
     sync_s: float
     check_s: float
@@ -186,8 +188,7 @@ class StepReport:
     weight_version: int
     versions_seen: list[int]
     staleness_mean: float
-    """Mean number of steps between the weights that sampled a response and the weights that it trains; 0
-    on-policy."""
+    """Mean number of steps between the weights that sampled a response and the weights being trained; 0 on-policy."""
     pool_size: int
     """Number of instances that take prompts or receive weights when the step ends."""
     reward_mean: float
@@ -216,8 +217,8 @@ class StepReport:
     wait_ratio: float
     """Share of the step in which the trainer waited for responses: wait_s / step_s."""
     rollout_to_train_end_s: float
-    """From the moment when the batch's first prompt could be sent to the end of the update that it trained. In sync and
-    periodic it is a part of the step; in one_step_off and bounded a batch is begun in an earlier step."""
+    """Time from when the batch's first prompt could be sent to the end of the update that the batch trained. In sync
+    and periodic it is part of the step; in one_step_off and bounded a batch begins in an earlier step."""
     tokens_per_s_per_device: float
     loss: float
     entropy: float
@@ -228,30 +229,30 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     memory_peak_gib: list[float]
-    """Peak memory of each trainer rank: of its device, or on a CPU of its process."""
+    """Peak memory of each trainer rank: of its device, or on a CPU, of its process."""
     kl: float | None = None
-    """KL divergence from the reference; left out without a reference (algorithm.kl_coef = 0)."""
+    """KL divergence from the reference; absent without a reference (algorithm.kl_coef = 0)."""
     mfu: float | None = None
     """Model FLOP utilisation, 0 to 1: the operations of the step's forward and backward passes (engine.model.flops;
-    neither recomputation nor scoring passes count) over train_s and the peak of the trainer's devices. Left out where
-    the peak is not known (platform.peak_tflops)."""
+    without recomputation and scoring passes) over train_s and the peak of the trainer's devices. Absent if the peak is
+    unknown (platform.peak_tflops)."""
     grad_cosine: float | None = None
-    """Cosine of this step's gradient and the previous one; left out if it is not measured."""
+    """Cosine between this step's gradient and the previous one; absent if it is not measured."""
     skipped_updates: int | None = None
-    """Number of consecutive updates that gradient control has skipped; left out without it."""
+    """Number of consecutive updates that gradient control has skipped; absent without gradient control."""
     skipped_updates_of_run: int | None = None
-    """Number of updates that it has skipped since the run began; left out without it."""
+    """Number of updates that gradient control has skipped since the run began; absent without gradient control."""
     expert_load_max: float | None = None
-    """Largest number of tokens that one expert computed over the mean of its layer's experts, in the layer where that
-    is largest: 1 is perfect balance. Left out for dense models."""
+    """Largest number of tokens that one expert computed, divided by the mean of its layer's experts, in the layer where
+    that ratio is largest: 1 is perfect balance. Absent for dense models."""
     prompts_used: int | None = None
-    """Number of prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and in
-    a replay."""
+    """Number of prompts up to the last one that was kept, with algorithm.dynamic_sampling; absent without it, and in a
+    replay."""
     reward_tried: float | None = None
     """Mean reward over the responses to these prompts, kept or not."""
     sync_difference: float | None = None
-    """By how much the log-probabilities of the fixed tokens (weights.check_tokens) differed most between the trainer
-    and an instance, after the last weight sync; left out where they are not compared."""
+    """Largest difference between the trainer's and an instance's log-probabilities of the fixed tokens
+    (weights.check_tokens) after the last weight sync; absent if they are not compared."""
     mismatch_dropped: float = 0.0
     """Share of the trained tokens that algorithm.mismatch = "mask" or algorithm.mismatch_reject drops, weighted as in
     the loss."""

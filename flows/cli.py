@@ -68,7 +68,7 @@ def run(
         check_address(config)
         with local_server(Path(config.run.output)) as server:
             with showing("start", stage_progress.since_now("starting Prefect")):
-                from flows.pipeline import pipeline  # seconds, while the server starts
+                from flows.pipeline import pipeline  # takes seconds, during which the server starts
 
                 log_prefect_to(Path(config.run.output) / "prefect.log")
                 if server is not None:
@@ -77,7 +77,7 @@ def run(
 
 
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
-    """The run that a command means: a new one, or with `resume` one that is there."""
+    """The run that a command means: a new one, or an existing one with `resume`."""
     from tasks.resume import resumed
 
     if resume:
@@ -131,7 +131,8 @@ def evaluate(
     ] = "",
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
 ) -> None:
-    """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
+    """Measure the accuracy of a model on a benchmark, with its interval, and add a line to the run folder's
+    evaluations.jsonl."""
     from engine.run.served_model import model_folder
     from flows.local import evaluate_here
     from tasks.input_checks import check_inputs, with_model_folder
@@ -159,8 +160,8 @@ def serve(
     join: Annotated[str, typer.Option(help="join this run: its orchestrator's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
-    """Run one rollout instance of the recipe in the foreground. With --model a policy to talk to. On Ctrl-C it leaves
-    its run and ends."""
+    """Run one rollout instance of the recipe in the foreground; with --model, serve a policy to talk to. On Ctrl-C the
+    instance leaves its run and ends."""
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
     from engine.run.served_model import served_config
     from tasks.input_checks import with_model_folder
@@ -184,8 +185,7 @@ def serve(
 
 @app.command()
 def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
-    """Run a recipe's rollout instances, rewards and weight sync for a trainer or programs of your own, in the
-    foreground."""
+    """Run a recipe's rollout instances, rewards and weight sync in the foreground, for your own trainer or programs."""
     from engine.orchestrator.serve import run_service as serve_programs
     from tasks.input_checks import check_inputs, with_model_folder
 
@@ -210,8 +210,8 @@ def conform(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds for each call")] = 60.0,
     only: Annotated[list[str], typer.Option("--only", metavar="RULE", help="only this rule")] = [],  # noqa: B006
 ) -> None:
-    """Try the rules of the rollout protocol on an inference engine, and say which hold. Exit code 0: all that a run
-    needs."""
+    """Try the rules of the rollout protocol on an inference engine, and say which hold. Exit code 0: all rules that a
+    run needs hold."""
     from engine.tools.conformance.suite import conform as try_rules
 
     with _exit_codes():
@@ -247,8 +247,8 @@ def deploy(
         Path | None, typer.Option(help="list of work pools of your own, as infra/pools/pools.toml")
     ] = None,
 ) -> None:
-    """Bring work pools, deployments and automations up to date on the server of PREFECT_API_URL. Nothing starts by
-    itself without --schedule (or a cron line)."""
+    """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
+    without --schedule (or a cron line)."""
     with _exit_codes():
         load_config(recipe, overrides)
         from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
@@ -281,7 +281,7 @@ def compare(
         str, typer.Option(help="MLflow store of run ids (default: MLFLOW_TRACKING_URI or runs/)")
     ] = "",
 ) -> None:
-    """Compare runs: curves, wall time and benchmarks with intervals, as one page and a table."""
+    """Compare runs: curves, wall time and benchmarks with intervals, in a page and a table."""
     with _exit_codes():
         from tasks import compare as comparison
 
@@ -316,7 +316,7 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", help="write the best settings as a recipe")] = None,
     page: Annotated[Path | None, typer.Option("--page", metavar="FOLDER", help="write the plan as a page")] = None,
 ) -> None:
-    """Say how to split and set a run: devices for rollouts and training, layout, mode, by simulation."""
+    """Find, by simulation, how to split and configure a run: devices for rollouts and for training, layout, mode."""
     from tasks.input_checks import check_inputs, with_model_folder
     from tasks.plan import make_plan, measure
 
@@ -346,7 +346,7 @@ def doctor(
     out: Annotated[Path | None, typer.Option("--out", help="with --device: the JSON file of the report")] = None,
     overrides: Set = [],  # noqa: B006
 ) -> None:
-    """Say which versions are installed, whether they fit together, and what is missing; --device tries the machine."""
+    """Say which versions are installed, whether they fit together, and what is missing; --device tests the machine."""
     from tasks.cluster.doctor import check_devices, findings
 
     with _exit_codes():
@@ -380,13 +380,13 @@ def _exit_codes() -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point of the console script. However the command ends, its children end too."""
+    """Entry point of the console script. When the command ends, for whatever reason, its children end as well."""
     watch_lifeline()
     try:
         app(prog_name="metronome")
     finally:
         drop_lifeline()
-        gc.freeze()  # without it the interpreter collects the modules of torch and Prefect one by one, in two seconds
+        gc.freeze()  # else it takes two seconds to collect the modules of torch and Prefect
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ def evaluate(
     run: str = "",
     on_rollout_pool: PoolInstances = 0,
 ) -> str:
-    """Accuracy of a model with its interval; adds it to the evaluations.jsonl of a run folder and to its MLflow run.
+    """Measure a model's accuracy and its interval; add it to a run folder's evaluations.jsonl and to its MLflow run.
 
-    If the run has evaluated the same policy already, with the same protocol and seed, nothing is sampled.
+    Nothing is sampled if the run has already evaluated the same policy with the same protocol and seed.
 
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.

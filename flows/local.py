@@ -16,7 +16,7 @@ from tasks.tracking import evaluation_texts, evaluations, pages, registered_poli
 
 
 def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -> None:
-    """Train, tracked in MLflow, and print the table at the end. `replay`: the record that is trained on, if any."""
+    """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any."""
     folder = RunFolder(config.folder)
     line = console.StepLines(config.train.steps)
     evaluated = evaluations.InRun(folder)

@@ -1,4 +1,4 @@
-"""Entry point of the console script `metronome`: Ctrl-C ends it in one line also while it loads the libraries."""
+"""Entry point of the console script `metronome`. Ctrl-C ends it with one line even while it loads the libraries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import FrameType
 
 
 def main() -> None:
-    """Run the command line of `flows.cli`, whose commands handle signals themselves once they begin."""
+    """Run the command line of `flows.cli`. Once its commands begin, they handle signals themselves."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    from flows.cli import main as command  # seconds, on a busy machine more
+    from flows.cli import main as command  # takes seconds, and more on a busy machine
 
     command()
 

@@ -30,11 +30,11 @@ class Opened:
     folder: RunFolder
     entry: Entry
     recipe: str
-    """What another flow reads to do the same: the recipe; for a resumed run its own config.toml."""
+    """What another flow reads to repeat the run: the recipe, or for a resumed run its own config.toml."""
     overrides: list[str]
     """The settings, overrides and seed of the run, in the form of `--set`."""
     registered: str
-    """Name of the registered model to which its policy belongs."""
+    """Name of the registered model to which the policy belongs."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def opened(
     resume: bool,
     pool_instances: int = 0,
 ) -> Iterator[Opened]:
-    """During the body the run folder is locked, the devices are held and the run is tracked in MLflow.
+    """During the body, the run folder is locked, the devices are held and the run is tracked in MLflow.
 
     Raises BadInput before anything slow starts.
     """

@@ -43,7 +43,7 @@ def pipeline(
 ) -> dict[str, str]:
     """Run every stage; returns the table of results. Raises BadInput before anything slow, MetronomeError later.
 
-    A flow run that is started again after a crash continues in its run folder and does not repeat finished stages.
+    A flow run that is restarted after a crash continues in its run folder and does not repeat finished stages.
 
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
@@ -99,7 +99,7 @@ def pipeline(
 
 
 def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
-    """The stages before training, up to the accuracy of the untrained model. Returns the config with the model's
+    """Run the stages before training, up to the evaluation of the untrained model. Return the config with the model's
     folder."""
     with (
         stage("prepare data") as say,

@@ -1,4 +1,4 @@
-"""Parameters of the flows, as the Prefect UI shows them in the form of a deployment."""
+"""Parameters of the flows, which the Prefect UI shows in the form of a deployment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.cluster.deployment_form import shown_values
 Recipe = str
 Overrides = Sequence[str]
 PoolInstances = NonNegativeInt
-# The flows' docstrings explain them, because Prefect takes the texts of the form from there.
+# The flows' docstrings explain these, because Prefect shows them in the form.
 
 
 def _key(name: str) -> Any:  # noqa: ANN401
@@ -44,8 +44,8 @@ class Settings(BaseModel):
     experiment: str | None = _key("tracking.experiment")
 
     def overrides(self) -> list[str]:
-        """KEY=VALUE for each key that was filled in, in the form of `--set`. A value that the form of the deployment
-        has filled in was left as it was: the recipe has it."""
+        """KEY=VALUE for each key that was filled in, in the form of `--set`. A value that the deployment filled in and
+        nobody changed is left out, because the recipe has it."""
         shown = shown_values()
         return [
             f"{type(self).model_fields[name].title}={value}"

@@ -1,4 +1,6 @@
-"""Flows of a single stage: prepare the data, check the conversion, run rollout instances or ranks for another run."""
+"""Flows of a single stage: prepare the data, check the conversion, or run rollout instances or ranks for another
+run.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def serve_rollouts(
     instances: int = 1,
     host: str = "127.0.0.1",
 ) -> None:
-    """Rollout instances on this flow's work pool that join a running run and end when the run ends.
+    """Run rollout instances on this flow's work pool that join a running run and end when the run ends.
 
     Args:
         join: The run: host:port of its orchestrator, or its run folder if this node sees it.
@@ -82,11 +84,11 @@ def serve_rollouts(
 
 @flow(name="join-training")
 def join_training(folder: str, wait_s: float = 600.0) -> None:
-    """Trainer ranks on this flow's node, for a run with parallel.nodes above 1, until its training is done.
+    """Run trainer ranks on this flow's node, for a run with parallel.nodes above 1, until its training is done.
 
     Args:
         folder: The run folder, which this node and the run's own node share.
-        wait_s: Seconds to wait for the run to begin, or to begin again after a crash.
+        wait_s: Seconds to wait for the run to begin, or to restart after a crash.
     """
     with story():
         run_node(Path(folder), wait_s)

@@ -1,4 +1,4 @@
-"""Training as a flow, without evaluation and registration. When it has finished, an automation starts `evaluate`."""
+"""Training as a flow, without evaluation and registration. When it finishes, an automation starts `evaluate`."""
 
 from __future__ import annotations
 

@@ -10,6 +10,6 @@ for _switch, _value in {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "PREFECT_LOGGING_TO_API_ENABLED": "false",  # each line a request: seconds per run
+    "PREFECT_LOGGING_TO_API_ENABLED": "false",  # each line is a request, which costs seconds per run
 }.items():
     os.environ.setdefault(_switch, _value)  # set here, because the libraries read them when they are imported

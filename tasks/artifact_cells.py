@@ -1,4 +1,4 @@
-"""Values as people read them in the tables of Prefect's artifacts."""
+"""Formats values for the tables of Prefect's artifacts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def cell(value: Any) -> str:  # noqa: ANN401
-    """A value as text: thousands are separated, of other numbers four digits count."""
+    """A value as text: integers and large numbers have thousands separators, other numbers four significant digits."""
     if value is None or value == {} or value == []:
         return "none"
     if isinstance(value, bool):
@@ -29,6 +29,6 @@ def table_rows(values: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def markdown(values: Mapping[str, Any]) -> str:
-    """The same as a table in Markdown."""
+    """The same table in Markdown."""
     rows = (f"| {row['figure']} | {row['value'].replace('|', chr(92) + '|')} |" for row in table_rows(values))
     return "\n".join(["| | |", "|---|---|", *rows])

@@ -15,7 +15,7 @@ from tasks.input_checks import with_model_folder
 
 @task(name="base model", cache_policy=NO_CACHE)
 def base_model(config: Config) -> Config:
-    """The config with `model.path` a checked Hugging Face folder."""
+    """The config with `model.path` set to a checked Hugging Face folder."""
     config = with_model_folder(config)
     shape = read_shape(Path(config.model.path))
     create_markdown_artifact(

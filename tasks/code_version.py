@@ -1,4 +1,4 @@
-"""Identifies the code that a result comes from, for the cache of tasks and for the lineage of a policy."""
+"""Identifies the code that produced a result, for the task cache and for the lineage of a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.config.recipe import HOME
 OURS = ("engine", "tasks", "flows", "infra")
 """Folders of the code that runs in production, including recipes and pool templates."""
 GIT_S = 60.0
-"""Time limit of git, which reads every file to decide on "-dirty". This is slow on a shared disk."""
+"""Time limit of git in seconds. To decide on "-dirty", git reads every file, which is slow on a shared disk."""
 
 
 def code_hash(*packages: str) -> str:
@@ -32,7 +32,7 @@ def code_version() -> str:
 
 
 def tree_hash(home: Path) -> str:
-    """Hash (hex) of names and contents of all files in `OURS` under a folder, without compiled Python files."""
+    """Hash (hex) of the names and contents of all files in `OURS` under a folder, except compiled Python files."""
     digest = hashlib.sha256()
     for folder in OURS:
         files = (path for path in (home / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -42,12 +42,12 @@ def tree_hash(home: Path) -> str:
 
 
 def _commit(home: Path) -> str:
-    """Commit of a folder that is itself a git checkout; "unknown" if git fails. "" for an installed package or without
-    git."""
+    """The commit of a folder that is itself a git checkout; "unknown" if git fails; "" for an installed package or
+    without git."""
     if not (home / ".git").exists() or shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
-    except subprocess.SubprocessError:  # another user's checkout, or a slow disk: no reason to lose a policy
+    except subprocess.SubprocessError:  # another user's checkout or a slow disk must not cost a policy
         return "unknown"

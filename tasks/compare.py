@@ -1,4 +1,4 @@
-"""Runs side by side: read from run folders and MLflow, as one HTML page and a table on the console."""
+"""Compares runs, read from run folders and MLflow, in an HTML page and a table on the console."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from tasks.tracking.retry import STORE_ERRORS, first_line
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ROWS = "evaluations.jsonl"
 EVALUATIONS = "evaluations"
-"""File and folder of tables, in a run folder and among a run's artifacts."""
+"""Name of the file and of the folder of tables, both in a run folder and among a run's artifacts."""
 ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"}
-"""Text about a failed run, by its status in MLflow."""
+"""The text about a failed run, by its status in MLflow."""
 
 
 def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
-    """Write the page that compares some runs with the first. Returns the text for the console.
+    """Write the page that compares each run with the first. Return the text for the console.
 
-    given: run folders or MLflow run ids. uri: the MLflow store of the run ids; by default MLFLOW_TRACKING_URI, else
+    given: run folders or MLflow run ids. uri: the MLflow store of the run ids; default MLFLOW_TRACKING_URI, else
     runs/mlflow.db. Raises BadInput for fewer than two runs, for a run that is given twice, and for anything that is not
     a run.
     """
@@ -55,7 +55,7 @@ def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
 
 
 def _bounds(runs: Sequence[ComparedRun]) -> list[str]:
-    """For each run of which the folder is here, what its steps were bound by; nothing about runs that are too short."""
+    """What the steps of each run were bound by. Runs that are too short, or whose folder is not here, are left out."""
     found = {run.name: bound(Path(run.source)) for run in runs if Path(run.source).is_dir()}
     rows = [[name, *row.values()] for name, row in found.items() if row]
     return ["", "Bound by:", aligned(rows)] if rows else []
@@ -97,7 +97,7 @@ def _read(given: str, uri: str) -> ComparedRun:
 
 
 def from_folder(path: Path) -> ComparedRun:
-    """A run, read from its folder. Raises BadInput if it has no steps."""
+    """Read a run from its folder. Raises BadInput if it has no steps."""
     folder = RunFolder(path)
     try:
         steps = steps_once(list(read_lines(folder.steps)))
@@ -125,7 +125,9 @@ def _line(text: str) -> str:
 
 
 def from_mlflow(run_id: str, uri: str = "") -> ComparedRun:
-    """A run, read from MLflow. Raises BadInput for an unknown id, a store that does not answer, a run without steps."""
+    """Read a run from MLflow. Raises BadInput for an unknown id, a store that does not answer, or a run without
+    steps.
+    """
     store = _store(uri)
     client = mlflow.MlflowClient(store)
     try:
@@ -158,7 +160,7 @@ def _store(uri: str) -> str:
     if not found:
         raise BadInput("an MLflow run id needs its store: give --tracking-uri, or set MLFLOW_TRACKING_URI")
     if found.startswith("sqlite:///") and not Path(found.removeprefix("sqlite:///")).is_file():
-        raise BadInput(f"--tracking-uri {found}: there is no such file")  # MLflow would make an empty one
+        raise BadInput(f"--tracking-uri {found}: there is no such file")  # MLflow would create an empty one
     return found
 
 
@@ -168,7 +170,7 @@ def _text(config: JsonObject) -> dict[str, str]:
 
 
 def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[JsonObject]:
-    """The lines of steps.jsonl, rebuilt from the histories of the metrics. If a value was logged twice, the later
+    """Rebuild the lines of steps.jsonl from the histories of the metrics. If a value was logged twice, the later one
     counts."""
     rows: dict[int, JsonObject] = {}
     for name in names:
@@ -182,8 +184,8 @@ def _evaluations(
     run: Any,  # noqa: ANN401
     store: str,
 ) -> tuple[list[JsonObject], dict[str, dict[str, float]]]:
-    """Rows of evaluations.jsonl and their tables, from the artifacts. A run that has not ended has no artifacts: then
-    the rows come from the metrics."""
+    """The rows of evaluations.jsonl and their tables, from the artifacts. A run that has not ended has no artifacts;
+    its rows come from the metrics."""
     there = {item.path for item in client.list_artifacts(run.info.run_id)}
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}
@@ -197,7 +199,7 @@ def _evaluations(
 
 
 def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, float]]]:
-    """Rows of a folder's evaluations.jsonl, and for each table, by the row's `table`, prompt id → mean score."""
+    """The rows of a folder's evaluations.jsonl, and for each table (by the row's `table`) prompt id → mean score."""
     rows = list(read_lines(folder / ROWS))
     files = {
         row["table"]: folder / row["table"] for row in rows if "table" in row and (folder / row["table"]).is_file()

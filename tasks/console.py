@@ -1,4 +1,4 @@
-"""The console output of a run: plain lines, readable in a terminal and in a log file; with colours on a terminal."""
+"""The console output of a run: plain lines for a terminal or a log file, with colours on a terminal."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 LINES_PER_RUN = 20
 """Approximate number of step lines per run; there are more if steps are slow."""
 QUIET_S = 10.0
-"""If the last line is older than this, the next step prints a line in any case. In seconds."""
+"""If the last line is older than this (in seconds), the next step always prints a line."""
 SHOW_CURSOR = b"\x1b[?25h"
-"""What a terminal needs after a bar that could not end."""
+"""The escape sequence that shows a terminal's cursor again after an interrupted progress bar."""
 WARNINGS = ("warning", "rewards", "responses", "instances")
-"""Stages whose lines a terminal shows in another colour."""
+"""Stages whose lines have another colour on a terminal."""
 
 Listener = Callable[[int, str], None]
-"""Takes what is printed: its level as in `logging`, and the text."""
+"""Receives what is printed: its level as in `logging`, and the text."""
 
 
 class OutputClosed(SystemExit):
-    """Nobody reads the output any more."""
+    """No process reads the output any more."""
 
 
 class _Output:
@@ -34,7 +34,7 @@ class _Output:
         self.last = time.monotonic()
         """Monotonic time of the last line."""
         self.unread = False
-        """Whether nobody reads the output any more."""
+        """Whether the reader of the output has gone."""
         self.listeners: list[Listener] = []
 
 
@@ -42,8 +42,8 @@ _output = _Output()
 
 
 def say(stage: str, text: str) -> None:
-    """Print one line, at once. If no process reads the output any more (a Prefect worker was killed), this process ends
-    as in a crash."""
+    """Print one line immediately. If no process reads the output any more (a Prefect worker was killed), this process
+    ends as after a crash."""
     colour = ("33" if stage in WARNINGS else "1;36") if is_terminal() and not os.environ.get("NO_COLOR") else ""
     head = f"\x1b[{colour}m{stage:<12}\x1b[0m" if colour else f"{stage:<12}"
     _print(f"{head} {text}")
@@ -54,9 +54,9 @@ def _print(text: str) -> None:
     _output.last = time.monotonic()
     if not _output.unread:
         try:
-            print(f"{text}\n", end="", flush=True)  # in one write: another thread may print, too
+            print(f"{text}\n", end="", flush=True)  # in one write, because another thread may print at the same time
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter also fails at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter also fails at exit
             _output.unread = True
     if _output.unread:  # seen now, or earlier in a thread that could not end this process
         raise OutputClosed("nobody reads the output any more")
@@ -69,7 +69,7 @@ def _listen(level: int, text: str) -> None:
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """During the body a listener also gets what is printed."""
+    """During the body, also pass to `listener` everything that is printed."""
     _output.listeners.append(listener)
     try:
         yield
@@ -78,19 +78,19 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 def last_line() -> float:
-    """Monotonic time of the last line that was printed."""
+    """Monotonic time at which the last line was printed."""
     return _output.last
 
 
 def is_terminal() -> bool:
-    """Whether a person sees the output on a terminal that can move its cursor."""
+    """Whether the output goes to a terminal that can move its cursor."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Print the start of a stage, and at its end the result and the seconds. Call the yielded function with the
-    result."""
+    """Print the start of a stage, and at its end the result and the elapsed seconds. Call the yielded function to set
+    the result."""
     started = time.monotonic()
     result = ["done"]
     say(name, "...")
@@ -99,7 +99,7 @@ def stage(name: str) -> Iterator[Callable[[str], None]]:
 
 
 class StepLines:
-    """Prints a line for the first, the last and about every `steps / 20`th step, and more if steps are slow."""
+    """Prints a line for the first, the last and about every `steps / 20`th step, and more often if steps are slow."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

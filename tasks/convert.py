@@ -22,14 +22,14 @@ from tasks.orchestrator_process import last_error
 from tasks.progress_display import showing
 
 LIMIT_S = 1800.0
-"""Time limit of the conversion. A tiny model takes 10 s; a large one is read from disk three times."""
+"""Time limit of the conversion in seconds. A tiny model takes 10 s; a large one is read from disk three times."""
 
 
 @task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
 def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
-    """Run `engine.tools.conversion` in a process of its own; returns its report. The hashes are only cache keys.
+    """Run `engine.tools.conversion` in a separate process; returns its report. The hashes are only cache keys.
 
-    Raises BadInput for an unusable folder, MetronomeError if logits or tensors differ, DeadlineError.
+    Raises BadInput for an unusable folder, MetronomeError if logits or tensors differ, DeadlineError at the time limit.
     """
     child = Child("convert", conversion_command(model), log)
     try:
@@ -46,8 +46,8 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """The report in one line for the console. Also creates the artifact; the task cannot, because a cached task's body
-    does not run."""
+    """The report in one line for the console. This also creates the artifact, because the body of a cached task does
+    not run."""
     create_markdown_artifact(markdown(report), key="conversion", description="Hugging Face against Megatron")
     return (
         f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face; "

@@ -1,4 +1,4 @@
-"""Evaluate: accuracy of a model folder on the benchmarks, with intervals."""
+"""Evaluate: the accuracy of a model folder on the benchmarks, with intervals."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tasks.tracking import evaluation_texts
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
-    """Whether the evaluation is tried again: yes after a dead process or a missed deadline, no after wrong input."""
+    """Whether to retry the evaluation: yes after a dead process or a missed deadline, no after wrong input."""
     return isinstance(state.result(raise_on_failure=False), ProcessDied | DeadlineError)
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
 def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
-    """Evaluate a model folder; returns the new row of evaluations.jsonl. With several benchmarks it returns the row of
-    the first and prints the others.
+    """Evaluate a model folder; returns the new row of evaluations.jsonl. With several benchmarks, return the row of the
+    first and print the others.
 
-    `pool_instances`: instances on the rollout pool, in addition to rollout.instances. MLflow is not needed, because
+    `pool_instances`: instances on the rollout pool, in addition to rollout.instances. This does not use MLflow;
     `tasks.tracking.evaluations` logs evaluations.jsonl afterwards.
     """
     folder = run_folder(config)
@@ -51,10 +51,10 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
 
 
 def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
-    """`evaluate` for a flow run that may be started again, for example because MLflow did not answer.
+    """`evaluate` for a flow run that may be restarted, for example because MLflow did not answer.
 
-    An evaluation that an earlier attempt has completed is not repeated. Nor is one that the run itself has completed: a
-    pipeline evaluates its policy, and then an automation starts this. The evaluation holds the NPUs that it needs.
+    An evaluation is not repeated if an earlier attempt has completed it, or if the run itself has: a pipeline evaluates
+    its policy before an automation starts this flow. The evaluation holds the NPUs that it needs.
     """
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
@@ -75,6 +75,6 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a row first, then how they were made. `step` is the weight version."""
+    """The figures of a row, followed by its protocol. `step` is left out, because it equals the weight version."""
     how = dict(row["protocol"])
     return {name: value for name, value in row.items() if name not in ("protocol", "step")} | how

@@ -1,4 +1,4 @@
-"""The right of a flow, or of `metronome train`, to write its run folder (engine.run.fence)."""
+"""The right of a flow, or of `metronome train`, to write to its run folder (engine.run.fence)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from engine.run.folder import RunFolder
 from tasks.interruption import signal_of
 
 _held: list[Fence] = []
-"""Those of the run folders that this process has entered."""
+"""The fences of the run folders that this process has entered."""
 
 
 @contextmanager
 def fenced(folder: RunFolder) -> Iterator[None]:
-    """During the body this process writes the folder as the newest flow. To be called with the folder's lock held.
+    """During the body, this process writes to the folder as its newest flow. The caller must hold the folder's lock.
 
-    If a signal ends the body, failure.json names it.
+    If a signal ends the body, failure.json names the signal.
     """
     folder.fence = Fence.begin(folder.path, "flow")
     _held.append(folder.fence)
@@ -34,7 +34,7 @@ def fenced(folder: RunFolder) -> Iterator[None]:
 
 
 def run_folder(config: Config) -> RunFolder:
-    """The run's folder, with this process's right to write it, where it has entered it."""
+    """The run's folder. If this process has entered it, the folder carries the process's right to write."""
     folder = RunFolder(config.folder)
     folder.fence = next((fence for fence in _held if fence.folder == folder.path), folder.fence)
     return folder

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Stages:
-    """The finished stages of a run by name, each with its result (anything that JSON can store)."""
+    """The finished stages of a run by name, each with its result (any value that JSON can store)."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._fence = folder.fence
@@ -24,7 +24,7 @@ class Stages:
         self.done = read_json(self._file, "which stages are done", repair) if self._file.exists() else {}
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
-        """The stored result of a stage. If the stage is not done, its work is done now.
+        """Return the stored result of a stage. If the stage is not done, run `work` now and store its result.
 
         Raises TakenOver if another flow writes the run.
         """
@@ -36,7 +36,7 @@ class Stages:
         return found
 
     def forget(self, *names: str) -> None:
-        """Remove stages, so that they are done again."""
+        """Remove stages, so that they run again."""
         self.done = {name: result for name, result in self.done.items() if name not in names}
         self._write()
 
@@ -48,10 +48,9 @@ class Stages:
 def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> int:
     """Record a start of the flow or of its training (`what`). `why`: what ended the previous one.
 
-    Return how many starts before this one began from the same point.
-
-    Raises MetronomeError if this is more than `limit` resumes in a row without a new stage or checkpoint between them.
-    A start by a person (`by_hand`) begins a new count.
+    Return the number of earlier starts from the same point. Raises MetronomeError if that number exceeds `limit`, the
+    number of resumes in a row that may pass without a new stage or checkpoint. A start by a person (`by_hand`) resets
+    the count.
     """
     here = progress(folder)
     starts = 0 if by_hand else _starts_from(folder, what, here)
@@ -73,7 +72,8 @@ def progress(folder: RunFolder) -> list[int]:
 
 
 def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
-    """Number of the latest consecutive starts of `what` from the point `here`, since a person started the run."""
+    """The number of latest consecutive starts of `what` from the point `here`, counted since a person last started the
+    run."""
     starts = 0
     for row in reversed(list(read_lines(folder.attempts))):
         starts += row["what"] == what and row["progress"] == here
@@ -83,7 +83,7 @@ def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
 
 
 def last_end(folder: RunFolder) -> str:
-    """Why the last attempt of the run ended, as far as it is known."""
+    """Why the last attempt of the run ended, as far as is known."""
     if (told := folder.last_failure()) is not None:
         return told[1]
     return "its process died without a message (killed, out of memory, or its node was lost)"

@@ -1,5 +1,4 @@
-"""How a flow run enters its run folder: for the first time, again after a crash, or because a person resumes the
-run."""
+"""Lets a flow run enter its run folder: for the first time, after a crash, or because a person resumes the run."""
 
 from __future__ import annotations
 
@@ -23,16 +22,17 @@ from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
 
 TAKEOVER_S = 600.0
-"""Seconds to wait for the previous attempt to end, since its last step or stage. A flow that counts as dead may be
-alive on a node that has lost its connection to the server, and train to the end."""
+"""Seconds to wait for the previous attempt to end, counted from its last step or stage. A flow that Prefect believes
+dead may still run on a node that has lost its connection to the server, and train to the end."""
 NAMES = ".flow-runs"
-"""Folder in `run.output` with a file for each Prefect flow run, which has the flow run's run.name."""
+"""Folder in `run.output` with one file for each Prefect flow run. The file contains the flow run's run.name."""
 
 
 def settled(config: Config) -> Config:
-    """The config that this flow run began with, from its run folder. (The recipe may have been edited since.)
+    """The config with which this flow run began, from its run folder; the recipe may have been edited since.
 
-    On the first entry it is the given config. Its run.name is stored: a name made from the time must not change.
+    On the first entry, return the given config and store its run.name, because a name made from the time must not
+    change.
     """
     file = _name_file(config)
     if file is None:
@@ -53,12 +53,12 @@ class Entry(Stages):
     def __init__(self, folder: RunFolder, resumed: bool) -> None:
         super().__init__(folder)
         self.resumed = resumed
-        """Whether training continues from a checkpoint, if there is one."""
+        """Whether training continues from a checkpoint if there is one."""
 
 
 @contextmanager
 def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
-    """Hold the lock of the run folder during the body. The folder stores the config and `begun`.
+    """Hold the lock of the run folder during the body, and store the config and `begun` in the folder.
 
     A flow run may enter its own folder again; any other flow run needs `resume`. Raises BadInput if the folder belongs
     to another run or is in use, and MetronomeError if the run makes no progress
@@ -80,10 +80,10 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
         if not folder.config.exists():
-            _sign(folder)  # before the config: a folder with a config and no flow run would count as another run's
+            _sign(folder)  # before the config, because a folder with a config but no flow run counts as another run's
         begun.write(folder.path)
         folder.create(config, resume=again or resume)
-        _sign(folder)  # after it: until here the config may be that of the previous flow run, with other settings
+        _sign(folder)  # after the config, which until now may be the previous flow run's, with other settings
         if again:
             say("resume", f"the previous attempt ended: {why}")
         entry = Entry(folder, again or resume)
@@ -99,7 +99,7 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
 
 @contextmanager
 def crashed_without_tracking() -> Iterator[None]:
-    """Let a flow run of a deployment end as crashed if MLflow does not answer, because crashed runs are resumed
+    """If MLflow does not answer, end a deployment's flow run as crashed, because crashed runs are resumed
     (tasks.cluster.watchdog)."""
     try:
         yield
@@ -117,7 +117,7 @@ def begun_by_this_flow(folder: RunFolder) -> bool:
 
 
 def _written(folder: RunFolder) -> list[int]:
-    """What the holder of a run folder writes as it goes on: the sizes of its files of steps and stages."""
+    """The sizes of the files of steps and stages, which grow while the holder of a run folder makes progress."""
     return [file.stat().st_size if file.exists() else 0 for file in (folder.steps, folder.stages)]
 
 

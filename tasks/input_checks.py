@@ -1,4 +1,4 @@
-"""Quick checks of all inputs of a run, before anything slow starts; and the base model as a folder."""
+"""Quick checks of all inputs of a run before anything slow starts, and the base model as a folder."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tasks.console import say
 from tasks.progress_display import showing
 
 TRIED = 256
-"""Rows of a problem set that are encoded before the start; all, if none of these is a prompt."""
+"""Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
-    """Check that a new run has a new folder and a new place in `checkpoint.path`, that a resumed run has a folder, or
+    """Check that a new run has a new folder and a new place in `checkpoint.path`, that a resumed run has a folder or
     checkpoints there, and that no process holds the folder.
 
     Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read. Writes nothing.
@@ -49,8 +49,8 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
 
 
 def check_address(config: Config) -> None:
-    """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Not for a flow that is started
-    again: its orchestrator of before may still have the address."""
+    """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Do not call this for a restarted
+    flow: its previous orchestrator may still hold the address."""
     check_listens(config.rollout.listen)
 
 
@@ -72,13 +72,13 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
 
 
 def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> None:
-    """Read the problems, load the reward, read the model's configuration, encode the prompts. Raises BadInput for the
-    first that fails.
+    """Read the problems, load the reward, read the model's configuration, encode the prompts. Raises BadInput at the
+    first failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
     """
-    if config.run.dry:  # the commands that allow it do not call this
+    if config.run.dry:  # commands that allow run.dry do not call this
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
@@ -137,16 +137,16 @@ def _check_prompts(config: Config, problems: int) -> None:
 
 
 def _check_device(config: Config) -> None:
-    """Raise BadInput unless the trainer ranks of this machine have the devices that `platform.device` names."""
+    """Raise BadInput unless this machine has a device of kind `platform.device` for each of its trainer ranks."""
     if config.platform.device in ("cuda", "npu"):
-        from engine import platform  # imports torch: seconds
+        from engine import platform  # imports torch, which takes seconds
 
         platform.get_platform(config.platform.device).device(config.parallel.ranks_per_node - 1)
 
 
 def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
-    """Raise BadInput if the model has no tokenizer, if a token of `rollout.stop` is none, or if a problem set has no
-    prompt that the model takes."""
+    """Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, or if no prompt of a
+    problem set fits the model."""
     tokenizer = Tokenizer(find_file(config.model.path), config.rollout.stop)
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
@@ -167,12 +167,12 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
 
 @cache
 def _warn(message: str) -> None:
-    """Print a warning, each once in a process: a command checks the inputs, and then its flow does."""
+    """Print a warning once per process, because a command checks the inputs and then its flow checks them again."""
     say("warning", message)
 
 
 def _check_checkpoint_path(place: str) -> None:
-    """Raise BadInput unless `checkpoint.path` is empty, on S3, or a folder that is there or can be made."""
+    """Raise BadInput unless `checkpoint.path` is empty, on S3, or a folder that exists or can be created."""
     scheme, separator, rest = place.partition("://")
     if separator and scheme not in ("s3", "file"):
         raise BadInput(f"checkpoint.path = {place!r}: expected a folder or s3://bucket/folder")
@@ -187,14 +187,15 @@ def _check_checkpoint_path(place: str) -> None:
 
 
 def _clips_gpg(config: Config) -> bool:
-    """Whether the advantage "gpg" meets a loss that may clip: any built-in one but its own, at ratios other than 1."""
+    """Whether the advantage "gpg" is used with a loss that may clip: any built-in loss except "gpg", at ratios other
+    than 1."""
     algorithm = config.algorithm
     own = algorithm.loss == "gpg" or ":" in algorithm.loss
     return algorithm.advantage == "gpg" and not ratio_is_one(config) and not own
 
 
 async def _try_reward(config: Config) -> None:
-    """Load the reward in a worker process, as in a run. So its import can neither end nor hang this process."""
+    """Load the reward in a worker process, as a run does, so that its import can neither end nor hang this process."""
     reward = config.reward.model_copy(update={"workers": 1})
     async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
         pass

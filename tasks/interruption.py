@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM: the first one ends a command through its `finally` blocks, a second one at once.
+"""Handles Ctrl-C and SIGTERM: the first ends a command through its `finally` blocks, the second ends it immediately.
 
-A run that ends so says what it saved and how it goes on.
+An interrupted run says what it saved and how to continue it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ AT_ONCE = (
 
 
 class _Command:
-    """The command of this process."""
+    """State of the command that this process runs."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first one that came."""
+        """The first signal received."""
         self.run: tuple[Config, str] | None = None
-        """The run that it is about, and the name of the command."""
+        """The run that the command trains, and the name of the command."""
         self.last_words = f"\n{AT_ONCE}\n".encode()
-        """What the second signal prints; made before, since little may be done when it comes."""
+        """What the second signal prints. Prepared in advance, because a signal handler may do little."""
 
 
 _command = _Command()
 
 
 def catch() -> None:
-    """Let the first signal raise KeyboardInterrupt, and the second one end this process. (Its children end by their
-    lifelines.)"""
+    """Let the first signal raise KeyboardInterrupt, and the second end this process. (Lifelines end its children.)"""
     global _command
     _command = _Command()
     for number in SIGNALS:
@@ -53,24 +52,23 @@ def catch() -> None:
 
 def _handle(number: int, frame: FrameType | None) -> None:
     if _command.signal is not None:
-        os.set_blocking(2, False)  # a terminal that is stopped, or a pipe that nobody reads, must not hold the end up
+        os.set_blocking(2, False)  # a stopped terminal, or a pipe that nobody reads, must not delay the exit
         with suppress(OSError):
             os.write(2, (console.SHOW_CURSOR if console.is_terminal() else b"") + _command.last_words)
-        os.set_blocking(2, True)  # the shell has the same terminal
+        os.set_blocking(2, True)  # the shell shares this terminal
         os._exit(INTERRUPTED)
     _command.signal = signal.Signals(number)
     raise KeyboardInterrupt
 
 
 def about(config: Config, command: str) -> None:
-    """Say which run `metronome <command>` trains, for `told` and `how_on`."""
+    """Store which run `metronome <command>` trains, for `told` and `how_on`."""
     _command.run = (config, command)
     _command.last_words = f"\n{AT_ONCE}\n  go on with  {_resume_command(config, command)}\n".encode()
 
 
 def signal_of(ended: BaseException) -> signal.Signals | None:
-    """The signal behind an exception; None for an exception of another kind. Prefect raises one of its own for
-    SIGTERM."""
+    """The signal behind an exception; None for any other exception. For SIGTERM, Prefect raises its own exception."""
     if isinstance(ended, KeyboardInterrupt):
         return _command.signal or signal.SIGINT
     number = getattr(ended, "signal", None) if not isinstance(ended, Exception) else None
@@ -78,7 +76,7 @@ def signal_of(ended: BaseException) -> signal.Signals | None:
 
 
 def say_stopping(seconds: float) -> None:
-    """Say that a signal was seen, at its time."""
+    """Say that a signal was received."""
     again = "Ctrl-C again" if _command.signal in (None, signal.SIGINT) else "another signal"
     _on_own_line(
         f"stopping: the trainer saves the weights from before this step, for up to {seconds:.0f} s; {again} ends "
@@ -87,7 +85,7 @@ def say_stopping(seconds: float) -> None:
 
 
 def told() -> str:
-    """What a command that a signal ended says last."""
+    """The last message of a command that a signal ended."""
     head = f"interrupted by {(_command.signal or signal.SIGINT).name}"
     if _command.run is not None and not RunFolder(_command.run[0].folder).config.exists():
         return f"{head}; the run had not begun, nothing is saved"
@@ -95,7 +93,7 @@ def told() -> str:
 
 
 def how_on() -> str:
-    """Lines that say what the run has saved and how it goes on; "" without a run that has begun."""
+    """Lines that say what the run has saved and how to continue it; "" if no run has begun."""
     if _command.run is None:
         return ""
     config, command = _command.run
@@ -130,5 +128,5 @@ def _resume_command(config: Config, command: str) -> str:
 
 
 def _on_own_line(message: str) -> None:
-    """Print on stderr. A terminal shows ^C at the place of the cursor, so the message begins a line there."""
+    """Print on stderr. A terminal shows ^C at the cursor, so there the message starts on a new line."""
     console.complain(("\n" if sys.stderr.isatty() else "") + message)

@@ -1,4 +1,4 @@
-"""Starts the orchestrator and follows its steps.jsonl. However `run_training` ends, the orchestrator ends with it."""
+"""Starts the orchestrator and follows its steps.jsonl. The orchestrator ends whenever `run_training` ends."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tasks.interruption import say_stopping, signal_of
 from tasks.progress_display import showing
 
 POLL_S = 0.3
-"""Seconds between two looks at steps.jsonl."""
+"""Seconds between two reads of steps.jsonl."""
 PAUSE_S = 5.0
-"""Most seconds of silence that count between two looks."""
+"""Longest silence in seconds that is counted between two reads."""
 STOP_S = 9.0
-"""Time in which the orchestrator must end its own children; then it is killed, and they end by their lifelines."""
+"""Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children."""
 
 
 class LineFollower:
-    """Reads new complete lines of a JSON-lines file to which another process appends. A resumed run may also shorten
-    the file."""
+    """Reads the new complete lines of a JSON-lines file to which another process appends. A resumed run may shorten the
+    file."""
 
     def __init__(self, path: Path) -> None:
-        """Lines that are already in the file do not count as new."""
+        """Skip the lines that are already in the file."""
         self._path = path
         self._inode = 0
         self._position = 0
@@ -47,8 +47,8 @@ class LineFollower:
         self.new()
 
     def new(self) -> list[JsonObject]:
-        """Lines that are new since the last call. A half-written last line is left for later. A missing file is
-        empty."""
+        """The lines that were added since the last call. A half-written last line is left for a later call. A missing
+        file counts as empty."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -62,8 +62,8 @@ class LineFollower:
         return [json.loads(line) for line in fresh]
 
     def _rewind_if_replaced(self, descriptor: int) -> None:
-        """A file that was shortened is a new file. Read it from its start; the lines that were kept are known by their
-        text."""
+        """Read from the start if the file was replaced, which is how it is shortened. Lines that were kept are
+        recognised by their text."""
         inode = os.fstat(descriptor).st_ino
         if inode != self._inode:
             self._inode = inode
@@ -76,15 +76,15 @@ def run_training(
     replay: Path | None = None,
     on_step: Callable[[JsonObject], None] = lambda row: None,
 ) -> RunFolder:
-    """Train in an orchestrator process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder. How
-    far the training is, and the orchestrator's notices, are printed.
+    """Train in an orchestrator process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder.
+    Prints the progress of the training and the orchestrator's notices.
 
     Raises the error that ended the run: BadInput, or another MetronomeError with the orchestrator's message. No process
-    is left behind. The timeline is drawn in every ending, unless another orchestrator writes the folder now. A signal
-    that ends this process is passed on to the orchestrator.
+    is left behind. The timeline is always drawn, unless another orchestrator writes the folder now. A signal that ends
+    this process is passed on to the orchestrator.
     """
     folder = RunFolder(config.folder)
-    folder.failure.unlink(missing_ok=True)  # of an earlier attempt
+    folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
     follower = LineFollower(folder.steps)
     notices = LineFollower(folder.notices)
 
@@ -94,7 +94,7 @@ def run_training(
         for row in follower.new():
             on_step(row)
 
-    folder.progress.unlink(missing_ok=True)  # a killed orchestrator's
+    folder.progress.unlink(missing_ok=True)  # left by a killed orchestrator
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
         dump_config(config, file)
@@ -120,7 +120,7 @@ def run_training(
 
 
 def _stop(child: Child, number: signal.Signals | None) -> None:
-    """Stop the orchestrator because of a signal, which is passed on to it, or because of an error."""
+    """Stop the orchestrator after an error, or after a signal (`number`), which is passed on to it."""
     if number is None:
         child.stop(STOP_S)
         return
@@ -136,8 +136,8 @@ def _draw(folder: RunFolder) -> None:
 
 
 class _Watch:
-    """RunEvents an orchestrator that hangs or was stopped, early enough to end it within 2 x train.timeout_s. All other
-    deadlines of a run are the orchestrator's own."""
+    """Notices an orchestrator that hangs or was stopped, early enough to end it within 2 x train.timeout_s. The
+    orchestrator itself enforces all other deadlines of a run."""
 
     def __init__(self, child: Child, heartbeat: Path, config: Config) -> None:
         self._child = child
@@ -148,7 +148,7 @@ class _Watch:
             (timeout_s, "train.timeout_s"),
         )
         self._start_s = config.rollout.timeout_s
-        """Seconds that the orchestrator has in addition until its first sign of life: it may wait for a lock."""
+        """Additional seconds before the orchestrator's first sign of life, because it may wait for a lock."""
         self._seen = self._touched()
         self._silence_s = 0.0
         self._looked = time.monotonic()
@@ -156,7 +156,7 @@ class _Watch:
     def look(self) -> None:
         """Raise DeadlineError if the orchestrator has given no sign of life for too long."""
         now = time.monotonic()
-        # of a pause in which this process slept too, only a moment counts
+        # if this process slept as well, only a moment of the pause counts
         self._silence_s += min(now - self._looked, PAUSE_S)
         self._looked = now
         if (touched := self._touched()) != self._seen:
@@ -176,7 +176,7 @@ class _Watch:
 
 
 def _follow(child: Child, watch: _Watch, look: Callable[[], None]) -> int:
-    """Call `look`, which passes new lines on, until the orchestrator has ended; returns its exit status.
+    """Call `look`, which passes new lines on, until the orchestrator ends. Return its exit status.
 
     Raises DeadlineError if the orchestrator hangs.
     """
@@ -192,8 +192,8 @@ def _follow(child: Child, watch: _Watch, look: Callable[[], None]) -> int:
 
 
 def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
-    """The error that the orchestrator wrote, or how it died if it wrote none."""
-    if code == 2:  # perhaps before it wrote to the run folder: a reason there may be an earlier run's
+    """The error that the orchestrator wrote, or, if it wrote none, how it died."""
+    if code == 2:  # it may not have written to the run folder, so a reason there may be an earlier run's
         return BadInput(last_error(child))
     if (told := folder.last_failure()) is not None:
         name, message = told

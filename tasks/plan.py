@@ -1,4 +1,4 @@
-"""`metronome plan`: how many devices for rollouts and how many for training, in which layout and mode."""
+"""`metronome plan`: how many devices to use for rollouts and for training, in which layout and mode."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tasks.compare import aligned
 from tasks.orchestrator_process import run_training
 
 SHOWN = 8
-"""Settings in the table."""
+"""Number of settings in the table."""
 TUNED = 3
-"""Settings that --autotune runs."""
+"""Number of settings that --autotune runs."""
 NOISE = 1.01
-"""Ratios of step times below this are called the same."""
+"""Ratios of step times below this count as equal."""
 
 
 def make_plan(
@@ -39,12 +39,12 @@ def make_plan(
     page: Path | None = None,
     autotune: bool = False,
 ) -> None:
-    """Print the best settings and what they rest on; write the best as a recipe to `out`, and the plan's pages to the
+    """Print the best settings and what they rest on. Write the best as a recipe to `out`, and the plan's pages to the
     folder `page`.
 
-    runs: folders of runs of the recipe. count: devices; 0: as many as the recipe uses. kind: a key of DEVICES, or
-    empty; the recipe's platform and memory then are this device's. lengths: "MEAN,P99" tokens of a response, without
-    runs. autotune: run the best few for some steps each, and take the fastest. Raises BadInput.
+    runs: folders of runs of the recipe. count: number of devices; 0: as many as the recipe uses. kind: a key of
+    DEVICES, which replaces the recipe's platform and memory, or empty. lengths: "MEAN,P99" tokens of a response, used
+    without runs. autotune: run the best few for some steps each, and take the fastest. Raises BadInput.
     """
     if kind and kind not in DEVICES:
         raise BadInput(f"--device {kind}: unknown; known are {', '.join(DEVICES)}")
@@ -72,7 +72,8 @@ def make_plan(
 
 
 def measure(config: Config) -> list[str]:
-    """Train the recipe's probes, a few steps each, and return their run folders. Raises the error of one that fails."""
+    """Train the recipe's probes for a few steps each, and return their run folders. Raises the error of a probe that
+    fails."""
     return [
         str(_run(config, keys, f"measure-{number}").folder) for number, keys in enumerate(probe_settings(config), 1)
     ]

@@ -1,5 +1,5 @@
-"""Prepare data: read, clean, split and compare the problem sets, encode them for a model, and report what was left out
-and why."""
+"""Prepares data: reads, cleans, splits and compares the problem sets, encodes them for a model, and reports what was
+left out and why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
-"""File in the run folder with the report of `engine.data.problem_statistics.report_data`."""
+"""Name of the file in the run folder that holds the report of `engine.data.problem_statistics.report_data`."""
 
 COMPARED = (
     "source",
@@ -39,14 +39,14 @@ COMPARED = (
     "difficulty",
     "skipped",
 )
-"""Figures of both sets that the artifact shows."""
+"""Figures that the artifact shows for both sets."""
 
 SHOWN = 25
-"""Rejected rows and overlaps that the artifact lists; data.json has up to a thousand of each."""
+"""Number of rejected rows and overlaps that the artifact lists; data.json has up to a thousand of each."""
 
 
 class PromptFigures(TypedDict):
-    """Figures of the training prompts; lengths are in tokens."""
+    """Figures of the training prompts. Lengths are in tokens."""
 
     prompts: int
     skipped: dict[str, int]
@@ -58,8 +58,7 @@ class PromptFigures(TypedDict):
 def prepare_data(config: Config) -> DataReport:
     """The report on the run's problem sets, from the cache if the data, the settings and the code are unchanged.
 
-    Writes the report to data.json in the run folder and as an artifact. The task cannot, because a cached task's body
-    does not run.
+    Writes the report to data.json in the run folder and as an artifact, because the body of a cached task does not run.
     """
     found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
     config.folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +68,8 @@ def prepare_data(config: Config) -> DataReport:
 
 
 def encode_data(config: Config, model: Path) -> PromptFigures:
-    """Encode the prompts. Return figures: how many fit the context, statistics of their lengths in tokens, and how many
-    were skipped by reason.
+    """Encode the prompts. Return how many fit the context, statistics of their lengths in tokens, and how many were
+    skipped, by reason.
 
     Cached and written as an artifact, like `prepare_data`.
     """
@@ -90,7 +89,7 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
 
 @task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> DataReport:
-    """The report on the sets that some tables of a config describe. The hashes are only cache keys."""
+    """The report on the problem sets that these tables of a config describe. The hashes are only cache keys."""
     return report_data(prepared.prepare_problems(Config.model_validate(settings)))
 
 
@@ -160,7 +159,7 @@ def page(found: DataReport) -> str:
 
 
 def _settings(config: Config) -> JsonObject:
-    """The tables of a config that `prepared.prepare_problems` reads. Nothing else may be in its cache key."""
+    """The tables of a config that `prepared.prepare_problems` reads. The cache key must contain nothing else."""
     return {
         "data": config.data.model_dump(mode="json"),
         "reward": {"function": "math" if config.reward.function == "math" else "exact"},

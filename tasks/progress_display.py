@@ -1,4 +1,4 @@
-"""Shows how far a stage is: a bar on a terminal, a line now and then in a log file or a pipe."""
+"""Shows the progress of a stage: a bar on a terminal, occasional lines in a log file or a pipe."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from tasks import console
 from tasks.console import duration, say
 
 LOOK_S = 0.5
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 LONGEST_S = 60.0
-"""Longest pause between two lines of a log, in seconds. The first is `console.QUIET_S`, and each further one is twice
-as long, until something else was printed."""
+"""Longest pause between two lines of a log, in seconds. The first pause is `console.QUIET_S`; each further one is twice
+as long, until another line is printed."""
 
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a stage is."""
+    """The progress of a stage."""
 
     text: str
     share: float | None = None
-    """Of the work, 0 … 1; None if it is not known."""
+    """Share of the work that is done, 0 … 1; None if unknown."""
 
 
 Look = Callable[[], StageProgress | None]
-"""Says how far a stage is; None if that is not known yet. It is called from another thread."""
+"""Returns the progress of a stage, or None if it is not known yet. Called from another thread."""
 
 
 class _TimeLeft:
-    """Estimates it from the share that was done since the first look that knew one."""
+    """Estimates the remaining time from the work done since the first call with a known share."""
 
     def __init__(self) -> None:
         self._began: tuple[float, float] | None = None
-        """Monotonic time and share of that look."""
+        """Monotonic time and share of the first such call."""
 
     def __call__(self, share: float | None) -> str:
         if share is None or share >= 1.0:
@@ -55,10 +55,10 @@ class _TimeLeft:
 
 @contextmanager
 def showing(stage: str, look: Look) -> Iterator[None]:
-    """Show how far a stage is during the body.
+    """Show the progress of a stage during the body.
 
-    On a terminal a bar stands below the other lines, and is gone at the end. Elsewhere a line is printed once nothing
-    was printed for `console.QUIET_S`.
+    On a terminal, a bar stands below the other lines and disappears at the end. Elsewhere, a line is printed whenever
+    nothing else was printed for `console.QUIET_S`.
     """
     ended = threading.Event()
     shown = _bar if console.is_terminal() else _lines

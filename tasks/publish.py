@@ -21,7 +21,7 @@ from tasks.progress_display import showing
 def publish(config: Config) -> str:
     """Publish the final checkpoint; returns its place.
 
-    That is `<checkpoint.path>/<run.name>/step-N`, or the folder in the run folder if the key is empty.
+    The place is `<checkpoint.path>/<run.name>/step-N`, or the folder in the run folder if `checkpoint.path` is empty.
     """
     folder = run_folder(config)
     checkpoint = folder_of(folder.checkpoints, config.train.steps)
@@ -41,9 +41,10 @@ def copy_checkpoint(
     fence: Callable[[], None] = lambda: None,
     sent: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Copy a complete checkpoint to a folder or s3:// URL, with the policy's Hugging Face folder as `policy/` in it.
+    """Copy a complete checkpoint to a folder or s3:// URL, with the policy's Hugging Face folder as its subfolder
+    `policy/`.
 
-    Raises MetronomeError naming the place; then no marker is left there. `fence` and `sent`: as in `upload_checkpoint`.
+    Raises MetronomeError naming the place; no marker is left there then. `fence` and `sent`: as in `upload_checkpoint`.
     """
     beside = {f"policy/{path.name}": path for path in sorted(policy.iterdir()) if path.is_file()}
     upload_checkpoint(checkpoint=checkpoint, place=place, beside=beside, fence=fence, sent=sent)

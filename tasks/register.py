@@ -1,4 +1,4 @@
-"""Register: adds the trained policy to MLflow's registry, as champion if it is better than the present champion."""
+"""Register: adds the trained policy to MLflow's registry, as champion if it beats the present champion."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from tasks.tracking.retry import retry_while_away
 def register(name: str, policy: Path) -> str:
     """Store the policy's folder in the active MLflow run and register it with its lineage; returns the version.
 
-    A repeated call continues where the first one was interrupted. Raises TrackingAway.
-
-    `policy`: the folder `policy/` of a run folder, whose config and evaluations are read.
+    A repeated call continues where the first was interrupted. Raises TrackingAway. `policy`: the folder `policy/` of a
+    run folder, whose config and evaluations are read.
     """
     what = f"registering {name}"
     version = retry_while_away(what, lambda: tracked_run.register(name, policy))

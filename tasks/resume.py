@@ -1,6 +1,6 @@
-"""A resumed run stays the run that it was: its own config.toml counts, and only the keys of this command change.
+"""Finds the run that `--resume` means. The run's own config.toml counts; the keys of the command change it.
 
-What can't go on is refused here, before anything of the run is written.
+A resume that cannot work is rejected here, before anything in the run is written.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.types import JsonObject
 from tasks.console import say
 
 PLACE = ("run.name", "run.output")
-"""Keys that say which run is meant."""
+"""Keys that identify the run."""
 NEWEST = 5
-"""Runs that the question which one is meant lists."""
+"""Number of runs that the message lists when no run is named."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Resumed:
     """A run, new or to be continued."""
 
     config: Config
-    """Its own, with the keys of the command."""
+    """The run's config, with the keys of the command."""
     recipe: str
-    """The one that it began with."""
+    """The recipe with which the run began."""
     notes: tuple[str, ...] = ()
     """Lines for the person who resumes it."""
 
@@ -44,16 +44,16 @@ class Resumed:
 
 
 def place(config: Config) -> list[str]:
-    """The keys that say which run is meant, as KEY=VALUE."""
+    """The keys that identify the run, as KEY=VALUE."""
     return [f"run.name={json.dumps(config.run.name)}", f"run.output={json.dumps(config.run.output)}"]
 
 
 def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
-    """The run that a command means with `--resume`, whose keys are `given` (KEY=VALUE each).
+    """Find the run that a command with `--resume` means. `given`: the keys of the command, KEY=VALUE each.
 
-    `recipe`: the one that the command names, if any. It only says where the run is; a value in it that the run does not
-    have is named and does not count. If the run folder is lost, and `checkpoint.path` has its checkpoints, the recipe
-    counts. Raises BadInput if there is no such run, or if a key can't change.
+    `recipe`: the recipe that the command names, if any. It only says where the run is; a value in it that differs from
+    the run's is reported and ignored. If the run folder is lost but `checkpoint.path` has its checkpoints, the recipe
+    counts. Raises BadInput if there is no such run, or if a key cannot change.
     """
     keys = override_keys(given)
     named = {**recipe_keys(recipe), **keys} if recipe and not keys.keys() >= set(PLACE) else keys
@@ -100,7 +100,7 @@ def _without_folder(recipe: str | None, given: Sequence[str], place: Config) -> 
 
 
 def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Of these keys and tables the keys whose values differ from the run's own, with both values."""
+    """Yield each key among `keys` (keys or whole tables) whose value differs from the run's, with both values."""
     now = flatten_keys(config.model_dump(mode="json"))
     then = flatten_keys(own.model_dump(mode="json"))
     for key in now:
@@ -109,11 +109,11 @@ def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tu
 
 
 def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Iterator[str]:
-    """The keys of a recipe whose values are not the run's, each with both values."""
+    """The keys of a recipe whose values differ from the run's, each with both values."""
     theirs = load_config(recipe)
     for key, value, then in differing(theirs, own, {key: None for key in recipe_keys(recipe) if key not in keys}):
         if key == "model.path" and (not from_base or _same_path(value, then)):
-            continue  # the run has the folder that it means, or went on from another policy
+            continue  # the run uses the folder that the recipe means, or started from another policy
         if key != "run.seed" or from_base:
             yield f"{key} = {value!r} (the run has {then!r})"
 

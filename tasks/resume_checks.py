@@ -1,4 +1,4 @@
-"""What refuses a resume, asked before anything of the run is written: its folder, its MLflow run, the registry."""
+"""Checks that reject a resume before anything in the run is written: its folder, its MLflow run and the registry."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ DECIDE_PROMPTS = (
     "reward.function",
     "rollout.max_context",
 )
-"""Keys that may change in a resumed run only if its prompts stay the same."""
+"""Keys that a resumed run may change only if its prompts stay the same."""
 TRAINED_WITH = (*record.PLAN, "train.mode")
-"""Keys that say how the steps were trained."""
+"""Keys that determine how the steps were trained."""
 ANEW = "begin a new run with another run.name"
 
 
 def check_resume(config: Config) -> Config:
-    """Check that a run can go on with this config, which is returned with `model.path` as a folder.
+    """Check that a run can continue with this config. Return the config with `model.path` as a folder.
 
-    Raises BadInput if a file of the run folder is damaged, if MLflow's store does not have its MLflow run, or if the
-    run's newest checkpoint was taken with another model, other prompts or other fixed keys, has more steps than
-    `train.steps`, or has as many and a setting of the training changes.
+    Raises BadInput if a file of the run folder is damaged, if MLflow's store does not have the run's MLflow run, or if
+    the newest checkpoint does not fit: it was taken with another model, other prompts or other fixed keys, it has more
+    steps than `train.steps`, or it has exactly as many and a setting of the training changes.
     """
     folder = RunFolder(config.folder)
     _check_files(folder)
     check_known(config)
     state = _newest_state(config, folder)
-    if state is None:  # it begins at step 0 again
+    if state is None:  # the run starts again from step 0
         return config
     say("resume", f"compares model and prompts with those of the checkpoint after {state['step']} steps")
     config = with_model_folder(config)
@@ -78,8 +78,8 @@ def check_resume(config: Config) -> Config:
 
 
 def _check_through(config: Config, own: Config, steps: int) -> None:
-    """Raise BadInput if a run that has no step left to train is to be trained in another way: its config.toml would say
-    of all steps what was true of none."""
+    """Raise BadInput if all steps are trained and a setting of the training changes: config.toml would then describe
+    settings with which no step was trained."""
     if changed := [f"{key} = {now!r}" for key, now, _ in differing(config, own, TRAINED_WITH)]:
         raise BadInput(
             f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; give train.steps, "
@@ -88,7 +88,7 @@ def _check_through(config: Config, own: Config, steps: int) -> None:
 
 
 def _check_files(folder: RunFolder) -> None:
-    """Raise BadInput for the first damaged file of those that a resume reads."""
+    """Raise BadInput for the first damaged file among those that a resume reads."""
     read_run_id(folder.path)
     read_start(folder.path)
     check_readable(folder.path)
@@ -99,8 +99,8 @@ def _check_files(folder: RunFolder) -> None:
 
 
 def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
-    """What the newest readable checkpoint says about itself, of the run folder or else of `checkpoint.path`; None if
-    there is none. Reads no tensors."""
+    """The state of the newest readable checkpoint in the run folder, or else in `checkpoint.path`; None if there is
+    none. Reads no tensors."""
     texts = [(checkpoint / STATE) for checkpoint in reversed(all_complete(folder.checkpoints))]
     for file in texts:
         if (found := _parsed(file.read_bytes())) is not None:
@@ -116,7 +116,7 @@ def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
 
 
 def _parsed(text: bytes) -> JsonObject | None:
-    """The state in a file; None if it is damaged: the trainer skips such a checkpoint, and says so."""
+    """The state in a file, or None if it is damaged. (The trainer skips a damaged checkpoint and says so.)"""
     try:
         found = json.loads(text)
     except ValueError:

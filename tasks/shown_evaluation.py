@@ -1,4 +1,4 @@
-"""An evaluation in this process, which is shown while it goes on."""
+"""Evaluates in this process and shows the progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.progress_display import showing
 def evaluate_shown(
     config: Config, model: Path, weight_version: int, folder: RunFolder, meeting: Path | None = None
 ) -> list[JsonObject]:
-    """Evaluate a model folder, with the arguments, the result and the errors of
+    """Evaluate a model folder. Arguments, result and errors are those of
     `engine.orchestrator.standalone_evaluation.evaluate_model`."""
     progress = EvaluationProgress(notices=RunEvents(say, trained=False))
     instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)

@@ -1,4 +1,6 @@
-"""How far training, evaluations, conversions, copies and other long work are, as text and as a share of the work."""
+"""The progress of training, evaluations, conversions, copies and other long work, as text and as a share of the
+work.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from tasks.console import duration
 from tasks.progress_display import StageProgress
 
 YOUNG_S = 30.0
-"""A checkpoint that is not complete, and to which nothing was written for so long, is not being fetched."""
+"""An incomplete checkpoint to which nothing was written for this many seconds is not being fetched."""
 
 
 def training(config: Config) -> Callable[[], StageProgress | None]:
-    """A look at the file in which the orchestrator says how far its step is."""
+    """Reads the progress of the training from the file that the orchestrator writes."""
     folder = RunFolder(config.folder)
     seen: list[bool] = []
 
@@ -40,7 +42,7 @@ def training(config: Config) -> Callable[[], StageProgress | None]:
 
 
 def evaluation(progress: EvaluationProgress, instances: int) -> Callable[[], StageProgress | None]:
-    """A look at an evaluation that this process makes; `instances`: how many it starts."""
+    """Reads the progress of an evaluation in this process. `instances`: the number of instances that it starts."""
 
     def look() -> StageProgress:
         if not progress.expected:
@@ -57,7 +59,7 @@ def evaluation(progress: EvaluationProgress, instances: int) -> Callable[[], Sta
 
 
 def copied(what: str, done: Callable[[], int], size: int) -> Callable[[], StageProgress | None]:
-    """A look at a copy of `size` bytes, of which `done` says how many are there."""
+    """The progress of a copy of `size` bytes. `done` returns the number of bytes copied so far."""
 
     def look() -> StageProgress:
         share = min(1.0, done() / size) if size else None
@@ -67,18 +69,18 @@ def copied(what: str, done: Callable[[], int], size: int) -> Callable[[], StageP
 
 
 def fetched(what: str, folder: Path) -> Callable[[], StageProgress | None]:
-    """A look at a download into a folder, of unknown size."""
+    """The progress of a download of unknown size into a folder."""
     return lambda: StageProgress(f"{what}: {mib(size_of(folder))} so far")
 
 
 def since_now(what: str) -> Callable[[], StageProgress | None]:
-    """A look at work of unknown size: how long it has taken so far."""
+    """The progress of work of unknown size: the time it has taken so far."""
     began = time.monotonic()
     return lambda: StageProgress(f"{what}: {duration(time.monotonic() - began)} so far")
 
 
 def conversion(log: Path) -> Callable[[], StageProgress | None]:
-    """A look at the log of `engine.tools.conversion`."""
+    """Reads the progress of a conversion from the log of `engine.tools.conversion`."""
 
     def look() -> StageProgress:
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -89,7 +91,7 @@ def conversion(log: Path) -> Callable[[], StageProgress | None]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder and its subfolders; those that vanish meanwhile do not count."""
+    """Bytes of the files in a folder and its subfolders. Files that vanish during the count are left out."""
     size = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -103,7 +105,7 @@ def mib(size: int) -> str:
 
 
 def _arriving(checkpoints: Path) -> int:
-    """Bytes of the checkpoint that is copied here now; 0 if none is."""
+    """Bytes of the checkpoint that is being copied here now; 0 if there is none."""
     pattern = partial_of(checkpoints / "step-*").name
     young = time.time() - YOUNG_S
     return sum(size_of(one) for one in checkpoints.glob(pattern) if _newest(one) > young)

@@ -41,7 +41,7 @@ def training(config: Config) -> dict[str, str]:
 
 
 def _figures(steps: list[JsonObject]) -> dict[str, str]:
-    """Rows with reward and speed. If the run folder was lost after the last checkpoint, there are no steps."""
+    """Rows with reward and speed. There are no steps if the run folder was lost after the last checkpoint."""
     if not steps:
         return {"reward": "not known: the steps were lost with the run folder"}
     reward = " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1]))
@@ -49,8 +49,8 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
 
 
 def bound(folder: Path) -> dict[str, str]:
-    """A row that says what the steps were bound by and which setting is predicted to be faster; none for a run that is
-    too short to say."""
+    """A row that says what the steps were bound by and which setting is predicted to be faster; no row if the run is
+    too short to tell."""
     from engine.tools.planner.planning import run_advice  # imports torch, which takes seconds
 
     try:
@@ -65,18 +65,18 @@ def accuracy(row: Mapping[str, Any]) -> str:
 
 
 def weight_version(model: Path) -> int:
-    """The weight version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
+    """The weight version of a model folder: the number of updates if it is the policy of a run, otherwise 0."""
     if model.name != "policy":
         return 0
     folder = RunFolder(model.parent)
-    checkpoint = latest_checkpoint(folder.checkpoints)  # for a run whose folder was lost, and with it steps.jsonl
+    checkpoint = latest_checkpoint(folder.checkpoints)  # needed if the run folder was lost, and steps.jsonl with it
     return max(
         [step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))]
     )
 
 
 def _speed(steps: list[JsonObject]) -> str:
-    """Mean speed over all steps but the first, in which caches are cold."""
+    """Mean speed over all steps except the first, in which caches are cold."""
     counted = steps[1:] or steps
     seconds = sum(row["step_s"] for row in counted)
     tokens = sum(row["tokens_per_s_per_device"] * row["step_s"] for row in counted)

@@ -1,7 +1,7 @@
-"""Train: runs the orchestrator, sends its steps to the console, MLflow and Prefect, and starts it again if it dies.
+"""Train: runs the orchestrator, sends its steps to the console, MLflow and Prefect, and restarts it if it dies.
 
-In the Prefect UI the training has a progress bar, and a page with step, reward, speed and time left. A thread sends
-them every 10 s, so a server that is slow or does not answer delays neither training nor MLflow.
+The Prefect UI shows a progress bar and a page with step, reward, speed and time left. A thread sends them every 10 s,
+so a slow or unresponsive server delays neither training nor MLflow.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from tasks.orchestrator_process import run_training
 from tasks.tracking.evaluations import InRun
 
 UPDATE_S = 10.0
-"""Seconds between updates. Each is two requests to the Prefect server."""
+"""Seconds between updates. Each update is two requests to the Prefect server."""
 END_S = 5.0
-"""Time limit of the last update when training ends."""
+"""Time limit in seconds of the last update, when training ends."""
 
 
 class Progress:
@@ -54,7 +54,7 @@ class Progress:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=20)
         self._shown: Mapping[str, Any] | None = None
         self._ended = threading.Event()
-        context = contextvars.copy_context()  # says which flow and task run the artifacts belong to
+        context = contextvars.copy_context()  # identifies the flow run and task run of the artifacts
         self._thread = threading.Thread(target=context.run, args=(self._tell,), name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
@@ -95,7 +95,7 @@ class Progress:
 
 
 def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
-    """A Markdown table of the last of some lines of steps.jsonl. The time left uses the mean step time of the lines."""
+    """A Markdown table of the last of these lines of steps.jsonl. The time left is based on their mean step time."""
     row = rows[-1]
     done = rows[-1]["step"] + 1
     steps = config.train.steps
@@ -119,19 +119,19 @@ def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
 RETRIES = 1_000_000
 """Prefect's retries are practically unlimited. The limit is `run.resumes`, which counts attempts without progress."""
 DELAY_S = 3.0
-"""Seconds between a death and the next start."""
+"""Seconds between a death and the restart."""
 
 STORAGE_S = (60.0, 180.0, 420.0)
-"""Further seconds before the first, the second and each later resume in a row after a checkpoint could not be written
-or read: together they outlast a storage outage of ten minutes."""
+"""Additional seconds before the first, the second and each later resume in a row after a checkpoint could not be
+written or read. Together they outlast a storage outage of ten minutes."""
 
 
 PASSING = (ProcessDied, Stopped, DeadlineError, TransferError, CheckpointError, WeightSyncError)
-"""Errors that need not occur again."""
+"""Errors that may be transient."""
 
 
 def pause(told: tuple[str, str] | None, starts: int) -> float:
-    """Seconds to wait before a resume. `told`: name and message of the error that ended the attempt before; `starts`:
+    """Seconds to wait before a resume. `told`: name and message of the error that ended the previous attempt; `starts`:
     attempts since the last progress."""
     if told is None or told[0] != CheckpointError.__name__:
         return 0.0
@@ -139,9 +139,9 @@ def pause(told: tuple[str, str] | None, starts: int) -> float:
 
 
 def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
-    """Whether the training is started again: yes after a death, a signal or weights that were damaged on their way, no
-    after a wrong reward or wrong input. Nothing was trained on damaged weights; where they are wrong each time the run
-    gets no further, and ends."""
+    """Whether to restart the training: yes after a death, a signal or weights that were damaged in transfer; no after a
+    wrong reward or wrong input. Nothing is trained on damaged weights. If they are damaged every time, the run makes no
+    progress and ends."""
     return isinstance(state.result(raise_on_failure=False), PASSING)
 
 
@@ -153,10 +153,10 @@ def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
     retry_condition_fn=_worth_resuming,
 )
 def train(config: Config, resume: bool = False) -> int:
-    """Train, from the newest published checkpoint if `resume` or when tried again, else from step 0; the number of
-    steps.
+    """Train from the newest published checkpoint if `resume` is set or this is a retry, else from step 0. Return the
+    number of steps.
 
-    Raises what ended the run; MetronomeError when it is not resumed any more.
+    Raises the error that ended the run, or MetronomeError when the run is no longer resumed.
     """
     folder = run_folder(config)
     told = folder.last_failure()
@@ -180,8 +180,8 @@ def train(config: Config, resume: bool = False) -> int:
         try:
             run_training(config, resume or again, on_step=on_step)
         except TakenOver:
-            raise  # the folder is another's now
+            raise  # another flow writes the folder now
         except MetronomeError as error:
-            folder.fail(error)  # also what the orchestrator could not write: how it died
+            folder.fail(error)  # also records a death, which the orchestrator cannot write itself
             raise
     return config.train.steps

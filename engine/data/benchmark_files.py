@@ -35,9 +35,9 @@ class Format:
     """Its id on the Hugging Face hub."""
     split: str
     problems: int
-    """Number of problems in the hub's version. A different number is reported, not refused (AMC has two versions)."""
+    """Number of problems in the hub's version. A different number is reported, not rejected (AMC has two versions)."""
     files: tuple[str, ...]
-    """Names of its local files, without suffix, or of folders with a test file."""
+    """Names of its local files without suffix, or of folders with a test file."""
 
 
 FORMATS: dict[str, Format] = {
@@ -84,7 +84,7 @@ def _path(given: str, config: Config) -> str:
 
 
 def _candidates(known: Format, config: Config) -> Iterator[Path]:
-    """Possible local files of a benchmark: in evaluate.folder, else beside the problem sets of `data`."""
+    """Possible local files of a benchmark: in evaluate.folder, else in the folders of the problem sets of `data`."""
     for folder in _folders(config):
         for stem in known.files:
             for suffix in SUFFIXES:
@@ -105,7 +105,7 @@ def _cache(config: Config) -> Path:
 
 
 def _normal(path: str, config: Config) -> str:
-    """A file with the columns problem and answer: the path itself, or a converted copy."""
+    """A file with the columns problem and answer: the given path, or a converted copy."""
     if "://" in path or not (found := find_file(path)).is_file():
         return path  # `read_problems` reads it, or reports what is wrong
     (file,) = read_files(path)

@@ -1,5 +1,5 @@
-"""Cleans a problem set: removes duplicates and, for the math verifier, problems whose answers no rule can check or
-contradict each other."""
+"""Cleans a problem set: removes duplicates and, for the math verifier, problems whose answer no rule can check or whose
+answers contradict each other."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from engine.reward.equality import same_answer
 def clean_problems(problems: Problems, math: bool) -> Problems:
     """The set without duplicate rows.
 
-    With `math` the answers are also unwrapped (`tidy_answer`), must be checkable, and there must be one per problem,
-    however it is spelled (`equality.same_answer`). Without `math` an answer may be anything that a user's reward reads,
-    so only equal rows are duplicates. Raises BadInput if no row is left.
+    With `math`, answers are also unwrapped (`tidy_answer`) and must be checkable, and each problem must have a single
+    answer, in any spelling (`equality.same_answer`). Without `math`, an answer may be anything that a user's reward
+    reads, so only equal rows are duplicates. Raises BadInput if no row is left.
     """
     rejected = list(problems.rejected)
     rows = list(_gradable(problems.rows, rejected) if math else problems.rows)
@@ -36,7 +36,7 @@ def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable
 
 
 def text_key(problem: str) -> str:
-    """The text of a problem without blanks, which is the same for two spellings of one problem."""
+    """The text of a problem with normalised blanks, which is the same for two spellings of one problem."""
     return " ".join(problem.split())
 
 
@@ -55,8 +55,8 @@ def _gradable(rows: Iterable[ProblemRow], rejected: list[Rejected]) -> Iterable[
 
 
 def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Iterable[ProblemRow]:
-    """The first of equal rows. With `math` one answer in several spellings is one row, and of a problem that has
-    several answers there is none."""
+    """Keep the first of equal rows. With `math`, several spellings of one answer are one row, and a problem with
+    different answers is dropped."""
     answers: dict[str, dict[str, str]] = {}
     for row in rows:
         answers.setdefault(text_key(row.problem), {}).setdefault(_answer_key(row.answer), row.answer)
@@ -90,14 +90,14 @@ def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Itera
 
 
 def _different(answers: list[str]) -> str:
-    """Two of the answers that are not the same, as "1 and 2"; empty if all are spellings of one."""
+    """Two of the answers that differ, as "1 and 2"; empty if all are spellings of one answer."""
     return next((" and ".join(pair) for pair in combinations(answers, 2) if not _same(*pair)), "")
 
 
 def _same(one: str, other: str) -> bool:
     try:
         return same_answer(one, other)
-    except (RecursionError, MemoryError):  # no answer needs this much
+    except (RecursionError, MemoryError):  # no genuine answer needs this much
         return False
 
 

@@ -12,8 +12,8 @@ from engine.types import JsonObject
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
 REACH_S = 10.0
-"""Time limit in seconds for the hub to say whether it has a dataset. Without a network `datasets` itself tries for half
-a minute."""
+"""Time limit in seconds for the hub to say whether it has a dataset. Without a network, `datasets` itself would try for
+half a minute."""
 
 
 def is_hub_id(path: str) -> bool:
@@ -22,7 +22,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def read_hub(path: str) -> list[tuple[str, JsonObject]]:
-    """("row 3", columns) for each row of the split. Without a name it is "train", or the only split.
+    """("row 3", columns) for each row of the split. The default split is "train", or the only one.
 
     Raises BadInput if there is no such dataset or split, or if the hub cannot be reached and the dataset is not in the
     cache.

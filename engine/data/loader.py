@@ -1,7 +1,7 @@
 """The order of prompts and the seeds of their responses, as pure functions of run seed and position.
 
-Nothing here has state. The position of a step follows from its number. Only with dynamic sampling it does not: then the
-orchestrator counts the used prompts.
+Nothing here has state. A step's position follows from its number, except with dynamic sampling, where the orchestrator
+counts the used prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptLoader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the prompts in order, their ids and tokens. Together with the run seed it determines the tokens
+        """SHA-256 over the ids and tokens of the prompts, in order. Together with the run seed it determines the tokens
         of every step's prompts."""
         digest = hashlib.sha256()
         for prompt in self._prompts:
@@ -42,11 +42,11 @@ class PromptLoader:
         return digest.hexdigest()
 
     def tokens(self) -> Iterator[int]:
-        """Yield the tokens of the prompts, one prompt after the other, in the order of the file."""
+        """Yield the tokens of the prompts, one prompt after another, in the order of the file."""
         return chain.from_iterable(prompt.token_ids for prompt in self._prompts)
 
     def epoch_of(self, step: int, index: int) -> int:
-        """The epoch (counted from 0) that the prompt at `index` of the step's batch belongs to."""
+        """The epoch (counted from 0) of the prompt at `index` of the step's batch."""
         return (step * self._batch_size + index) // len(self._prompts)
 
     def at(self, position: int) -> tuple[int, Prompt]:
@@ -56,11 +56,11 @@ class PromptLoader:
 
 
 def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int) -> int:
-    """The seed of one response, 0 ≤ seed < 2^63. It does not depend on the time and the instance of sampling."""
+    """The seed of one response, 0 ≤ seed < 2^63. It does not depend on when or by which instance it is sampled."""
     return _hash("response", run_seed, epoch, prompt_id, response_index)
 
 
-@lru_cache(maxsize=4)  # a batch may cover several epochs, but more than a few only if it is far larger than the set
+@lru_cache(maxsize=4)  # a batch covers more than a few epochs only if it is far larger than the set
 def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
     order = list(range(count))
     random.Random(_hash("order", seed, epoch)).shuffle(order)

@@ -3,13 +3,13 @@
 `prepare_problems` is a pure function of the config and the files. Orchestrator, evaluation and tasks each call it and
 get the same rows.
 
-Split: problems are held out by their content, so that adding, removing or reordering rows moves no other row.
+Split: problems are held out by their content, so adding, removing or reordering rows moves no other row.
 
 Decontaminate: training problems that are also in an evaluation set, copied or edited, are left out. The rule is that of
 the Qwen2.5 report (arXiv 2412.15115, section 3): a common run of 13 words, and a longest common subsequence of at least
 0.6 of the shorter problem. The run alone would also find phrases such as "where m and n are relatively prime positive
-integers". Metronome adds a rule: the numbers of one problem must be among those of the other. Without it two problems
-made from one template would count as one. Problems of fewer than 13 words overlap if their words are equal.
+integers". Metronome adds a rule: all numbers of one problem must occur in the other. Otherwise two problems made from
+one template would count as one. Problems of fewer than 13 words overlap if their words are equal.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def split_position(problem: str) -> float:
 
 
 RUN = 13
-"""Number of consecutive common words of an overlap."""
+"""Number of consecutive common words that make an overlap."""
 PHRASE = 20
 """A run of words in more than this many distinct evaluation problems is a phrase of their template and is ignored."""
 SHARE = 0.6
-"""Smallest longest common subsequence of an overlap, as a share of the shorter problem's words."""
+"""Minimum length of the longest common subsequence in an overlap, as a share of the shorter problem's words."""
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[+\-*/=<>^]|[^\W\d_]")
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
@@ -79,13 +79,13 @@ class Overlap:
 
 
 class Index:
-    """An index of the problems of evaluation sets, for the comparison with training rows."""
+    """An index of the problems of evaluation sets, used to compare them with training rows."""
 
     def __init__(self, rows: Iterable[ProblemRow]) -> None:
         self._whole: dict[tuple[str, ...], int] = {}
         self._rows: list[tuple[ProblemRow, tuple[str, ...]]] = []
         self._runs: dict[tuple[str, ...], list[int]] = {}
-        for row in rows:  # each problem once: 32 copies of it in a file do not make its words a phrase
+        for row in rows:  # each problem once, so that 32 copies in a file do not make its words a phrase
             text = tuple(problem_words(row.problem))
             if text and text not in self._whole:
                 self._whole[text] = len(self._rows)
@@ -95,7 +95,7 @@ class Index:
                 self._runs.setdefault(run, []).append(number)
 
     def find(self, row: ProblemRow) -> Overlap | None:
-        """The evaluation problem with the largest overlap (of several the first); None if there is none."""
+        """The evaluation problem with the largest overlap (the first if several are equal); None if there is none."""
         text = tuple(problem_words(row.problem))
         found_runs = (self._runs.get(run, ()) for run in word_runs(text))
         candidates = {number for numbers in found_runs if len(numbers) <= PHRASE for number in numbers}
@@ -120,7 +120,7 @@ def word_runs(text: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 def common_share(one: Sequence[str], other: Sequence[str]) -> float:
-    """Longest common subsequence over the shorter length; 0 if each has a number that the other lacks."""
+    """Length of the longest common subsequence over the shorter length; 0 if each has a number that the other lacks."""
     first = _numbers(one)
     second = _numbers(other)
     if not (first <= second or second <= first):
@@ -149,7 +149,7 @@ BENCHMARK = "benchmark"
 """Entry of `data.decontaminate` that stands for the held-out rows and `evaluate.benchmark`."""
 
 IN_BENCHMARK = "in an evaluation set"
-"""Reason of a training row that was left out because of an overlap."""
+"""Why a training row was left out: it overlaps with an evaluation set."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Prepared:
     against: tuple[str, ...]
     """The evaluation sets that `train` was compared with, by their source."""
     overlaps: tuple[Overlap, ...]
-    """The training rows that were left out because they overlap, with the rows that they overlap with."""
+    """The training rows that were left out because they overlap, each with the row that it overlaps with."""
     notes: tuple[str, ...] = ()
     """Remarks for the user: a set with which `train` was not compared, and why."""
 
@@ -200,7 +200,7 @@ def problems_version(problems: Problems) -> str:
 
 
 def file_hashes(config: Config) -> dict[str, str]:
-    """Content hash of every problem set that `prepare_problems` reads. A cached result depends on them and on the
+    """Content hash of every problem set that `prepare_problems` reads. A cached result depends on these hashes and the
     config."""
     return {path: content_hash(path) for path in _paths(config)}
 
@@ -220,8 +220,8 @@ def _paths(config: Config) -> list[str]:
 
 
 def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tuple[list[Problems], tuple[str, ...]]:
-    """The sets to compare with, and notes. The training file itself is left out with a note: no training row would be
-    left."""
+    """The sets to compare with, and notes. The training file itself is skipped with a note, because no training row
+    would be left."""
     wanted = config.data.decontaminate
     evaluated = list(benchmark_paths(config).values())
     paths = [path for name in wanted for path in (evaluated if name == BENCHMARK else [name])]

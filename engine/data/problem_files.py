@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-"""Suffixes of the files that can be read, in any case."""
+"""Suffixes of readable files, in upper or lower case."""
 
 SCHEME = "s3://"
 """Scheme of addresses on S3."""
 
 BYTES = "unreadable bytes"
-"""Key of the object that stands for bytes (a picture, a sound) in a row; its value is their number."""
+"""Key of the object that replaces bytes (a picture, a sound) in a row; its value is their number."""
 
 
 class JsonNumber(float):
-    """A number of a JSON file, which remembers how the file writes it."""
+    """A number of a JSON file, with the text by which the file spells it."""
 
     def __init__(self, literal: str) -> None:
         self.literal = literal
 
 
 class _Twice(dict[str, Any]):
-    """An object of a JSON file that has a key twice."""
+    """An object of a JSON file in which a key occurs twice."""
 
     key = ""
 
@@ -50,15 +50,15 @@ class File:
     """A file and its contents."""
 
     name: str
-    """Its path or address; every message about it begins with this."""
+    """Its path or address. Every message about the file begins with it."""
     content: bytes
 
 
 def read_files(path: str) -> list[File]:
-    """The file at a path, or the files of a folder and of the folders in it, sorted by path. Hidden files, and folders
-    whose name begins with "." or "_", are left out. A relative path is looked up as in `recipe.find_file`.
+    """The file at a path, or the files of a folder and its subfolders, sorted by path. Hidden files, and folders whose
+    name begins with "." or "_", are left out. A relative path is looked up as in `recipe.find_file`.
 
-    `path` may also be an s3:// address; its endpoint and credentials are in the AWS_* variables. Raises BadInput for a
+    `path` may also be an s3:// address, with endpoint and credentials in the AWS_* variables. Raises BadInput for a
     missing file or an unknown suffix.
     """
     if path.startswith(SCHEME):
@@ -93,14 +93,14 @@ def has_suffix(name: str) -> bool:
 
 
 def spell_value(value: object) -> str:
-    """A value of a row as text; a finite number without an exponent: 1e-05 is "0.00001"."""
+    """A value of a row as text. Finite numbers have no exponent: 1e-05 is "0.00001"."""
     if isinstance(value, float):
         return format(Decimal(value.literal if isinstance(value, JsonNumber) else repr(float(value))), "f")
     return str(value)
 
 
 def json_kind(value: object) -> str:
-    """The type of a value, as JSON names it."""
+    """The type of a value, by its name in JSON."""
     if isinstance(value, bool):
         return "a truth value"
     if isinstance(value, dict) and value.keys() == {BYTES}:
@@ -112,8 +112,8 @@ def json_kind(value: object) -> str:
 def table_rows(table: pyarrow.Table) -> list[JsonObject]:
     """The rows of a table with the types of JSON, so that they are the same in every file format.
 
-    A number of 16 or 32 bits becomes the shortest decimal that stands for it (0.1, not 0.10000000149). Decimals, dates
-    and the like become texts, and bytes an object with their number (`BYTES`).
+    A number of 16 or 32 bits becomes the shortest decimal that represents it (0.1, not 0.10000000149). Decimals, dates
+    and the like become texts; bytes become an object with their number (`BYTES`).
     """
     import pyarrow.types
 
@@ -142,7 +142,8 @@ def _local(path: str) -> list[Path]:
 
 
 def _walk(folder: Path) -> Iterable[str]:
-    """The files in a folder and the folders in it, relative to it. A folder that links lead to twice is read once."""
+    """The files in a folder and its subfolders, relative to it. A folder that is reached twice through links is read
+    once."""
     seen: set[str] = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(place)) in seen:
@@ -176,7 +177,7 @@ def _s3_files(path: str) -> list[File]:
 
 
 def _in_folder(folder: str, names: Iterable[str]) -> list[str]:
-    """Those of the names, relative to the folder, that are files of the problem set."""
+    """The names, relative to the folder, that are files of the problem set, sorted."""
     files = sorted(name for name in names if has_suffix(name) and not _hidden(PurePosixPath(name)))
     if not files:
         raise BadInput(f"problem set {folder}: the folder has no {', '.join(SUFFIXES)} file")
@@ -184,7 +185,7 @@ def _in_folder(folder: str, names: Iterable[str]) -> list[str]:
 
 
 def _hidden(path: PurePosixPath) -> bool:
-    """Whether other programs keep the file for themselves: ._a.json, __MACOSX/a.json, _delta_log/0.json."""
+    """Whether the file is private to another program: ._a.json, __MACOSX/a.json, _delta_log/0.json."""
     return path.name.startswith(".") or any(part.startswith((".", "_")) for part in path.parts[:-1])
 
 

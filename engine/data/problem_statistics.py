@@ -12,7 +12,7 @@ from engine.data.prepared import Prepared, problems_version
 from engine.data.problems import ProblemRow, Problems
 
 DIFFICULTY = ("difficulty", "level")
-"""Names of the column with the difficulty of a problem; the first that a row has counts."""
+"""Names of the column with the difficulty of a problem. The first that a row has is used."""
 
 LISTED = 1000
 """Number of rejected rows that a report lists one by one; all are counted."""
@@ -41,7 +41,7 @@ class SetFigures(TypedDict):
 
 
 class OverlapRow(TypedDict):
-    """A training problem that is in another set too."""
+    """A training problem that also occurs in another set."""
 
     row: str
     problem: str
@@ -96,7 +96,7 @@ def spread_figures(values: Sequence[int]) -> dict[str, float]:
 
 
 def count_difficulties(rows: Sequence[ProblemRow]) -> dict[str, int]:
-    """Difficulty (numbers rounded to whole ones) → rows; rows without one are left out."""
+    """Difficulty (numbers are rounded) → number of rows. Rows without a difficulty are left out."""
     values = [value for row in rows if (value := row_difficulty(row.columns)) is not None]
     return {name: count for name, count in sorted(Counter(values).items(), key=_natural)}
 

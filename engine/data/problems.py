@@ -1,7 +1,7 @@
 """Reads problem sets with DeepScaleR's columns (problem, answer, and any others) from JSON, JSON lines or Parquet.
 
-A broken file raises one `BadInput` with file and line. A row that cannot be used is left out, with its reason and its
-place.
+A broken file raises one `BadInput` with file and line. A row that cannot be used is left out and recorded with its
+reason and place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ProblemRow:
     problem: str
     """The problem's text, unchanged from the file."""
     answer: str
-    """The gold answer; a number in the file is its text here, without an exponent (5 → "5", 142.0 → "142.0",
-    1e-05 → "0.00001")."""
+    """The gold answer. A number in the file becomes text without an exponent (5 → "5", 142.0 → "142.0", 1e-05 →
+    "0.00001")."""
     columns: Mapping[str, Any]
-    """Every column of the row, problem and answer included, with the types of JSON."""
+    """Every column of the row, including problem and answer, with the types of JSON."""
     where: str = field(default="", compare=False)
     """File and row, for messages: "math.json, row 3"; rows and lines count from 1."""
 
@@ -111,7 +111,7 @@ def count_reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
 
 
 def shorten_value(value: object) -> str:
-    """A value of a row as JSON, a number as in its file, cut to `_SHOWN` characters."""
+    """A value of a row as JSON, with numbers as in the file, cut to `_SHOWN` characters."""
     text = value.literal if isinstance(value, JsonNumber) else json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
@@ -142,7 +142,7 @@ def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[ProblemRow], li
         if fault:
             rejected.append(Rejected(where, *fault))
         else:
-            plain = json.loads(json.dumps(columns))  # numbers that are float and nothing else, for every encoder
+            plain = json.loads(json.dumps(columns))  # plain floats, which every encoder accepts
             rows.append(ProblemRow(columns["problem"], spell_value(columns["answer"]), plain, where))
     return rows, rejected
 
@@ -165,7 +165,7 @@ _EXPECTED = {
     "answer is not a finite number": "a finite number, or a text",
     "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a text",
 }
-"""What would be right, where it is not only the type."""
+"""The expected value by reason, where more than the type matters."""
 
 
 def _has_bytes(value: object) -> bool:
@@ -193,7 +193,7 @@ def _missing(value: object) -> bool:
 
 
 def _lone_surrogate(text: str) -> bool:
-    """Whether the text has half a character, which JSON can spell ("\\ud800") and no tokenizer accepts."""
+    """Whether the text contains half a character, which JSON can spell ("\\ud800") and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -41,9 +41,9 @@ def encode_problems(
 
     `template` is a text with `{problem}`, to which no special tokens are added, or "chat" for the tokenizer's chat
     template with one user message. `max_context` is the limit of prompt and response together, in tokens. `vocabulary`
-    is the number of tokens that the model has; None where there is no model yet. `clock` is the time that a chat
-    template is told if it asks; None: the present. Raises BadInput if no prompt is left, if a prompt has a token that
-    the model lacks, or if the tokenizer has no chat template, or one that fails.
+    is the number of tokens that the model has; None if there is no model yet. `clock` is the time given to a chat
+    template that asks for it; None: the present. Raises BadInput if no prompt is left, if a prompt has a token that the
+    model lacks, or if the tokenizer has no chat template, or one that fails.
     """
     if template == "chat" and not tokenizer.chat_template:
         raise BadInput(
@@ -52,10 +52,10 @@ def encode_problems(
         )
     rows: dict[str, ProblemRow] = {}
     for row in problems.rows:
-        rows.setdefault(prompt_id(row.problem, row.answer), row)  # the first of duplicates stays
+        rows.setdefault(prompt_id(row.problem, row.answer), row)  # the first of duplicates is kept
     if template == "chat":
         texts = [_chat(tokenizer, row.problem, clock, problems.source) for row in rows.values()]
-    else:  # not str.format: problems and templates have many braces
+    else:  # not str.format, because problems and templates contain braces
         texts = [template.replace("{problem}", row.problem) for row in rows.values()]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     prompts, skipped = _fitting(rows, texts, ids, max_context)

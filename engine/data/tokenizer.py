@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 NO_TEXT = ("bos_token", "eos_token", "pad_token")
-"""Names of the tokens that are no text of a response, as transformers has them."""
+"""The tokens that are not text of a response, by their names in transformers."""
 ANSWER = "metronome"
-"""A text that no chat template writes itself."""
+"""A text that no chat template itself contains."""
 
 
 class Tokenizer:
     """The tokenizer of a model folder. It never runs code that comes with a model."""
 
     def __init__(self, model: Path, stop: Sequence[str] = ()) -> None:
-        """`stop`: as `rollout.stop`. Raises BadInput if the folder has no tokenizer, or if one of `stop` is not one
-        token."""
+        """`stop`: as `rollout.stop`. Raises BadInput if the folder has no tokenizer, or if a text in `stop` is not a
+        single token."""
         self._model = model
         from transformers import AutoTokenizer  # takes seconds, during which the processes of a run can start
 
@@ -38,7 +38,7 @@ class Tokenizer:
         except (OSError, ValueError) as error:
             raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: {error}") from None
         files = ("tokenizer.json", *self.hf.vocab_files_names.values())
-        if not any((model / name).is_file() for name in files):  # transformers then makes one that knows no text
+        if not any((model / name).is_file() for name in files):  # transformers would build one without a vocabulary
             raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: it has no {files[0]}")
         stops = tuple(map(self._one_token, stop))
         end = self.hf.eos_token_id
@@ -50,14 +50,14 @@ class Tokenizer:
             model="" if fast else str(model),
             left_out=self._left_out(stops),
         )
-        """From which a verifier process gets the same texts as `decode`."""
+        """A message from which a verifier process builds the same decoder as `decode`."""
         self.decode: Decode = make_decoder(self.for_verifiers)
-        """Gives the text of a response: all that the model wrote, special tokens too (`<think>`), but not those that
-        begin, end or fill a sequence or end a turn. Any thread may call it: its tokenizer is another object than `hf`,
-        which can't be used while it encodes."""
+        """Returns the text of a response: everything that the model wrote, including special tokens (`<think>`),
+        without those that begin, end or fill a sequence or end a turn. Any thread may call it, because it does not use
+        `hf`, which cannot be used while it encodes."""
 
     def vocabulary(self) -> int:
-        """Number of tokens that the model of this folder has. Raises BadInput if its config.json does not say."""
+        """Number of tokens of the model in this folder. Raises BadInput if its config.json does not say."""
         return read_shape(self._model, weights=False).vocabulary
 
     def _one_token(self, text: str) -> int:
@@ -67,18 +67,19 @@ class Tokenizer:
         return ids[0]
 
     def _left_out(self, stops: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that are no text of a response: begin, end and padding of the tokenizer, the model's ends of
-        sequence, and the special tokens that end a turn: by the chat template, or without one those of `stops`."""
+        """The tokens that are not text of a response: begin, end and padding of the tokenizer, the model's ends of
+        sequence, and the special tokens that end a turn (those of the chat template, or without one those in `stops`).
+        """
         named = [text for name, text in self.hf.special_tokens_map.items() if name in NO_TEXT]
         turns = set(self.hf.all_special_ids) & set(self._after_a_turn() if self.hf.chat_template else stops)
         return tuple(sorted({*self.hf.convert_tokens_to_ids(named), *end_of_sequence_ids(self._model), *turns}))
 
     def _after_a_turn(self) -> Sequence[int]:
-        """The tokens that the chat template writes after an answer; none if it does not take a plain chat."""
+        """The tokens that the chat template writes after an answer; none if it does not accept a plain chat."""
         turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": ANSWER}]
         try:
             text = render_chat(self.hf, turns, {}, begins_answer=False)
-        except BadInput:  # said by whoever uses the template
+        except BadInput:  # the users of the template report this
             return ()
         ids: list[int] = self.hf.encode(text.rpartition(ANSWER)[2] if ANSWER in text else "", add_special_tokens=False)
         return ids
@@ -108,14 +109,14 @@ def render_chat(
     *,
     begins_answer: bool = True,
 ) -> str:
-    """Put messages into the tokenizer's chat template; with `begins_answer` the beginning of an answer follows them.
+    """Put messages into the tokenizer's chat template. With `begins_answer`, the start of an answer follows them.
 
-    `variables`: the template's own; `clock`: the time that the template is told if it asks (`strftime_now`), None: the
+    `variables`: the template's own. `clock`: the time given to a template that asks for it (`strftime_now`); None: the
     present. Raises BadInput if the template does not parse, or fails on these messages.
     """
     from jinja2 import TemplateError
 
-    # `apply_chat_template` renders it likewise, but hands no function on to the template, and so no clock.
+    # `apply_chat_template` does the same, but passes no function to the template, and so no clock.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     given = {**tokenizer.special_tokens_map, **variables}

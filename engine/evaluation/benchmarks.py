@@ -35,7 +35,7 @@ class Benchmark:
 
 
 def read_benchmarks(config: Config) -> list[Benchmark]:
-    """The benchmarks that `evaluate.benchmark` names, else the held-out problems. The first one decides on the
+    """The benchmarks that `evaluate.benchmark` names, else the held-out problems. The first one decides which policy is
     champion.
 
     Raises BadInput like `benchmark_paths` and `read_problems`.
@@ -46,7 +46,7 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
 
 @dataclass(frozen=True)
 class EncodedBenchmark:
-    """A benchmark's prompts, and the number of rows left out by reason."""
+    """A benchmark's prompts, and the number of rows that were left out, by reason."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -54,8 +54,8 @@ class EncodedBenchmark:
 
 
 def with_evaluation_context(config: Config) -> Config:
-    """The config for instances that are started for an evaluation. If `evaluate.max_context` is set, it is their
-    context."""
+    """The config for instances that are started for an evaluation. If `evaluate.max_context` is set, it replaces
+    `rollout.max_context`."""
     if not config.evaluate.max_context:
         return config
     rollout = config.rollout.model_copy(update={"max_context": config.evaluate.max_context})
@@ -63,8 +63,9 @@ def with_evaluation_context(config: Config) -> Config:
 
 
 def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer: Tokenizer) -> list[EncodedBenchmark]:
-    """The benchmarks' prompts, at most `evaluate.problems` of each. A chat template that asks for the time is told when
-    the run began: the run of the folder, else the one whose policy the model is; without one the present."""
+    """The benchmarks' prompts, at most `evaluate.problems` of each. A chat template that asks for the time gets the
+    time when the run began: the run of the folder, else the run whose policy the model is. Without either it gets the
+    present."""
     template = config.data.prompt_template
     context = config.rollout.max_context
     most = config.evaluate.problems or None

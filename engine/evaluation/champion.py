@@ -1,4 +1,4 @@
-"""Decides whether a new policy becomes champion: only if a paired comparison on the same benchmark says that it is
+"""Decides whether a new policy becomes champion: only if a paired comparison on the same benchmark shows that it is
 better.
 
 If there is no champion yet, the new policy is compared with its base model.
@@ -43,7 +43,7 @@ class ChampionVerdict:
 
     wins: bool
     reason: str
-    """Why the policy wins or not, as text."""
+    """Why the policy wins or does not, as text."""
     comparison: Paired | None = None
 
 
@@ -66,7 +66,7 @@ def judge_first(ours: Results | None, base: Results | None, confidence: float) -
 def judge_challenge(
     ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion"
 ) -> ChampionVerdict:
-    """Compare a new policy with the champion, or with another model; `whom` is its name in messages.
+    """Compare a new policy with the champion, or with another model. `whom` is the other's name in messages.
 
     Evaluations with other problems, sampling or scoring are not compared: the champion stays, and the reason says so.
     """
@@ -75,7 +75,7 @@ def judge_challenge(
     if theirs is None:
         return ChampionVerdict(False, f"the {whom} has no results to compare with")
     if wrong := protocol_differences(ours.protocol, theirs.protocol):
-        # for a person, the hash of the problems' ids says nothing
+        # the hash of the problems' ids means nothing to a person
         counts = len(ours.means), len(theirs.means)
         problems = f"problems {counts}" if len(set(counts)) == 2 else "problems (as many, but others)"
         named = ", ".join(problems if one.startswith("problems_hash ") else one for one in wrong)

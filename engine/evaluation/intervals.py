@@ -19,7 +19,7 @@ class _MajorityAccuracy(TypedDict, total=False):
 
 
 class Accuracy(_MajorityAccuracy):
-    """Means over problems with the ends of their intervals; maj@k only where votes can be counted."""
+    """Means over problems with the ends of their intervals. maj@k is present only if votes can be counted."""
 
     avg_at_k: float
     ci_low: float
@@ -32,9 +32,9 @@ class Accuracy(_MajorityAccuracy):
 def accuracy_figures(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> Accuracy:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
-    values: the scores of each problem (k scores for each); a score of 1 or more is a right answer. majorities: the
-    value of each problem's majority vote (0 … 1, `engine.evaluation.votes`); None if votes cannot be counted, and then
-    maj@k is left out.
+    values: the scores of each problem (k per problem); a score of 1 or more is a right answer. majorities: the value of
+    each problem's majority vote (0 … 1, `engine.evaluation.votes`); None if votes cannot be counted, and maj@k is then
+    absent.
     """
     samples = max(len(row) for row in values)
     mean, low, high = _figure([statistics.fmean(row) for row in values], samples)
@@ -58,7 +58,7 @@ def count_right(scores: Sequence[float]) -> int:
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:
-    """Probability that k samples of a problem, drawn without replacement, have a right one: 1 − C(n−c, k) / C(n, k).
+    """Probability that k samples of a problem, drawn without replacement, include a right one: 1 − C(n−c, k) / C(n, k).
 
     The unbiased estimator of Chen et al. 2021 (Evaluating Large Language Models Trained on Code, eq. 1).
     """
@@ -68,7 +68,7 @@ def pass_at(samples: int, correct: int, k: int) -> float:
 
 
 def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over problems. If all scores are 0 or 1, pass@1 is
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over problems. If all scores are 0 or 1, pass@1 equals
     avg@k."""
     samples = min(len(row) for row in values)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
@@ -76,12 +76,12 @@ def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def mean_interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Interval of the mean of one value per problem; each value is from `samples` samples.
+    """Interval of the mean of one value per problem; each value comes from `samples` samples.
 
     For values in [0, 1] it is Wilson's interval (1927) with the effective sample size of a clustered proportion (Korn
     and Graubard 1998): n_eff = n · p(1 − p) / s² · (z / t(n − 1))², where s² is the variance of the values; n_eff is at
     least n and at most n · samples. With one sample per problem n_eff = n, which is the binomial interval. n_eff is
-    also n if all values are 0, or all are 1, so that the interval has a width. For other values (a user's reward) it is
+    also n if all values are 0 or all are 1, so that the interval has a width. For other values (a user's reward) it is
     Student's t over the values.
     """
     mean = statistics.fmean(values)

@@ -1,4 +1,4 @@
-"""Finds evaluations of a run's own policy that are done already, so that none is repeated."""
+"""Finds evaluations of a run's own policy that already exist, so that none is repeated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.run.folder import RunFolder
 
 
 def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[EvaluationRow] | None:
-    """For each benchmark the newest row with the same policy, version, problems, sampling and seed.
+    """For each benchmark, the newest row with the same policy, version, problems, sampling and seed.
 
-    None if a benchmark has no such row, and for any model but the run's own policy. Run and version determine the run's
-    own policy, while the weights in another folder may have changed.
+    None if a benchmark has no such row, and for any model except the run's own policy. The run's own policy is
+    determined by run and version, while the weights in another folder may have changed.
     """
     if model.resolve() != folder.policy.resolve():
         return None

@@ -1,4 +1,4 @@
-"""Compares two models on the same problems: is the difference more than chance?"""
+"""Compares two models on the same problems, to tell whether the difference is more than chance."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.errors import BadInput
 from engine.evaluation.intervals import CONFIDENCE, t_interval
 
 FLIPS = 50_000
-"""Number of random sign flips if the exact distribution cannot be counted. The error of the p-value is then at most
+"""Number of random sign flips if the exact distribution cannot be computed. The error of the p-value is then at most
 0.0045 (95 %)."""
 CHUNK = 1_000
-"""Number of flips at a time, which limits the memory."""
+"""Number of flips that are computed at a time, to limit memory."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Paired:
     """Student's t interval over the problems' differences."""
     ci_high: float
     p_value: float
-    """Two-sided, of the sign-flip permutation test."""
+    """Two-sided p-value of the sign-flip permutation test."""
     confidence: float
     problems: int
     better: int
@@ -37,7 +37,7 @@ class Paired:
 
     @property
     def says_better(self) -> bool:
-        """Whether ours is better at this confidence: a positive difference with p ≤ 1 − confidence."""
+        """Whether our model is better at this confidence: a positive difference with p ≤ 1 − confidence."""
         return self.difference > 0 and self.p_value <= 1 - self.confidence + 1e-12
 
     def as_dict(self) -> dict[str, float]:
@@ -85,7 +85,7 @@ def sign_flip(differences: Sequence[float], samples: int = 1) -> float:
 
 
 def _exact(units: Sequence[int]) -> float:
-    """The exact p-value: computes the distribution of Σ ±u, one difference after the other."""
+    """The exact p-value, from the distribution of Σ ±u, which is built up one difference at a time."""
     steps = [abs(unit) for unit in units if unit]
     reach = sum(steps)
     chance = np.zeros(2 * reach + 1)

@@ -1,4 +1,4 @@
-"""From the scored groups of an evaluation to its results: votes, figures with intervals, and the comparison with the
+"""Turns the scored groups of an evaluation into its results: votes, figures with intervals, and the comparison with the
 first evaluation."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Subject:
     """The weights that are evaluated."""
 
     model: str
-    """The folder from which they were loaded; for the weights of a running training, the base model's folder."""
+    """The folder from which the weights were loaded; for the weights of a running training, the base model's folder."""
     version: int
 
 
@@ -76,16 +76,16 @@ async def record_evaluation(
 
 
 def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:
-    """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, with the model and version
-    of `base`."""
+    """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, along with the model and
+    version of `base`."""
     ours, theirs = (tables.table_means(folder / one["table"]) for one in (row, base))
     found = paired.compare_paired(ours, theirs, row["samples"], confidence)
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 
 
 def _lengths(groups: Sequence[Group], limit: int) -> LengthFigures:
-    """Mean length in tokens, the number of responses that a limit has cut, and the number that the context has cut
-    before max_new_tokens."""
+    """Mean length in tokens, the number of responses that a limit has cut, and the number among these that the context
+    has cut before max_new_tokens."""
     responses = [response for group in groups for response in group.responses]
     cut = [response for response in responses if response.truncated]
     return {

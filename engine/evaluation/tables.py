@@ -29,7 +29,7 @@ SAME = (
     "max_context",
     "stop",
 )
-"""The keys of the protocol that must be equal in two evaluations that are compared: all but the seed."""
+"""The keys of the protocol that must be equal in two evaluations to compare them: all except the seed."""
 
 
 class EvaluationProtocol(TypedDict):
@@ -37,7 +37,7 @@ class EvaluationProtocol(TypedDict):
 
     benchmark: str
     problems_hash: str
-    """Of the prompts' ids, 16 hexadecimal digits."""
+    """Hash of the prompts' ids, 16 hexadecimal digits."""
     prompt_template: str
     reward: str
     samples: int
@@ -51,25 +51,25 @@ class EvaluationProtocol(TypedDict):
 
 
 class LengthFigures(TypedDict):
-    """Of an evaluation's responses."""
+    """Lengths of an evaluation's responses."""
 
     response_length_mean: float
-    """Tokens."""
+    """In tokens."""
     truncated: int
-    """Responses that a limit cut."""
+    """Number of responses that a limit cut."""
     context_cut: int
-    """Those that the context cut before `max_new_tokens` was reached."""
+    """Number of responses that the context cut before `max_new_tokens` was reached."""
 
 
 class _Further(TypedDict, total=False):
     seconds: float
     in_run: bool
     exposed_s: float
-    """How long weights waited for it."""
+    """Seconds that weights waited for the evaluation."""
     against: JsonObject
-    """A `Paired`, and the weight_version and model that it is against."""
+    """A `Paired`, with the weight_version and model of the other evaluation."""
     maj_at_k_bootstrap: float
-    """Only where votes can be counted."""
+    """Present only if votes can be counted."""
 
 
 class EvaluationRow(Accuracy, LengthFigures, _Further):
@@ -86,10 +86,10 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     best_at_k_bootstrap: float
     reward_timeouts: int
     partial_scores: int
-    """Responses whose score is neither 0 nor 1: where there are any, avg@k is a mean reward, no accuracy."""
+    """Number of responses whose score is neither 0 nor 1. If there are any, avg@k is a mean reward, not an accuracy."""
     protocol: EvaluationProtocol
     table: str
-    """Path in the run folder."""
+    """Path relative to the run folder."""
 
 
 def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
@@ -124,8 +124,8 @@ def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any])
 
 
 def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
-    """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and every
-    response."""
+    """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and all
+    responses."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -2,8 +2,8 @@ r"""maj@k: the value of a majority vote over a problem's sampled answers.
 
 A response votes for the answer that the verifier reads in it: `\boxed{…}` for "math", the text after the last "#" for
 "exact". Votes for answers that the verifier considers equal are counted together. Every right response votes for the
-right answer, in whatever spelling. A response without an answer abstains. If t answers tie at the top and the right one
-is among them, the value is 1/t, which is the mean over fair draws among them.
+right answer, in any spelling. A response without an answer abstains. If t answers tie at the top and the right one is
+among them, the value is 1/t, which is the mean over fair draws among them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Majority:
     value: float
     """1/tied if the right answer is among them, else 0."""
     bootstrap: float = field(default=0.0, compare=False)
-    """Mean value of the majority of as many responses drawn with replacement (engine.evaluation.bootstrap). Responses
-    without an answer are one wrong answer there, as in verl."""
+    """Mean value of the majority of the same number of responses, drawn with replacement (engine.evaluation.bootstrap).
+    Responses without an answer count as one wrong answer there, as in verl."""
 
 
 @dataclass
@@ -86,8 +86,8 @@ async def _majority(group: Group, reward: str, verifier: ResponseScorer) -> Majo
 async def _find(
     answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: ResponseScorer
 ) -> _Answer | None:
-    """The answer that this vote is for; None if it is new. All right answers are one answer. Wrong answers are equal by
-    text, else by the verifier."""
+    """The answer that this vote is for; None if it is new. All right answers are one answer. Wrong answers are compared
+    by text, then by the verifier."""
     alike = [answer for answer in answers if answer.right == is_right]
     if is_right:
         return alike[0] if alike else None
@@ -102,8 +102,8 @@ async def _find(
 
 
 async def _equal(gold: str, text: str, verifier: ResponseScorer) -> bool:
-    """Whether the math verifier, in its worker processes, considers the answers equal. A call that reaches its time
-    limit says no."""
+    """Whether the math verifier, in its worker processes, considers the answers equal. False for a call that reaches
+    its time limit."""
     response = Response(
         token_ids=(),
         logprobs=(),

@@ -1,4 +1,4 @@
-"""Converts the gold answers of mathematical problem sets to one form, or refuses them. Works on text, without SymPy."""
+"""Converts the gold answers of mathematical problem sets to one form, or rejects them. Works on text, without SymPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 
 LONGEST = 300
-"""Largest number of characters of an answer that a rule can check; the longest in MATH has 159."""
+"""Largest number of characters in an answer that a rule can check; the longest in MATH has 159."""
 _WORDS = 12
 """Largest number of words outside formulas. A longer answer is prose, which no response repeats word for word."""
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
@@ -17,7 +17,7 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def tidy_answer(answer: str) -> str:
-    r"""The answer without blanks around it, `['…']` and dollar signs; "142.0" becomes "142"."""
+    r"""The answer without surrounding blanks, `['…']` and dollar signs; "142.0" becomes "142"."""
     bare = strip_delimiters(_unlisted(answer.strip()))
     whole = _WHOLE.fullmatch(bare)
     return whole[1] if whole else bare
@@ -47,7 +47,7 @@ def has_balanced_braces(latex: str) -> bool:
 
 
 def strip_delimiters(latex: str) -> str:
-    """The text without blanks around it and without one pair of formula delimiters."""
+    """The text without surrounding blanks and without one pair of formula delimiters."""
     bare = latex.strip()
     for left, right in _DELIMITERS:
         if bare.startswith(left) and bare.endswith(right) and len(bare) > len(left) + len(right):

@@ -1,5 +1,5 @@
-r"""Rewrites an answer to one spelling: typed characters as LaTeX, one command of several, no layout, units as
-`\text`."""
+r"""Rewrites an answer to one spelling: typed characters as LaTeX, one command for several equivalent ones, no layout,
+units as `\text`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _TYPED_UNIT = re.compile(
     r"mi|yd|oz|lbs?|min|sec|hrs?|mph|kph|km/h|m/s|day|men)(?:(?: +|/)(?!(?:and|or)(?![a-zA-Z]))[a-zA-Z.]+)*)"
     r"|\s*([cmk]m|kg|mph))(\^\{?[23]\}?)?\.?$"
 )
-"""A unit that is typed without `\\text`: known short ones, and words, behind a number. One letter is a variable."""
+"""A unit that is typed without `\\text`: known short ones, and words, after a number. A single letter is a variable."""
 _GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d{1,4})(?=\s*(?:$|[,;)\]}=<>%]|\\))")
@@ -110,7 +110,7 @@ _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-
 def canonical_latex(latex: str) -> str:
     r"""One spelling of the same LaTeX: no layout, no blanks, \frac{a}{b}, \sqrt{a}, x^2, no full stop at the end.
 
-    A number such as 3e6 becomes 3E6, which no formula is (`quantities.number`).
+    A number such as 3e6 becomes 3E6, which cannot be a formula (`quantities.number`).
     """
     text = _DOTS.sub(r"\\dots ", _typed(latex)).strip().rstrip(".,;").strip()
     text = _SCIENTIFIC.sub(r"\1E\2", strip_delimiters(text))
@@ -133,7 +133,7 @@ def _typed(text: str) -> str:
 
 
 def _early(match: re.Match[str]) -> str:
-    """What compatibility normalization would merge with its neighbours: x² would become x2."""
+    """Convert characters that compatibility normalization would merge with their neighbours: x² would become x2."""
     plain = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
     if match.lastgroup in ("up", "down"):
         return f"{'^' if match['up'] else '_'}{{{plain}}}"
@@ -144,7 +144,7 @@ def _early(match: re.Match[str]) -> str:
 
 
 def _ascii(character: str) -> str:
-    """Digits of any script, and Greek letters as commands."""
+    """Convert digits of any script to ASCII, and Greek letters to commands."""
     if character.isascii():
         return character
     if (digit := unicodedata.decimal(character, None)) is not None:
@@ -156,7 +156,7 @@ def _ascii(character: str) -> str:
 
 
 def _words(text: str) -> str:
-    r"""All words as \text{…}; the constants e, i and \pi, and numbers, as what they are in any font."""
+    r"""All words as \text{…}. The constants e, i and \pi, and numbers, keep their meaning in any font."""
     text = _OLD_FONT.sub(r"{\\mathrm{\1}}", text) if "{" in text else text
     text = _FONT.sub(_upright, _TEXT.sub(r"\\text", text))
     text = _CONSTANT.sub(lambda match: "\\pi " if (match[1] or "").endswith("pi") else (match[1] or "i")[-1:], text)
@@ -165,7 +165,7 @@ def _words(text: str) -> str:
 
 
 def _upright(match: re.Match[str]) -> str:
-    """A formula in another font is the formula; letters are words, except for one letter that is no unit."""
+    """Strip the font from a formula. Letters are words, except for a single letter that is not a unit."""
     inner = (match[1] if match[1] is not None else match[2]).strip()
     if inner in ("e", "i", "pi", "\\pi", "\\imath"):
         return f"\\text{{{inner}}}"
@@ -175,7 +175,7 @@ def _upright(match: re.Match[str]) -> str:
 
 
 def _dense(text: str) -> str:
-    """Without blanks, and with braces where LaTeX lets one leave them out."""
+    """Remove blanks, and add the braces that LaTeX makes optional."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", lambda match: f"\\text{{{'~'.join(match[1].split())}}}", text)
     text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~", text)  # \pi r is not \pir
     text = re.sub(r"(\^|(?<!\\log)_)\s*(-(?:\d+|[a-zA-Z])|\d+)", r"\1{\2}", text)  # 10^-5 is typed for 10^{-5}
@@ -190,7 +190,7 @@ def _dense(text: str) -> str:
 
 
 def _unbraced(text: str) -> str:
-    """{1, 2} is typed for the set; other braces around the whole say nothing."""
+    """{1, 2} is typed for the set; other braces around the whole text have no meaning."""
     while text.startswith("{") and text.endswith("}") and is_closed(text[1:-1]):
         if len(split_parts(text[1:-1], ",")) > 1:
             return f"\\{text[:-1]}\\}}"

@@ -5,7 +5,7 @@ split and compared exactly, in order if order matters. `read_number` reads decim
 units, per cent signs and words such as million. Only single formulas go to SymPy, because SymPy would read tuples as
 intervals, read words as products of letters (so anagrams would be equal), and drop the base of a numeral.
 
-Each comparison takes the parts of both answers in the same way, so that `same_answer(a, b)` is `same_answer(b, a)`.
+Each comparison splits both answers in the same way, so `same_answer(a, b)` equals `same_answer(b, a)`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MEANING = re.compile(
     r"|without|with|is|are|terms|(?:dozen|hundred|thousand|[mbtr]+illion)s?|(?:ten|hundred|thousand|four|fif)ths?|halves|thirds?)\b",
     re.IGNORECASE,
 )
-"""Words that say more than what is counted: `5\\text{ or more}` is not 5."""
+"""Words that do not only name what is counted: `5\\text{ or more}` is not 5."""
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = f"(?:(?:{'|'.join(_SCALES)})s?(?![a-z]) ?)+"
 _SCALED = re.compile(rf"([^=,;]*?(?:[\d}}]|[a-z](?=\\text)))(\\text\{{)?({_SCALE})(?:of )?([^=,;]*)")
@@ -76,7 +76,7 @@ class Number(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """An answer in parts."""
+    """An answer split into parts."""
 
     bare: str
     """The text without number words and unit."""
@@ -99,8 +99,8 @@ def read_number(text: str) -> Number | None:
 
 
 def read_quantity(text: str) -> Quantity:
-    r"""The text without its number words and its unit, and these:
-    5\text{ million euros} → 5, 1000000, {"euro": 1}."""
+    r"""The text without its number words and its unit, followed by these two. For example, 5\text{ million euros} gives
+    5, 1000000 and {"euro": 1}."""
     bare, scale = _scaled(text)
     money = _CURRENCY.match(bare)
     if money:
@@ -115,8 +115,8 @@ def read_quantity(text: str) -> Quantity:
 
 
 def units_differ(one: dict[str, int] | None, other: dict[str, int] | None) -> bool:
-    """Whether both are units and different ones. A unit may be left out, and an unknown one may stand for any of the
-    same powers."""
+    """Whether both have units and these differ. A unit may be left out, and an unknown one may stand for any unit of
+    the same powers."""
     if one is None or other is None:
         return False
     if sorted(one.values()) != sorted(other.values()):
@@ -125,7 +125,7 @@ def units_differ(one: dict[str, int] | None, other: dict[str, int] | None) -> bo
 
 
 def _scaled(text: str) -> tuple[str, int]:
-    """The text without number words such as million, and their factor."""
+    """The text without number words such as million, and the product of these."""
     if len(text) > LONGEST or (match := _SCALED.fullmatch(text)) is None:
         return text, 1
     bare, inside, words, rest = match.groups()
@@ -134,9 +134,9 @@ def _scaled(text: str) -> tuple[str, int]:
 
 
 def _unit(text: str, before: str) -> dict[str, int] | None:
-    r"""Powers of the units in texts such as \text{ cm}^2; None if they are no unit of what is before.
+    r"""Powers of the units in texts such as \text{ cm}^2; None if they cannot be units of the text before.
 
-    Unknown words are what is counted, and only a number can be counted.
+    An unknown word names what is counted, and only a number can be counted.
     """
     if text.startswith("^\\circ"):
         return None if _ANGLE.search(before) else {letter: 1 for letter in re.findall("[CF]", text)} or {"": 1}
@@ -221,7 +221,7 @@ _DOTS = "\\dots"
 def same_answer(one: str, other: str) -> bool:
     """Whether two answers are equal. Names, units, bases and the brackets of a tuple or set may be left out in either
     of them."""
-    if max(len(one), len(other)) > 2 * LONGEST:  # no answer is so long, and patterns take quadratic time
+    if max(len(one), len(other)) > 2 * LONGEST:  # no answer is this long, and the patterns take quadratic time
         return one == other
     first, second = (canonical_latex(tidy_answer(text)) for text in (one, other))
     return bool(first and second) and _same(first, second, 5)
@@ -241,7 +241,7 @@ def _same(one: str, other: str, depth: int) -> bool:
 
 
 def _sequences(one: str, other: str, depth: int) -> bool | None:
-    """Compare what goes on (1, 2, …, n; 1 : 2 : …; 1 + 2 + … + n) entry by entry."""
+    """Compare sequences that continue (1, 2, …, n; 1 : 2 : …; 1 + 2 + … + n) entry by entry."""
     if _DOTS not in one + other:
         return None
     parts = [split_parts(text, ",", ":", "+") for text in (one, other)]
@@ -254,8 +254,8 @@ def _sequences(one: str, other: str, depth: int) -> bool | None:
 
 
 def _options(one: str, other: str, depth: int) -> bool | None:
-    r"""Compare letters of a choice and what they stand for: \textbf{(A)}\ 12 equals A and 12, but not (A) 13. What
-    names another letter, too, or takes the first one back, is no choice."""
+    r"""Compare the letter of a choice and the value it stands for: \textbf{(A)}\ 12 equals A and 12, but not (A) 13. A
+    text that also names another letter, or retracts the first, is not a choice."""
     (letter, rest) = split_choice(one)
     (other_letter, other_rest) = split_choice(other)
     if not (letter and other_letter):
@@ -267,7 +267,8 @@ def _options(one: str, other: str, depth: int) -> bool | None:
 
 
 def _quantities(one: str, other: str, depth: int) -> bool | None:
-    """Compare without units and number words, if there are any; two different units, or powers of one, differ."""
+    """Compare without units and number words, if there are any. Different units, or different powers of one unit,
+    differ."""
     ours = read_quantity(one)
     theirs = read_quantity(other)
     if units_differ(ours.unit, theirs.unit):
@@ -295,7 +296,7 @@ def _numbers(one: str, other: str, depth: int) -> bool | None:
 
 
 def _numerals(one: str, other: str, depth: int) -> bool | None:
-    """Compare numerals with a base: by their digits, and by the base if both have one."""
+    """Compare numerals with a base by their digits, and by the base if both state one."""
     ours = _BASE.fullmatch(one)
     theirs = _BASE.fullmatch(other)
     if not (ours or theirs):
@@ -335,7 +336,7 @@ def _letters(text: str) -> str:
 
 
 def _members(one: str, other: str, depth: int) -> bool | None:
-    r"""Compare x \in [0, 1] with [0, 1]. If both have a name, it must be the same."""
+    r"""Compare x \in [0, 1] with [0, 1]. If both have a name, the names must be equal."""
     names = [_MEMBER.match(text) for text in (one, other)]
     if not any(names):
         return None
@@ -345,8 +346,8 @@ def _members(one: str, other: str, depth: int) -> bool | None:
 
 
 def _relations(one: str, other: str, depth: int) -> bool | None:
-    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1 and (1, 3]. Two single relations that are written
-    differently are left to SymPy."""
+    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1 and (1, 3]. Two single relations in different forms are
+    left to SymPy."""
     ours, theirs = ([part.strip() for part in RELATION.split(text)] for text in (one, other))
     if len(ours) == len(theirs) == 1 or any(
         AND.search(text) or len(split_parts(text, ",")) > 1 for text in ours + theirs
@@ -370,8 +371,9 @@ class _Equation(NamedTuple):
 
 
 def _equations(one: str, other: str, depth: int) -> bool | None:
-    r"""Compare equations. x = 5, f(2) = 5 and 2 + 3 = 5 equal 5, and 14/3 \approx 4.67 equals both its sides. Two
-    names must be the same. Where an equation states no value (x + y = 2), it equals equations only. 3 = 5 is wrong."""
+    r"""Compare equations. x = 5, f(2) = 5 and 2 + 3 = 5 equal 5, and 14/3 \approx 4.67 equals each of its sides. If
+    both have names, the names must be equal. An equation that states no value (x + y = 2) equals only equations. 3 = 5
+    is wrong."""
     texts = (one, other)
     sides = [split_parts(text, "=", "\\approx") if not is_list(text) else [text] for text in texts]
     if len(sides[0]) == len(sides[1]) == 1:
@@ -386,7 +388,7 @@ def _equations(one: str, other: str, depth: int) -> bool | None:
 
 
 def _equation(text: str, sides: list[str], depth: int) -> _Equation:
-    """The names and values of an equation; no value if its sides contradict each other, or if it has to be solved."""
+    """The names and values of an equation; no values if its sides contradict each other, or if it has to be solved."""
     if len(sides) == 1:
         return _Equation(set(), sides)
     names = {side for side in sides if NAME.fullmatch(side)}
@@ -396,7 +398,7 @@ def _equation(text: str, sides: list[str], depth: int) -> _Equation:
 
 
 def _agree(one: str, other: str, nearly: bool, depth: int) -> bool:
-    """Whether two sides of an equation may stand there: a decimal, or with `nearly` any number, may be rounded."""
+    """Whether two sides of an equation are consistent: a decimal, or with `nearly` any number, may be rounded."""
     if _same(one, other, depth - 1):
         return True
     given = [
@@ -421,7 +423,7 @@ def _places(text: str) -> int:
 
 
 def _unions(one: str, other: str, depth: int) -> bool | None:
-    """Compare unions in any order; x < 1 or x > 3 is one, too."""
+    """Compare unions in any order; x < 1 or x > 3 is also a union."""
     parts = [split_parts(text, "\\cup") for text in (one, other)]
     if len(parts[0]) == len(parts[1]) == 1:
         return None
@@ -435,7 +437,7 @@ def _alternatives(text: str) -> list[str]:
 
 
 def _brackets(one: str, other: str, depth: int) -> bool | None:
-    """Compare (a, b), [a, b) by their brackets and entries in order. The brackets of a tuple may be left out."""
+    """Compare (a, b) and [a, b) by their brackets, and their entries in order. A tuple's brackets are optional."""
     ours = bracketed_entries(one)
     theirs = bracketed_entries(other)
     if ours is None and theirs is None:
@@ -451,8 +453,8 @@ def _brackets(one: str, other: str, depth: int) -> bool | None:
 
 
 def _lists(one: str, other: str, depth: int) -> bool | None:
-    r"""Compare lists such as 1, 2 and 3 in any order; braces around are optional, "or" is not "and", and a comma is
-    either."""
+    r"""Compare lists such as 1, 2 and 3 in any order. Braces around them are optional, "or" differs from "and", and a
+    comma matches either."""
     ours = read_list(one)
     theirs = read_list(other)
     if ours.entries == [one] and theirs.entries == [other]:
@@ -465,8 +467,8 @@ def _lists(one: str, other: str, depth: int) -> bool | None:
 
 
 def _ratios(one: str, other: str, depth: int) -> bool | None:
-    """Compare a : b : c entry by entry; ratios of numbers also reduced, unless both may be times of day. A ratio of two
-    numbers equals their quotient."""
+    """Compare a : b : c entry by entry. Ratios of numbers are also compared in reduced form, unless both may be times
+    of day. A ratio of two numbers equals their quotient."""
     ours, theirs = (split_parts(text, ":") for text in (one, other))
     if len(ours) == len(theirs) == 1:
         return None
@@ -485,7 +487,7 @@ def _ratios(one: str, other: str, depth: int) -> bool | None:
 
 
 def _texts(one: str, other: str, depth: int) -> bool | None:
-    """Words inside formulas must be the same; a word and a formula differ."""
+    """Words inside formulas must be equal; a word and a formula differ."""
     words = [[word.casefold() for word in _TEXTS.findall(text)] for text in (one, other)]
     return False if words[0] != words[1] or any(_WORDS.fullmatch(text) for text in (one, other)) else None
 
@@ -514,7 +516,7 @@ def _in_order(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
 
 
 def _matched(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
-    """Whether the entries can be paired so that each equals its partner, in whatever order they are tried."""
+    """Whether the entries can be paired so that each equals its partner, independent of their order."""
     if len(ours) != len(theirs) or len(ours) > MOST:
         return len(ours) == len(theirs) and _in_order(ours, theirs, depth)
     partner: dict[int, int] = {}

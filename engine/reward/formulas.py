@@ -1,8 +1,8 @@
-"""Compares two formulas: math-verify parses them, and numbers decide; SymPy's solver is the last resort.
+"""Compares two formulas: math-verify parses them and their numeric values decide. SymPy's solver is the last resort.
 
-Values are compared with hundreds of digits and relative to their size, rational numbers exactly. (math-verify subtracts
-and rounds to 15 places, so that any two tiny numbers are equal to it.) What would take minutes or gigabytes is not
-evaluated.
+Values are compared with hundreds of digits, relative to their size, and rational numbers exactly. (math-verify
+subtracts and rounds to 15 places, so to it any two tiny numbers are equal.) Formulas that would take minutes or
+gigabytes are not evaluated.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 Candidate: TypeAlias = Any
-"""What math-verify reads in a text: an object of SymPy, which has no types, or the text."""
+"""What math-verify reads in a text: the text itself, or a SymPy object, which has no types."""
 LONGEST = 1_000
-"""Largest number of characters of a formula that is given to SymPy."""
+"""Largest number of characters in a formula that is given to SymPy."""
 TOLERANCE = Fraction(1, 2_000_000)
 """Absolute tolerance of a decimal: six places, as in math-verify. Fractions and whole numbers are compared exactly."""
 RELATIVE = Fraction(1, 10_000)
-"""Tolerance of a decimal relative to the larger value, for small ones: 0.0000003 has no digit in six places."""
+"""Tolerance of a decimal relative to the larger value, for small values: 0.0000003 has no digit within six places."""
 _DEEPEST = 15
-"""Deepest nesting of brackets of a formula that is given to SymPy, which takes exponential time in some."""
+"""Deepest nesting of brackets in a formula that is given to SymPy, which takes exponential time for some."""
 _DIGITS = 200
-"""Digits with which a formula with variables is evaluated, and again with twice as many."""
+"""Number of digits with which a formula with variables is evaluated, followed by an evaluation with twice as many."""
 _MANY = 1_000
 """The same for a formula without variables."""
 _EQUAL = Fraction(1, 10**150)
@@ -35,14 +35,16 @@ _BITS = 200_000
 _SHORT = 1_000
 """Largest size of an exponent, or of the argument of a function."""
 _POINTS = ((137, 101), (1789, 101), (-157, 101), (61, 103), (-907, 89))
-"""Variables get these values in turn, plus multiples of 17/97; in the third, every second has the other sign."""
+"""Variables get these values in turn, plus multiples of 17/97. In the third, every second variable has the opposite
+sign."""
 
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
-"""What SymPy raises for formulas without meaning, and `_value` for too large ones."""
+"""Exceptions that SymPy raises for formulas without meaning, and `_value` for values that are too large."""
 _TOWER = re.compile(
     r"\^\{[^{}^a-zA-Z]{0,20}\^|\^(?:\d+|[a-zA-Z])\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{4,}\)?!|!!|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}"
 )
-"""What takes SymPy minutes: powers of powers of numbers, high powers of sums, large factorials and binomials."""
+"""Formulas for which SymPy takes minutes: powers of powers of numbers, high powers of sums, large factorials and
+binomials."""
 _SCIENTIFIC = re.compile(r"(?<=\d)E([+-]?\d+)")
 _EULER = re.compile(r"(?<=\d)E(?=[+-]\d)")
 """2e-1 may also mean twice Euler's number less one."""
@@ -50,8 +52,8 @@ _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
 
 def formulas_equal(one: str, other: str) -> bool:
-    """Whether two formulas are equal. If one of them would take minutes or gigabytes to evaluate, the result is False
-    without evaluation; but sums, integrals and limits are evaluated (`is_heavy`)."""
+    """Whether two formulas are equal. False, without evaluation, if one of them would take minutes or gigabytes. Sums,
+    integrals and limits are evaluated anyway (`is_heavy`)."""
     if any(len(text) > LONGEST or nesting_depth(text) > _DEEPEST or _TOWER.search(text) for text in (one, other)):
         return False
     if one.count("'") != other.count("'"):
@@ -64,13 +66,14 @@ def formulas_equal(one: str, other: str) -> bool:
 
 
 def is_heavy(latex: str) -> bool:
-    """Whether a formula has a sum, a product, an integral or a limit, whose evaluation may take any time."""
+    """Whether a formula has a sum, a product, an integral or a limit, whose evaluation may take arbitrarily long."""
     return _HEAVY.search(latex) is not None
 
 
 def verify_response(answer: str, response: str) -> bool:
-    r"""math-verify's verdict on a whole response: what it extracts from it against what it extracts from
-    `\boxed{answer}`. Without the limits of `formulas_equal`; the worker's limit of time and memory ends a call."""
+    r"""math-verify's verdict on a whole response: compares what it extracts from the response with what it extracts
+    from `\boxed{answer}`. The limits of `formulas_equal` do not apply; the worker's limits of time and memory end a
+    call."""
     from math_verify import verify
 
     return bool(
@@ -125,7 +128,7 @@ def _parsed(latex: str) -> tuple[Any, ...]:
 def extract_expressions(text: str, configuration: list[Any] | None = None) -> list[Any]:
     """math-verify's candidates for the expression in a text: SymPy objects and the text itself; empty if there is none.
 
-    math-verify's own time limit is switched off, because it uses SIGALRM, which works in the main thread only. The
+    math-verify's own time limit is switched off, because it uses SIGALRM, which works only in the main thread. The
     worker's limit ends a call.
     """
     from math_verify import parse  # imported here: SymPy takes half a second, which `exact` does not need
@@ -179,9 +182,9 @@ def _decimal_fraction(digits: str) -> Candidate:
 
 
 def _same_value(one: Candidate, other: Candidate, rounded: bool) -> bool | None:
-    """Whether two expressions have the same value, with variables at several points; None if numbers do not tell.
+    """Whether two expressions have the same value, with variables at several points; None if numbers cannot decide.
 
-    Where both leave the real numbers, branches of roots and logarithms may differ: such a point tells nothing.
+    Where both leave the real numbers, branches of roots and logarithms may differ, so such a point is skipped.
     """
     from sympy import I
 
@@ -217,7 +220,7 @@ def _close(one: tuple[Fraction, Fraction], other: tuple[Fraction, Fraction], bou
 
 
 def _values(one: Candidate, other: Candidate) -> Iterator[tuple[tuple[Fraction, Fraction], tuple[Fraction, Fraction]]]:
-    """The values of both at each point where both have one."""
+    """The values of both expressions at each point at which both have one."""
     from sympy import Rational
 
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
@@ -236,8 +239,9 @@ def _values(one: Candidate, other: Candidate) -> Iterator[tuple[tuple[Fraction, 
 def _value(expression: Candidate, point: dict[Any, Any], digits: int = _DIGITS) -> tuple[Fraction, Fraction] | None:
     """Real and imaginary part; None if it has no value.
 
-    What changes with twice as many digits is nothing but errors of rounding. If it is small, the value is zero.
-    Raises OverflowError if it is not, or if there are more than `_BITS` binary digits before or after the point.
+    A change from doubling the digits is rounding error. If this error is not far smaller than the value, the value
+    counts as zero if it is small. Raises OverflowError if it is not small, or if there are more than `_BITS` binary
+    digits before or after the point.
     """
     rough, fine = (_parts(_evaluated(expression, point, count)) for count in (digits, 2 * digits))
     if rough is None or fine is None:
@@ -252,8 +256,8 @@ def _value(expression: Candidate, point: dict[Any, Any], digits: int = _DIGITS) 
 
 
 def _evaluated(expression: Candidate, point: dict[Any, Any], digits: int) -> Candidate | None:
-    """The expression as a number, from the inside out: SymPy's own evaluation takes exponential time in nested sums.
-    None if it is none. Raises OverflowError if any part is too large."""
+    """The expression as a number, evaluated from the inside out, because SymPy's own evaluation takes exponential time
+    in nested sums. None if it is not a number. Raises OverflowError if any part is too large."""
     from sympy import Add, Expr, Mul, Pow, Rational, Symbol, log
 
     if isinstance(expression, Symbol):
@@ -278,7 +282,7 @@ def _evaluated(expression: Candidate, point: dict[Any, Any], digits: int) -> Can
 
 
 def _check_size(most: int, *numbers: Candidate) -> None:
-    """Raises OverflowError if a number has more binary digits before or after the point."""
+    """Raise OverflowError if a number has more than `most` binary digits before or after the point."""
     from sympy import Float
 
     parts = [part for each in numbers for part in each.atoms(Float) if part.is_finite]
@@ -329,8 +333,8 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 
 def _same_relation(one: Candidate, other: Candidate) -> bool | None:
-    """Whether one relation is a multiple of the other: 2x < 8 and 4 > x. None if that is not so, but they may still
-    have the same solutions. A relation without variables is a mistake."""
+    """Whether one relation is a multiple of the other: 2x < 8 and 4 > x. None if it is not, but they may still have the
+    same solutions. A relation without variables is a mistake."""
     from sympy import Add, Eq, Expr, Ge, Gt, Mul, Ne
 
     if not (one.free_symbols and other.free_symbols):
@@ -355,7 +359,7 @@ def _same_relation(one: Candidate, other: Candidate) -> bool | None:
 
 
 def _tiny(expression: Candidate) -> bool:
-    """Whether a constant part is so small that math-verify would take it for zero."""
+    """Whether a constant part is so small that math-verify would treat it as zero."""
     from sympy import Expr, preorder_traversal
 
     for part in preorder_traversal(expression):

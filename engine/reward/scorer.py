@@ -17,4 +17,4 @@ class ResponseScorer(Protocol):
         """Whether responses are scored one by one, as they arrive."""
 
     async def score(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
-        """Scores of the responses, in order. The text of a packed one is decoded where it is scored."""
+        """Scores of the responses, in order. The text of a packed response is decoded where it is scored."""

@@ -1,4 +1,4 @@
-"""Takes a canonical answer apart: entries of brackets and lists, ends of an interval, the letter of a choice."""
+"""Splits a canonical answer into parts: entries of brackets and lists, ends of an interval, the letter of a choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ NAME = re.compile(
     r"(?!(?:e|i|\\pi ?)$)(?:[a-zA-Z|']|\\(?!frac|sqrt|cdot|pm|cup|pi(?![a-z])|infty|emptyset)[a-zA-Z]++ ?"
     r"|\\text\{[^{}]*\}|\\[{}]|_(?:\\?\w|\{[^{}]*\})|\^\{-1\}(?=\()|(?<=[a-zA-Z}])\([^()=]*\)|\{[a-zA-Z]+\})++"
 )
-"""What a value may be given to: x, x_1, f(x), f(2), AB, |AB|, \\angle ABC, \\text{Area}; no arithmetic, no constant."""
+"""Names to which a value can be given: x, x_1, f(x), f(2), AB, |AB|, \\angle ABC, \\text{Area}. No arithmetic, no
+constant."""
 _OPTION = re.compile(
     r"(?:(\\text\{)\(?([A-Z])[).:]?\}\)?|(\\text\{)\(([A-Z])\)(?=[^}]*\})|\(([A-Z])\)|([A-Z])(?:[).]|$))(.*)",
     re.DOTALL,
@@ -19,14 +20,14 @@ _OPTION = re.compile(
 HEDGE = re.compile(
     r"^\W*(?:or|and|(?:is )?(?:not|wrong|incorrect|false))(?![a-zA-Z])|(?:^|or|and|,|;|/)\W*\(?[A-Z]\)?\W*$|\([A-Z]\)"
 )
-"""What follows the letter of a choice that is none: "or B", "(B)", "is wrong"."""
+"""Text after the letter of a choice that makes it no choice: "or B", "(B)", "is wrong"."""
 RELATION = re.compile(r"(\\(?:le|ge)(?![a-z])|<|>)")
 TURNED = {"\\le": "\\ge", "\\ge": "\\le", "<": ">", ">": "<"}
 AND = re.compile(r",?\s*\\text\{,? ?(and|or)\}\s*|;")
 
 
 def split_parts(text: str, *separators: str) -> list[str]:
-    """The parts between separators that are outside brackets; the text itself if there are none."""
+    """The parts between separators that are outside brackets; the text itself if there are no separators."""
     parts = []
     depth = 0
     start = 0
@@ -39,7 +40,7 @@ def split_parts(text: str, *separators: str) -> list[str]:
 
 
 def bracketed_entries(text: str) -> tuple[str, list[str]] | None:
-    """Kind and entries of a text in brackets with a comma, or of a set; None for anything else, such as (a + 1)(b,
+    """Kind and entries of a bracketed text that has a comma, or of a set; None for anything else, such as (a + 1)(b,
     c)."""
     for left, right in (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
@@ -74,7 +75,7 @@ def split_choice(text: str) -> tuple[str, str]:
 
 
 class Range(NamedTuple):
-    """What a relation of one variable, or an interval, says."""
+    """The name, brackets and ends that a relation of one variable, or an interval, states."""
 
     name: str
     brackets: str
@@ -82,7 +83,7 @@ class Range(NamedTuple):
 
 
 def read_interval(text: str) -> Range:
-    """The span that a relation or an interval states; without ends if the text is neither."""
+    """The interval that a text states, either directly or as a relation; without ends if it states none."""
     nothing = Range("", "", [])
     parts = [part.strip() for part in RELATION.split(text)]
     if len(parts) == 1:
@@ -100,7 +101,7 @@ def read_interval(text: str) -> Range:
 
 
 class Listed(NamedTuple):
-    """The entries of a list, the words between them ("and", "or"), and the name that is given to them."""
+    """The entries of a list, the words between them ("and", "or"), and the name given to them."""
 
     name: str
     joined: set[str]
@@ -108,7 +109,8 @@ class Listed(NamedTuple):
 
 
 def read_list(text: str) -> Listed:
-    r"""What is listed: with the name if x = stands before the first entry only. 1 \pm 2 is two entries."""
+    r"""The list in a text. It has a name only if x = stands before the first entry and no other. 1 \pm 2 is two
+    entries."""
     sets = bracketed_entries(text)
     is_set = sets is not None and sets[0] == "\\{\\}"
     joined = set() if is_set else set(filter(None, AND.findall(text)))

@@ -14,8 +14,8 @@ from engine.reward.structure import is_list, split_parts
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000
-"""Number of characters at the end of an unboxed response that are searched. math-verify's patterns take quadratic time
-(24 s for 64,000 characters)."""
+"""Number of characters at the end of an unboxed response that are searched, because math-verify's patterns take
+quadratic time (24 s for 64,000 characters)."""
 _DETAIL = 200
 """Number of characters of the extracted answer in a score's detail."""
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -30,7 +30,7 @@ _WORD = r"(?:\\text\{\s*)?(and|or|和|或)(?:\s*\})?"
 _BETWEEN = re.compile(
     rf"{_BLANK}(?:[,;，；、]{_BLANK}(?:{_WORD})?|{_WORD}){_BLANK}(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}"
 )
-"""What may stand between two boxes of one list."""
+"""Text that may stand between two boxes of one list."""
 _JOINED = {"and": "and", "or": "or", "和": "and", "或": "or"}
 _NAMED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?\s*=)\s*\$?\s*$")
 _NEAR = 100
@@ -45,8 +45,8 @@ def per_response(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @per_response
 def exact(prompt: Prompt, response: Response) -> Score:
-    """1 if the text after the last "#" is the answer; without "#", if the last non-empty line is. Blanks around are
-    ignored."""
+    """1 if the text after the last "#" is the answer; without "#", if the last non-empty line is. Surrounding blanks
+    are ignored."""
     marked = response.text.rpartition("#")
     found = marked[2].strip() if marked[1] else (response.text.strip().splitlines() or [""])[-1].strip()
     return Score(float(found == prompt.answer.strip()), detail=found[:_DETAIL])
@@ -63,15 +63,15 @@ def math(prompt: Prompt, response: Response) -> Score:
         right = _right(prompt.answer, shown, plain=found is None) or (
             len(boxes) > 1 and all(_right(prompt.answer, box.content, plain=False) for box in boxes)
         )
-    except (RecursionError, MemoryError) as error:  # no answer needs this much, see engine.verifier.worker.MEMORY
+    except (RecursionError, MemoryError) as error:  # no real answer needs this much, see engine.verifier.worker.MEMORY
         return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
     return Score(float(right), detail=shown[-_DETAIL:].strip())
 
 
 @per_response
 def math_verify(prompt: Prompt, response: Response) -> Score:
-    """1 if math-verify alone, with its own extraction, finds the answer in the response: a figure to compare with
-    others who use it so (verl, TRL)."""
+    """1 if math-verify alone, with its own extraction, finds the answer in the response. Used to compare with others
+    who use it in this way (verl, TRL)."""
     try:
         right = verify_response(prompt.answer, response.text)
     except (RecursionError, MemoryError) as error:
@@ -80,8 +80,8 @@ def math_verify(prompt: Prompt, response: Response) -> Score:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`; boxes that only a comma, "and" or "or" separates are one list. None without
-    a box.
+    r"""The content of the last `\boxed{…}`. Boxes that are separated only by a comma, "and" or "or" are one list. None
+    without a box.
 
     A name before a box of a list belongs to it: x=\boxed{1}, y=\boxed{2} is x=1, y=2. Equal boxes count once.
     """
@@ -128,7 +128,7 @@ class _Box(NamedTuple):
 
 def _boxes(text: str) -> list[_Box]:
     r"""Every `\boxed{…}` with balanced braces, in the order in which they close. Takes linear time."""
-    opened: list[tuple[int, int]] = []  # for each open brace: where \boxed starts, or -1; where its content starts
+    opened: list[tuple[int, int]] = []  # for each open brace: start of \boxed, or -1; start of its content
     found: list[_Box] = []
     for token in _BRACES.finditer(text):
         if token[0] == "{" or token[0].startswith("\\boxed"):
@@ -175,7 +175,7 @@ def _right(answer: str, shown: str, plain: bool) -> bool:
 
 
 def _states(found: str, gold: str) -> bool:
-    """Whether a response's answer is the gold one. A response must not choose what takes long to evaluate."""
+    """Whether a response's answer is the gold one. A response must not be able to cause a long evaluation."""
     if is_heavy(found) and not is_heavy(gold):
         return False
     return same_answer(gold, found) or (
@@ -184,8 +184,8 @@ def _states(found: str, gold: str) -> bool:
 
 
 def _value(found: str) -> str | None:
-    """The value that an equation gives to what was asked for: 116 in m + n = 100 + 16 = 116. None if what stands before
-    has fewer than two variables and no f(2): then it may be an equation to be solved."""
+    """The value that an equation gives to what was asked for: 116 in m + n = 100 + 16 = 116. None if the first side has
+    fewer than two variables and no f(2), because it may then be an equation to be solved."""
     first, *sides = split_parts(canonical_latex(tidy_answer(found)), "=") if len(found) <= LONGEST else [""]
     if (
         not sides
@@ -198,4 +198,4 @@ def _value(found: str) -> str | None:
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"math": math, "exact": exact, "math_verify": math_verify}
-"""Rewards that are named without a module."""
+"""Rewards that can be named without a module."""

@@ -1,8 +1,8 @@
-"""Checkpoints as folders of files: their names, their markers, and which ones are kept. Nothing here needs ranks or
+"""Checkpoints as folders of files: their names, their markers, and which ones are kept. Needs neither ranks nor
 tensors.
 
-The marker is written last and names every file with its size. Readers trust a folder only if the marker is there and
-every file has the size in it. The marker also has a checksum of each file, which is compared when the checkpoint is
+The marker is written last and names every file with its size. Readers trust a folder only if it has a marker and every
+file has the size given there. The marker also has a checksum of each file, which is compared when the checkpoint is
 loaded: XXH3 for the tensors (as fast as a disk reads), and SHA-256 for the small files, because the index in Megatron's
 format is a pickle.
 """
@@ -29,33 +29,33 @@ MARKER = "_SUCCESS.json"
 INDEX = ".metadata"
 """Name of Megatron's (torch's) index of the tensors in the files."""
 STATE = "state.json"
-"""Name of the file that says what the tensors belong to: step, config, model, position in the prompts."""
+"""Name of the file that describes the tensors: step, config, model, position in the prompts."""
 DATA = ".distcp"
 """Suffix of the files with the tensors."""
 DAMAGED = "damaged-"
-"""Prefix of the name of a checkpoint that was damaged and is kept aside."""
+"""Prefix in the name of a damaged checkpoint that is kept aside."""
 BEST_BY = "reward_mean"
 """The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
 
 
 class Marker(TypedDict):
-    """What says that a checkpoint is whole."""
+    """The file that declares a checkpoint complete."""
 
     step: int
     weight_version: int
     run: str
     """The run's number (`engine.run.identity`)."""
     id: str
-    """Of the checkpoint, wherever it is copied to."""
+    """Identifier of the checkpoint, the same in all its copies."""
     saved_at: float
     figures: dict[str, float]
-    """Of the step before."""
+    """Figures of the step before the checkpoint."""
     files: dict[str, int]
     """Sizes in bytes, by name."""
     sha256: dict[str, str]
-    """Of the files beside the tensors."""
+    """SHA-256 of the files that hold no tensors, by name."""
     xxh3_128: dict[str, str]
-    """Of the files that hold the tensors."""
+    """XXH3 of the files that hold the tensors, by name."""
 
 
 PLAIN = {
@@ -66,7 +66,7 @@ PLAIN = {
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING")),
 }  # fmt: skip
-"""The only names to which an index of tensors may refer. No code runs when such a pickle is read."""
+"""The only names that an index of tensors may refer to. Reading such a pickle runs no code."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -75,12 +75,12 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def partial_of(folder: Path) -> Path:
-    """Folder of a checkpoint while it is written."""
+    """Folder of a checkpoint while it is being written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that no reader takes it for one, and return its new folder."""
+    """Rename a damaged checkpoint, so that no reader mistakes it for a valid one. Return its new folder."""
     names = (f"{DAMAGED}{folder.name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     target = next(path for path in map(folder.with_name, names) if not path.exists())
     folder.rename(target)
@@ -89,7 +89,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def find_fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
-    """Why files of these sizes (bytes, by name) are not a complete checkpoint; None if they are."""
+    """Why files of these sizes (bytes, by name) are not a complete checkpoint; None if they are one."""
     if marker is None:
         return f"no {MARKER}"
     for name, size in marker["files"].items():
@@ -101,7 +101,7 @@ def find_fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
 
 
 def parse_marker(text: bytes) -> Marker | None:
-    """A marker from the text of its file; None if the file is cut off."""
+    """Parse the text of a marker file; None if it is cut off."""
     try:
         marker: Marker = json.loads(text)
     except ValueError:
@@ -115,7 +115,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Why the folder is not a complete checkpoint; None if it is."""
+    """Why the folder is not a complete checkpoint; None if it is one."""
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return find_fault(read_marker(folder), sizes)
 
@@ -142,8 +142,7 @@ def step_of(folder: Path) -> int:
 
 
 def incomplete_checkpoints(root: Path) -> dict[Path, str]:
-    """Incomplete checkpoints in a root folder, oldest first, each with a sentence that names it and says what is
-    wrong."""
+    """Incomplete checkpoints in a root folder, oldest first, each with a sentence that names it and the fault."""
     broken = {folder: fault_of(folder) for folder in (*root.glob("step-*"), *root.glob(".step-*.partial"))}
     names = {folder: folder.name.removeprefix(".").removesuffix(".partial") for folder in broken}
     return {
@@ -161,10 +160,10 @@ def publish_checkpoint(
     run: str = "",
     fence: Callable[[], None] = lambda: None,
 ) -> None:
-    """Turn a finished folder into a checkpoint: put its files on the disk, rename it, then write the marker. An
-    incomplete one at `target` is removed.
+    """Turn a finished folder into a checkpoint: sync its files to the disk, rename it, then write the marker. An
+    incomplete checkpoint at `target` is removed.
 
-    `run`: number of the run (`engine.run.identity`). `fence` raises if this process may not write the run any more.
+    `run`: number of the run (`engine.run.identity`). `fence` raises if this process may no longer write the run.
     """
     files = sorted(path for path in partial.iterdir() if path.is_file())
     marker: Marker = {
@@ -187,7 +186,7 @@ def publish_checkpoint(
 
 
 def checkpoints_to_keep(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
-    """Names of the checkpoints to keep: the `last` newest, and the `best` with the highest BEST_BY among all."""
+    """Names of the checkpoints to keep: the `last` newest, and the `best` of all by BEST_BY."""
     newest = sorted(markers, key=lambda name: markers[name]["step"], reverse=True)
     ranked = sorted(
         (name for name in newest if BEST_BY in markers[name]["figures"]),
@@ -198,7 +197,7 @@ def checkpoints_to_keep(markers: Mapping[str, Marker], last: int, best: int) -> 
 
 
 def prune_checkpoints(root: Path, last: int, best: int) -> None:
-    """Delete complete checkpoints that are not kept, and incomplete ones from before the newest complete one."""
+    """Delete complete checkpoints that need not be kept, and incomplete ones older than the newest complete one."""
     markers = {folder.name: json.loads((folder / MARKER).read_text()) for folder in all_complete(root)}
     keep = checkpoints_to_keep(markers, last, best)
     half = [folder for folder in incomplete_checkpoints(root) if markers and folder.name.strip(".") < max(markers)]
@@ -208,7 +207,7 @@ def prune_checkpoints(root: Path, last: int, best: int) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse a checkpoint whose files differ from its marker, or whose index refers to anything but `PLAIN`.
+    """Reject a checkpoint whose files differ from its marker, or whose index refers to names outside `PLAIN`.
 
     Raises DamagedCheckpointError naming the file. Call it before Megatron reads the folder, because Megatron unpickles
     the index. Reads every file once.
@@ -225,7 +224,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def find_damage(folder: Path, marker: Marker) -> str | None:
-    """A sentence that names a file whose checksum differs from the marker; None if there is none. Reads every file."""
+    """A sentence that names a file whose checksum differs from the marker; None if all match. Reads every file."""
     small = {INDEX: None, **marker["sha256"]}
     kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker["xxh3_128"]))
     for kind, checksum, expected in kinds:
@@ -236,7 +235,7 @@ def find_damage(folder: Path, marker: Marker) -> str | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads an index, and refuses names that are not in PLAIN."""
+    """Reads an index, and rejects names that are not in PLAIN."""
 
     def __init__(self, file: Any, folder: Path) -> None:  # noqa: ANN401
         super().__init__(file)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest that is whole. Damaged ones are named and kept aside."""
+"""Finds the checkpoint from which a run resumes: the newest intact one. Damaged ones are reported and kept aside."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from engine.run.checkpoint_files import (
 
 
 def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -> Path | None:
-    """Folder of the newest whole checkpoint in the root folder; None if the run has none.
+    """Folder of the newest intact checkpoint in the root folder; None if the run has none.
 
-    `place`: where the run with the number `run` publishes its checkpoints, or "". It is read if the root folder has no
-    checkpoint, or a damaged one. `say` gets a sentence about each checkpoint that is skipped. Damaged ones are renamed.
-    Raises CheckpointError if all are damaged, because a run that began again would lose its steps.
+    `place`: where run number `run` publishes its checkpoints, or "". It is read if the root folder has no checkpoint,
+    or a damaged one. `say` gets a sentence about each skipped checkpoint. Damaged ones are renamed. Raises
+    CheckpointError if all are damaged, because starting over would lose the run's steps.
     """
     interrupted = incomplete_checkpoints(root)
     for folder, message in interrupted.items():
         say(message)
-        if (folder / MARKER).exists():  # it was complete once
+        if (folder / MARKER).exists():  # it used to be complete
             set_aside(folder)
     found = None
     told: list[str] = []
@@ -55,7 +55,7 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
 
 
 def _fetched(place: str, run: str, root: Path, after: int, say: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a place, downloaded, if it is of a later step than `after`."""
+    """Download the newest intact checkpoint of a place that is of a later step than `after`; None if there is none."""
     there, damaged, interrupted = store.survey_place(place, run)
     for name, wrong in interrupted.items():
         say(f"checkpoint {place}/{name} is incomplete ({wrong}), ignored")

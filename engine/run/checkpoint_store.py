@@ -1,6 +1,6 @@
 """Checkpoints in `checkpoint.path`, which is a folder or an s3:// address. Files are written first, the marker last.
 
-Any file system of fsspec should work; a folder and s3:// are tested.
+Any file system of fsspec should work; folders and s3:// are tested.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from engine.run.files import sync_all, sync_folder, write_json
 
 
 def place_of(config: Config) -> str:
-    """The place where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the
-    run folder."""
+    """The place where the run publishes its checkpoints: `<checkpoint.path>/<run.name>`, or "" if they stay in the run
+    folder."""
     return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
 
 
@@ -47,11 +47,11 @@ def upload_checkpoint(
 ) -> None:
     """Copy a complete checkpoint, and further files `beside` (by name), to a folder or URL.
 
-    An existing marker is removed first. If it is the marker of this checkpoint, files that it names are not copied
-    again. The new marker is written when the place lists every file with its size. Raises CheckpointError naming the
-    place. A failure never leaves an incomplete checkpoint that looks complete. A checkpoint of another run is not
-    overwritten: that also raises CheckpointError. `fence` raises if this process may not write the run any more; it is
-    called before each change. `sent` gets the number of bytes of each part that is there.
+    An existing marker is removed first. If it belongs to this checkpoint, the files that it names are not copied again.
+    The new marker is written when the place lists every file with its size. A failure never leaves an incomplete
+    checkpoint that looks complete. `fence` raises if this process may no longer write the run; it is called before each
+    change. `sent` gets the number of bytes of each part that has arrived. Raises CheckpointError naming the place, also
+    instead of overwriting a checkpoint of another run.
     """
     marker = read_marker(checkpoint)
     if marker is None:
@@ -59,7 +59,7 @@ def upload_checkpoint(
     files = {name: checkpoint / name for name in marker["files"]} | dict(beside or {})
     with _named(f"publishing the checkpoint to {place}"):
         store, root = _open(place)
-        store.invalidate_cache()  # an old listing may lack the marker that must be removed first
+        store.invalidate_cache()  # a cached listing may lack the marker that must be removed first
         there = _marker(store, root)
         if there is not None and not there["run"] == marker["run"]:
             raise CheckpointError(
@@ -85,7 +85,7 @@ def upload_checkpoint(
 
 
 class _Part(fsspec.callbacks.Callback):  # type: ignore[misc]
-    """Passes on how much of a file was sent. Some file systems say it as they send, others not at all."""
+    """Reports how much of a file was sent. Some file systems report it while they send, others not at all."""
 
     def __init__(self, sent: Callable[[int], None]) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ class _Part(fsspec.callbacks.Callback):  # type: ignore[misc]
         self._told = 0
 
     def relative_update(self, inc: int = 1) -> None:
-        """So many more bytes were sent."""
+        """Report `inc` more bytes as sent."""
         self._told += inc
         self._sent(inc)
 
     def complete(self, size: int) -> None:
-        """The whole file, of so many bytes, is there."""
+        """Report the rest of a file of `size` bytes as sent."""
         self._sent(size - self._told)
 
 
@@ -107,13 +107,15 @@ class Survey(NamedTuple):
 
     complete: dict[str, Marker]
     damaged: dict[str, str]
-    """Those that were complete once, since they have their marker: which file is missing or has another size."""
+    """Checkpoints that used to be complete, since they have their marker, with the file that is missing or has another
+    size."""
     interrupted: dict[str, str]
-    """Those that an upload or a deletion has left half done: why they are not complete."""
+    """Checkpoints that an upload or a deletion left half done, with the reason why they are incomplete."""
 
 
 def survey_place(place: str, run: str | None = None) -> Survey:
-    """What a place has. `run`: with a marker, only the checkpoints of the run with this number; None: all."""
+    """List the checkpoints in a place. `run`: of those that have a marker, list only the ones of the run with this
+    number; None: of all runs."""
     found = Survey({}, {}, {})
     with _named(f"looking for checkpoints in {place}"):
         store, root = _open(place)
@@ -136,9 +138,9 @@ def survey_place(place: str, run: str | None = None) -> Survey:
 
 
 def download_checkpoint(place: str, name: str, marker: Marker, root: Path) -> Path:
-    """Copy a published checkpoint into a root folder, marker last, without files in its subfolders.
+    """Copy a published checkpoint into a root folder, marker last, without the files in its subfolders.
 
-    Raises CheckpointError if the place can't be read, DamagedCheckpointError if the size or the checksum of a file
+    Raises CheckpointError if the place cannot be read, and DamagedCheckpointError if the size or the checksum of a file
     differs from the marker.
     """
     target = root / name
@@ -170,8 +172,8 @@ def read_published(place: str, name: str, file: str) -> bytes:
 
 
 def set_aside(place: str, name: str) -> str:
-    """Rename a damaged checkpoint in a place, so that no reader takes it for one. Returns its new name. Raises
-    CheckpointError."""
+    """Rename a damaged checkpoint in a place, so that no reader mistakes it for a valid one. Return its new name.
+    Raises CheckpointError."""
     with _named(f"setting the damaged checkpoint {place}/{name} aside"):
         store, root = _open(place)
         aside = f"{DAMAGED}{name}"
@@ -193,12 +195,11 @@ def damaged_checkpoints(place: str) -> list[str]:
 
 
 def prune_published(place: str, last: int, best: int, run: str = "") -> None:
-    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and incomplete ones from
-    before the newest.
+    """Delete a run's complete checkpoints in a place that need not be kept, each marker first, and incomplete ones
+    older than the newest.
 
-    An interrupted call may leave checkpoints without a marker or half deleted; the next call deletes them. The next
-    call also aborts interrupted uploads to S3. Checkpoints of other runs are neither deleted nor counted. Raises
-    CheckpointError.
+    An interrupted call may leave checkpoints without a marker or half deleted. The next call deletes them, and aborts
+    interrupted uploads to S3. Checkpoints of other runs are neither deleted nor counted. Raises CheckpointError.
     """
     markers, _, interrupted = survey_place(place, run)
     newest = max(markers, key=lambda name: markers[name]["step"], default="")
@@ -215,7 +216,7 @@ def prune_published(place: str, last: int, best: int, run: str = "") -> None:
 
 
 def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
-    """Abort multipart uploads that were killed, of checkpoints up to the newest. No file listing shows their parts."""
+    """Abort the unfinished multipart uploads of checkpoints up to the newest. No file listing shows their parts."""
     bucket, _, folder = root.partition("/")
     begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/step-")
     for upload in begun.get("Uploads") or ():
@@ -240,7 +241,7 @@ def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
 
 
 def _write_marker(store: Any, folder: str, marker: Marker) -> None:  # noqa: ANN401
-    """Write the marker when the files are there to stay. What S3 has answered for is."""
+    """Write the marker once the files are stored durably. On S3 they are when S3 has answered."""
     if isinstance(store, LocalFileSystem):
         sync_all(Path(folder))
         write_json(Path(folder) / MARKER, marker)
@@ -249,7 +250,7 @@ def _write_marker(store: Any, folder: str, marker: Marker) -> None:  # noqa: ANN
 
 
 def _is_name(name: str) -> bool:
-    """Whether the name is a file in the folder itself. The marker comes from outside and must not name files
+    """Whether the name is a file directly in the folder. The marker comes from outside and must not name files
     elsewhere."""
     return "/" not in name and name not in ("", ".", "..", MARKER)
 

@@ -1,4 +1,4 @@
-"""The command line of each process of a run, and the variables that its environment needs in addition."""
+"""The command line of each process of a run, and its additional environment variables."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.errors import BadInput
 from engine.run.process import python_command
 
 TRAINER_RANK = "engine.trainer.rank"
-"""The module of a trainer rank."""
+"""Module of a trainer rank."""
 SCORER_RANK = "engine.scorer.rank"
-"""The module of a scorer's rank."""
+"""Module of a scorer rank."""
 EXPANDABLE = "expandable_segments:True"
-"""Setting of torch's and torch_npu's allocator: segments of a device's memory grow."""
+"""Setting of torch's and torch_npu's allocator: segments of device memory can grow."""
 LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 
@@ -46,39 +46,40 @@ def rank_arguments(
 
 
 def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) -> list[str]:
-    """Command line of the elastic agent on the orchestrator's node, which starts the trainer ranks there. `run_id`:
-    given if there are several nodes."""
+    """Command line of the elastic agent that starts the trainer ranks on the orchestrator's node. `run_id`: given if
+    there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
     return python_command("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
-    """Additional environment of the agent on the orchestrator's node, and so of its ranks: `rank_defaults`, and more.
+    """Additional environment of the agent on the orchestrator's node and of its ranks: `rank_defaults`, the number of
+    threads, and the network interfaces of collectives.
 
-    On one node the ranks' collectives listen on loopback only: those of gloo, and those of NCCL and HCCL unless the
-    trainer also sends weights with these, or may have `instances_elsewhere`. On several nodes each agent chooses the
-    interface of gloo (engine.ranks.agent). A variable that the user has set stays.
+    On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL and HCCL unless
+    the trainer also sends weights with them or there may be `instances_elsewhere`. On several nodes, each agent chooses
+    gloo's interface (engine.ranks.agent). A variable that the user has set is kept.
     """
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
     if config.parallel.nodes > 1:
         return found
-    names = ["GLOO_SOCKET_IFNAME"]  # weights that gloo sends have a device of their own (engine.wire.weights.groups)
+    names = ["GLOO_SOCKET_IFNAME"]  # weights sent with gloo use a separate gloo device (engine.wire.weights.groups)
     if not instances_elsewhere and config.weights.transport not in ("nccl", "hccl"):
         names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
     return found | _on_loopback(names)
 
 
 def rank_defaults(tensor: int) -> dict[str, str]:
-    """Variables for the ranks of any node that the user has not set. `tensor`: the layout's.
+    """Variables for the ranks of any node, except those that the user has set. `tensor`: size of the tensor layout.
 
-    Rows have every length, so segments of a fixed size would fragment a device's memory. Megatron overlaps collectives
-    of tensor ranks with products only where a device starts kernels in the order of the calls.
+    Rows vary in length, so segments of a fixed size would fragment device memory. Megatron overlaps collectives of
+    tensor ranks with matrix products only if a device starts kernels in the order of the calls.
     """
     found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE}
     if tensor > 1:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # another name of the first
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # an older name of PYTORCH_ALLOC_CONF
         del found["PYTORCH_ALLOC_CONF"]
     return {name: value for name, value in found.items() if name not in os.environ}
 
@@ -93,8 +94,8 @@ def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list
 
 
 def scorer_environment(config: Config, stage: str) -> dict[str, str]:
-    """Additional environment of the agent of [stages.NAME], and so of its ranks, whose collectives listen on loopback
-    only. A variable that the user has set stays."""
+    """Additional environment of the agent of [stages.NAME] and of its ranks, whose collectives listen on loopback only.
+    A variable that the user has set is kept."""
     names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
     found = {"OMP_NUM_THREADS": str(config.scorer_threads)} | rank_defaults(config.stages[stage].tensor)
     return found | _on_loopback(names)
@@ -114,19 +115,19 @@ def _loopback() -> str:
 
 
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
-    """Command line that runs trainer ranks on another node, which shares the run folder."""
+    """Command line that runs trainer ranks on another node that shares the run folder."""
     return python_command("engine.ranks.nodes", str(folder), "--wait", str(wait_s))
 
 
 def verifier_command(connection: int, lifeline: int, memory: int, processes: int, spec: str) -> list[str]:
-    """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its limit
-    of memory in bytes and that of processes that it starts (0: none), and `reward.function`."""
+    """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its
+    limits of memory (bytes) and of processes that it may start (0: none), and `reward.function`."""
     return python_command("engine.verifier.worker", *map(str, (connection, lifeline, memory, processes)), spec)
 
 
 def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
-    """Command line of the process that starts TransferQueue. It writes where its servers listen to `addresses` in the
-    folder, in which a Ray of its own keeps its files, too. `name`: its namespace in Ray."""
+    """Command line of the process that starts TransferQueue. It writes its servers' addresses to `addresses` in the
+    folder, which also holds the files of its own Ray, if it starts one. `name`: its namespace in Ray."""
     arguments = ["--units", str(queue.units), "--name", name, "--addresses", str(folder / "addresses")]
     arguments += ["--address", queue.address] if queue.address else ["--folder", str(folder / "ray")]
     return python_command("engine.store.transferqueue", *arguments)
@@ -140,7 +141,7 @@ def conversion_command(model: str) -> list[str]:
 def instance_command(
     config: Config, model: Path, name: str, number: int, port_file: Path, port: int = 0, host: str = ""
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and additional environment of the process of one instance. It writes its address to `port_file`.
+    """Command line and additional environment of the process of one instance, which writes its address to `port_file`.
 
     `number` selects its share of rollout.devices. Port 0 means any free port, and an empty host means loopback.
     """

@@ -1,4 +1,4 @@
-"""Errors of a disk that is full or broken, as one sentence."""
+"""Turns errors of a full or broken disk into one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 @contextmanager
 def named_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise DiskError where the body fails because the disk of the run folder is full or broken."""
+    """Raise DiskError if the body fails because the disk of the run folder is full or broken."""
     try:
         yield
     except (OSError, ExceptionGroup) as error:

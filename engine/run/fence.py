@@ -1,8 +1,8 @@
-"""Only the newest orchestrator, and the newest flow, of a run write it, also where a lock was lost.
+"""Only the newest orchestrator and the newest flow of a run may write to it, even if a lock was lost.
 
-The lock of a run folder can be lost: a node that an NFS server takes for dead loses it, and another process begins. So
-each orchestrator and each flow takes the next number of its kind, and writes only while the number in the run folder is
-its own. Logs and traces have no such check: their lines only stand beside those of the newer process.
+The lock of a run folder can be lost: an NFS server that believes a node is dead releases the node's locks, and another
+process begins. So each orchestrator and each flow takes the next number of its kind, and writes only while the number
+in the run folder is its own. Logs and traces are not checked: their lines only mix with those of the newer process.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from engine.run.files import write_atomically
 
 Kind = Literal["orchestrator", "flow"]
 TAKEN_OVER = 3
-"""Exit status of an orchestrator that stopped because another one has begun. The run folder is that one's, also for the
-reason of a failure."""
+"""Exit status of an orchestrator that stopped because another one has begun. The run folder, including the reason of a
+failure, now belongs to the other one."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """The right of an attempt to write a run folder."""
+    """The right of an attempt to write to a run folder."""
 
     folder: Path
     attempt: int
-    """0: a process that took no number, which nobody fences off."""
+    """Number of the attempt. 0: a process that took no number and is never fenced off."""
     kind: Kind = "orchestrator"
 
     @staticmethod
     def begin(folder: Path, kind: Kind = "orchestrator") -> Fence:
-        """Take the next number. To be called with the lock held."""
+        """Take the next number. The caller must hold the lock."""
         fence = Fence(folder, _newest(folder, kind) + 1, kind)
         write_atomically(_file(folder, kind), f"{fence.attempt}\n")
         return fence
 
     @property
     def is_passed(self) -> bool:
-        """Whether another one has begun since."""
+        """Whether a newer attempt has begun."""
         return bool(self.attempt) and _newest(self.folder, self.kind) != self.attempt
 
     def check(self) -> None:
-        """Raise TakenOver if another one has begun since."""
+        """Raise TakenOver if a newer attempt has begun."""
         if self.is_passed:
             raise TakenOver(
                 f"run folder {self.folder}: another {self.kind} (attempt {_newest(self.folder, self.kind)}) writes it "
@@ -51,7 +51,7 @@ class Fence:
 
 
 def check_readable(folder: Path) -> None:
-    """Raise BadInput if a number of a run folder is damaged, so that no attempt could begin."""
+    """Raise BadInput if an attempt number in a run folder is damaged, so that no attempt could begin."""
     for kind in get_args(Kind):
         _newest(folder, kind)
 

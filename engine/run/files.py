@@ -1,7 +1,7 @@
-"""The one way to write a state file, and files of JSON lines. Both survive a kill and a power cut.
+"""Writes state files and files of JSON lines so that both survive a kill and a power cut.
 
-A state file is written beside its place, synced, renamed and its folder synced. So it is complete or absent, whatever
-happens. A file of lines may end in a torn line; readers leave that line out, and the next append removes it.
+A state file is written under a temporary name, synced and renamed, and its folder is synced. So it is always complete
+or absent. A file of lines may end in a torn line; readers skip that line, and the next append removes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.errors import BadInput
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it is complete or absent, also after a power cut. OSError leaves nothing behind."""
+    """Write a file atomically: it is complete or absent, even after a power cut. OSError leaves nothing behind."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text)
@@ -29,14 +29,15 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Give a file that is written its name: it is complete there or absent, also after a power cut."""
+    """Give a finished file its final name, where it is complete or absent, even after a power cut."""
     _sync_file(partial)
     partial.replace(path)
     sync_folder(path.parent)
 
 
 def write_unsynced(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that is complete or absent as long as the machine runs: for what only living processes read."""
+    """Write a JSON file that is complete or absent as long as the machine runs. For files that only living processes
+    read."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(content))
     partial.replace(path)
@@ -48,7 +49,7 @@ def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Put a folder's files on the disk, and their names."""
+    """Sync a folder's files and their names to the disk."""
     for path in folder.iterdir():
         if path.is_file():
             _sync_file(path)
@@ -61,7 +62,7 @@ def _sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk: of files that were made, renamed or removed there."""
+    """Sync the names in a folder to the disk, after files were created, renamed or removed there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -72,7 +73,7 @@ def sync_folder(folder: Path) -> None:
 def read_json(path: Path, what: str, repair: str) -> dict[str, Any]:
     """The JSON object in a state file.
 
-    Raises BadInput for a damaged file; the message says what it holds (`what`) and what to do (`repair`).
+    Raises BadInput for a damaged file. The message says what the file holds (`what`) and how to repair it (`repair`).
     """
     try:
         found = json.loads(path.read_bytes())
@@ -84,14 +85,14 @@ def read_json(path: Path, what: str, repair: str) -> dict[str, Any]:
 
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
-    """Append one JSON object as a line, in one write that is synced. A torn last line is removed first. On a full disk
+    """Append one JSON object as a line, in one synced write. A torn last line is removed first. On a full disk
     (OSError) the file is unchanged."""
     append_lines(path, [json.dumps(row)], sync=True)
 
 
 def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:
-    """Append lines in one go. A torn last line is removed first. On a full disk (OSError) the file is unchanged.
-    `sync`: whether they are on the disk then."""
+    """Append lines in one write. A torn last line is removed first. On a full disk (OSError) the file is unchanged.
+    `sync`: also sync the file to the disk."""
     data = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab", buffering=0) as file:
         size = cut_torn_line(path)
@@ -106,8 +107,8 @@ def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The JSON objects in a file of lines, one after the other; their readers know the keys. A torn last line is left
-    out. Raises BadInput for any other line that is no JSON object."""
+    """Yield the JSON objects in a file of lines. A torn last line is skipped. Raises BadInput for any other line that
+    is not a JSON object."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -128,7 +129,7 @@ def _row(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401
 
 
 def _with_nan(line: bytes) -> Any:  # noqa: ANN401
-    """A line with NaN or Infinity, which only Python's own reader takes; None for a damaged one."""
+    """A line with NaN or Infinity, which only Python's own parser accepts; None for a damaged line."""
     try:
         return json.loads(line)
     except ValueError:
@@ -136,7 +137,7 @@ def _with_nan(line: bytes) -> Any:  # noqa: ANN401
 
 
 def cut_torn_line(path: Path) -> int:
-    """Remove a last line that is torn from a file of lines. Returns the size in bytes of the whole lines."""
+    """Remove a torn last line from a file of lines. Return the size of the complete lines in bytes."""
     size = _whole_lines(path) if path.exists() else 0
     if path.exists() and path.stat().st_size > size:
         os.truncate(path, size)

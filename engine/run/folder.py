@@ -1,4 +1,4 @@
-"""The folder of a run: created once, appended to line by line, and cut on resume."""
+"""The folder of a run: created once, appended to line by line, and truncated on resume."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ FIXED = (
 """Keys that must be the same in a resumed run."""
 
 CONFIG = "config.toml"
-"""The file with the whole configuration of a run."""
+"""Name of the file with the whole configuration of a run."""
 LAST_TABLE = "tracking"
-"""The table at the end of a resolved config."""
+"""The last table of a resolved config."""
 RESERVE = 64 * 1024
-"""Bytes in the run folder that a full disk leaves for the reason of the failure."""
+"""Bytes reserved in the run folder, so that the reason of a failure can be written even when the disk is full."""
 
 SAMPLED_GROUPS = 2
-"""Number of groups per step whose prompts, responses and scores are kept for reading."""
+"""Number of groups per step whose prompts, responses and scores are kept for people to read."""
 
 
 class RunFolder:
@@ -70,13 +70,13 @@ class RunFolder:
         self.lock = path / "lock"
         self.orchestrator_lock = self.logs / "orchestrator.lock"
         self.heartbeat = self.logs / "orchestrator.alive"
-        """Touched by the orchestrator as long as it lives."""
+        """The orchestrator touches this file as long as it lives."""
         self.progress = self.logs / "progress.json"
-        """How far the step under way is (engine.orchestrator.live_progress)."""
+        """Progress of the current step (engine.orchestrator.live_progress)."""
         self.notices = self.logs / "notices.jsonl"
-        """Lines for the user of the run (engine.orchestrator.run_events): stage, text, at."""
+        """Lines for the run's user (engine.orchestrator.run_events): stage, text, at."""
         self.fence = Fence(path, 0)
-        """Of the orchestrator or the flow that writes through this object."""
+        """The fence of the orchestrator or flow that writes through this object."""
         self._reserve = path / ".reserve"
 
     def create(self, config: Config, resume: bool) -> None:
@@ -96,7 +96,7 @@ class RunFolder:
         dump_config(config, self.config)
 
     def read_config(self) -> Config:
-        """The resolved config of the run. Raises BadInput if it can't be read, also where only its end is missing."""
+        """The resolved config of the run. Raises BadInput if it cannot be read, or if only its end is missing."""
         text = self.config.read_text(errors="replace")
         if not text.endswith("\n") or f"[{LAST_TABLE}]" not in text:
             raise BadInput(
@@ -106,7 +106,7 @@ class RunFolder:
         return load_config(self.config)
 
     def cut(self, step: int) -> None:
-        """Remove everything about steps from `step` on, because these steps are done again."""
+        """Remove everything about steps from `step` on, because these steps are trained again."""
         self.fence.check()
         if self.steps.exists():
             kept = [line for line in read_lines(self.steps) if line["step"] < step]
@@ -146,15 +146,15 @@ class RunFolder:
         write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
 
     def first_figure(self, key: str) -> float:
-        """A figure of the first step that has it; 0 where none has."""
+        """The value of a figure in the first step that has it; 0 if no step has it."""
         rows = read_lines(self.steps) if self.steps.exists() else ()
         return next((row[key] for row in rows if key in row), 0.0)
 
     def fail(self, error: Exception) -> None:
-        """Write the reason of a failure to failure.json, for the process that started the run. Not if another
+        """Write the reason of a failure to failure.json, for the process that started the run. Does nothing if another
         orchestrator writes the run now.
 
-        On a full disk it takes the space of a reserve. If that is not enough, the reason is only printed.
+        On a full disk, the reserve makes room. If that is not enough, the reason is only printed.
         """
         if self.fence.is_passed:
             return
@@ -169,7 +169,7 @@ class RunFolder:
                 print(f"{self.failure} can't be written: {full}", file=sys.stderr, flush=True)
 
     def last_failure(self) -> tuple[str, str] | None:
-        """Name and message of the error that ended the run, as `fail` wrote them; None if it wrote none."""
+        """Name and message of the error that ended the run, as `fail` wrote them; None if none was written."""
         if not self.failure.exists():
             return None
         try:
@@ -180,7 +180,7 @@ class RunFolder:
 
 
 def check_same_run(config: Config, before: Config) -> None:
-    """Refuse to resume with settings that change what the run's checkpoints mean. Raises BadInput naming the key."""
+    """Reject a resume whose settings change the meaning of the run's checkpoints. Raises BadInput naming the key."""
     check_same_keys(config, before.model_dump(mode="json"))
 
 
@@ -199,7 +199,7 @@ def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _from_here(config: Config) -> str:
-    """How a new run begins where this one ended, if it did."""
+    """How to begin a new run from this run's policy; "" if it has none yet."""
     policy = RunFolder(config.folder).policy
     return f", from this run's policy if you like: --set model.path={policy}" if policy.exists() else ""
 

@@ -1,9 +1,8 @@
-"""The identity of a run: a number in its run folder and in each of its checkpoints. It is a UUID of version 7, which
-begins with the time: when the run began.
+"""The identity of a run: a number in its run folder and in each of its checkpoints. The number is a UUID of version 7,
+which begins with the time when the run began.
 
-A `run.name` may be used again (after a run folder was deleted, or with another `run.output`) with the same
-`checkpoint.path`. The number identifies a run's own checkpoints there: it resumes only from them, and deletes no
-others.
+A `run.name` may be reused with the same `checkpoint.path` (after a run folder was deleted, or with another
+`run.output`). The number tells a run's own checkpoints apart: it resumes only from them, and deletes no others.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from engine.run.files import write_atomically
 
 FILE = "run_id"
 NUMBER = re.compile("0[0-9a-f]{11}7[0-9a-f]{19}")
-"""The form of a number; the first twelve digits are the time, until the year 2527."""
+"""The form of a number. The first twelve digits are the time; the leading 0 holds until the year 2527."""
 
 
 def read_run_id(folder: Path) -> str:
     """The number of the run in a folder, written by `claim_run_id`; "" if no run has begun there.
 
-    Raises BadInput for a file with anything else: without its number the run can't know its own checkpoints.
+    Raises BadInput for a file with anything else, because without its number the run cannot recognise its own
+    checkpoints.
     """
     file = folder / FILE
     if not file.exists():
@@ -46,7 +46,7 @@ def claim_run_id(folder: Path, config: Config, resume: bool) -> None:
     """Give the run in a folder its number, if it has none yet. Call it before the run trains, with the folder's lock
     held.
 
-    With `resume` it is the number of the newest complete checkpoint in the folder, or else in `checkpoint.path`: this
+    With `resume`, take the number of the newest complete checkpoint in the folder, or else in `checkpoint.path`; this
     continues a run whose folder was lost. Without `resume`, checkpoints at the run's place in `checkpoint.path` belong
     to another run. Raises BadInput in that case, and CheckpointError if the place cannot be read.
     """
@@ -61,8 +61,9 @@ def claim_run_id(folder: Path, config: Config, resume: bool) -> None:
 
 
 def known_number(config: Config) -> str:
-    """The number of a run that is resumed, before `claim_run_id` writes it into a folder that was lost; "" if it has
-    none."""
+    """The number of a resumed run, even before `claim_run_id` writes it to a folder that was lost; "" if it has
+    none.
+    """
     number = read_run_id(config.folder)
     newest = None if number else _newest_marker(config.folder, config)
     return number if newest is None else newest["run"]
@@ -95,7 +96,9 @@ def _new_number() -> str:
 
 
 def _newest_marker(folder: Path, config: Config) -> Marker | None:
-    """That of the newest complete checkpoint in the folder, or else in `checkpoint.path`; None if there is none."""
+    """The marker of the newest complete checkpoint in the folder, or else in `checkpoint.path`; None if there is
+    none.
+    """
     there = published_checkpoints(config) if (own := _own_marker(folder)) is None else {}
     return max(there.values(), key=lambda marker: int(marker["step"])) if there else own
 

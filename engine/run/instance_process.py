@@ -12,24 +12,24 @@ from engine.errors import BadInput, DeadlineError
 from engine.run.process import Child
 
 REFILL_S = 3600.0
-"""Seconds without a fault after which an instance has all its restarts (rollout.restarts) again."""
+"""Seconds without a fault after which an instance's count of restarts (rollout.restarts) is reset."""
 LOOK_S = 0.05
-"""Seconds between two looks for an instance's address."""
+"""Seconds between two checks for an instance's address."""
 
 
 @dataclass(eq=False)
 class InstanceProcess:
-    """One instance of the recipe, across all its restarts."""
+    """One instance of the recipe, including all its restarts."""
 
     number: int
     child: Child
     port_file: Path
     restarts: int = 0
-    """How often it was started again, in all."""
+    """Total number of restarts."""
     faults: int = 0
-    """Restarts that count against rollout.restarts: those since it last ran for long."""
+    """Restarts that count against rollout.restarts: those since it last ran for `REFILL_S`."""
     began: float = field(default_factory=time.monotonic)
-    """Monotonic time of its last start."""
+    """Monotonic time of the last start."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class InstanceProcess:
         return self.child.name
 
     def may_restart(self, most: int) -> bool:
-        """Whether it may be started again. One that ran for `REFILL_S` before has all its restarts again."""
+        """Whether it may be restarted. If it had run for `REFILL_S`, the count of faults starts again at 0."""
         if time.monotonic() - self.began > REFILL_S:
             self.faults = 0
         return self.faults < most
@@ -50,8 +50,8 @@ class InstanceProcess:
         return address["host"], address["port"]
 
     async def serves(self, timeout_s: float) -> tuple[str, int]:
-        """Wait for its address and return it. Raises BadInput if it refuses its input, ProcessDied or DeadlineError,
-        with its name."""
+        """Wait for its address and return it. Raises BadInput if the instance refuses its input, else ProcessDied or
+        DeadlineError, with its name."""
         deadline = time.monotonic() + timeout_s
         while (address := self.address()) is None:
             if self.child.refused_input:
@@ -66,7 +66,7 @@ class InstanceProcess:
         return address
 
     def _refusal(self) -> str:
-        """The line in which it says why it refuses its input."""
+        """The line of its log that says why it refuses its input."""
         log = self.child.log
         lines = log.read_text(errors="replace").splitlines() if log is not None else []
         said = [line for line in lines if line.startswith(f"{self.name}: ")]

@@ -1,6 +1,7 @@
-"""What a run needs of the machine's limits: open files, processes, shared memory, disk space.
+"""What a run needs of the machine: open files, processes, shared memory, disk space.
 
-The orchestrator compares them with this machine's before anything starts, and `run.dry` too, which shows both.
+The orchestrator compares these needs with the machine's limits before anything starts; `run.dry` does too and shows
+both.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from engine.run.open_files import reachable_limit
 from engine.run.process import SHARED_MEMORY
 
 OWN_FILES = 200
-"""Open files of the orchestrator besides connections: libraries, logs, pipes, its server. About 60 are used."""
+"""Open files of the orchestrator other than connections: libraries, logs, pipes, its server. About 60 are used."""
 OWN_THREADS = 16
-"""Threads of a process besides those that compute: OpenMP's, torch's and the HTTP server's."""
+"""Threads of a process other than those that compute: OpenMP's, torch's and the HTTP server's."""
 RANK_SHARED = 64 * 2**20
-"""Bytes of shared memory for each device process of a node that has several: the device's collectives and vLLM keep
-buffers there. An allowance, not measured; containers have 64 MiB in all unless they are told otherwise."""
+"""Bytes of shared memory per device process of a node that has several, for buffers of the device's collectives and of
+vLLM. An allowance, not measured; a container has 64 MiB in total by default."""
 SIZES = {"float32": 4, "bfloat16": 2}
 PIDS = Path("/sys/fs/cgroup/pids.max")
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the machine, and what a run needs of it."""
+    """A limit of the machine, and what a run needs."""
 
     what: str
     need: float
@@ -50,7 +51,7 @@ class Limit:
 
     @property
     def refusal(self) -> str:
-        """Why the run can't start on this machine, and what to do. For a limit that does not suffice."""
+        """Why the run cannot start on this machine, and what to do about it. For a limit that does not suffice."""
         return f"{self}; {self.remedy}"
 
     def __str__(self) -> str:
@@ -64,7 +65,7 @@ class Limit:
 
 
 def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
-    """The limits of this machine. `parameters`: of the policy; 0 where they are not known."""
+    """The limits of this machine. `parameters`: number of the policy's parameters; 0 if unknown."""
     yield _open_files_limit(config)
     yield Limit(
         what="processes and threads",
@@ -103,8 +104,8 @@ def check_limits(config: Config, parameters: int) -> None:
 
 
 def check_open_files(config: Config, instances: int = 0) -> None:
-    """Raise BadInput if this process may not open as many files as the config needs, with so many instances if they are
-    more than it expects. (An evaluation has no ranks.)"""
+    """Raise BadInput if this process may not open as many files as the config needs. `instances`: number of instances,
+    if it is higher than the config's. (An evaluation has no ranks.)"""
     _check(_open_files_limit(config, instances))
 
 
@@ -125,8 +126,8 @@ def _open_files_limit(config: Config, instances: int = 0) -> Limit:
 
 
 def open_files(config: Config, instances: int = 0) -> int:
-    """Files that the orchestrator has open at once, at most, with the instances that the config expects, or with this
-    many if they are more. An evaluation in the run may sample more for each prompt."""
+    """Largest number of files that the orchestrator has open at once, with the instances that the config expects, or
+    with `instances` if they are more. An evaluation during the run may sample more responses for each prompt."""
     instances = max(1, instances, config.rollout.instances + config.dry_run.joining)
     in_flight = instances * config.rollout.concurrency * max(config.rollout.group_size, config.evaluate.samples)
     return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
@@ -141,8 +142,8 @@ def count_threads(config: Config) -> int:
 
 
 def shared_memory(config: Config) -> int:
-    """Bytes of shared memory on the orchestrator's node. Weights on their way do not count: they go to the run folder
-    if there is no room."""
+    """Bytes of shared memory on the orchestrator's node. Weights in transfer do not count, because they go to the run
+    folder if there is no room."""
     if config.platform.device not in ("cuda", "npu"):
         return 0
     ranks = sum(count for count in (config.parallel.ranks_per_node, config.scorer_ranks) if count > 1)
@@ -151,9 +152,9 @@ def shared_memory(config: Config) -> int:
 
 
 def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
-    """How many checkpoints still have to find room in the run folder, and the bytes of one.
+    """Number of checkpoints that the run folder still needs room for, and the bytes of one.
 
-    One has the weights and Adam's two moments in fp32, and the old policy in the training's dtype.
+    A checkpoint has the weights and Adam's two moments in fp32, and the old policy in the training's dtype.
     """
     old = SIZES[config.train.dtype] if config.algorithm.old_policy == "previous" else 0
     every = config.checkpoint.every

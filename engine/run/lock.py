@@ -1,4 +1,6 @@
-"""A lock on a run folder. Only its holder writes the run. The kernel releases it when the holder ends, in any way."""
+"""A lock on a run folder. Only its holder writes the run. The kernel releases it when the holder ends, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pathlib import Path
 from engine.errors import BadInput
 
 LOOK_S = 0.5
-"""Seconds between two tries to take a lock that another process holds."""
+"""Seconds between two attempts to take a lock that another process holds."""
 
 
 @contextmanager
@@ -26,9 +28,9 @@ def hold_lock(
 ) -> Iterator[None]:
     """Hold the lock file during the body; it is created if needed. The kernel releases it when this process dies.
 
-    Waits up to `wait_s` seconds for another holder to end, and calls `waiting` once with a message. The time begins
-    anew whenever `progress` returns something else than before. Raises BadInput naming `what` is locked and the
-    holder. Works across nodes if the file system supports flock (NFS does).
+    Waits up to `wait_s` seconds for another holder to end, and calls `waiting` once with a message. The wait starts
+    over whenever `progress` returns a new value. Raises BadInput, naming `what` is locked and the holder. Works across
+    nodes if the file system supports flock (NFS does).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -42,7 +44,7 @@ def hold_lock(
 
 
 def check_not_held(file: Path, what: str) -> None:
-    """Raise BadInput, as `hold_lock` without waiting does, if another process holds the lock. Writes nothing."""
+    """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. Writes nothing."""
     if not file.exists():
         return
     descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)

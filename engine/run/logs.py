@@ -1,4 +1,4 @@
-"""Logs of a run's processes, which stay small however long the run lasts."""
+"""Keeps the logs of a run's processes small, however long the run lasts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 LOG_BYTES = 64 * 2**20
-"""A log of this size is put aside as NAME.log.1, which replaces the one before."""
+"""A log of this size is moved to NAME.log.1, replacing the previous one."""
 EVERY_S = 30.0
-"""Seconds between two looks at the sizes of the logs."""
+"""Seconds between two checks of the logs' sizes."""
 
 
 def rotate_logs(folder: Path) -> None:
-    """Put aside the logs in a folder that have grown too large.
+    """Move aside the logs in a folder that have grown too large.
 
-    Their processes hold them open and append to them. So a log is copied and cut, not renamed; lines that are written
-    between the two are lost.
+    Processes hold their logs open and append to them. So a log is copied and truncated, not renamed; lines written in
+    between are lost.
     """
     for log in folder.glob("*.log"):
         if log.stat().st_size >= LOG_BYTES:
@@ -29,7 +29,7 @@ def rotate_logs(folder: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def kept_small(folder: Path) -> AsyncIterator[None]:
-    """`rotate_logs` the logs in a folder now and then within the block."""
+    """Call `rotate_logs` on a folder every `EVERY_S` seconds during the block."""
 
     async def keep() -> None:
         while True:

@@ -1,4 +1,4 @@
-"""The memory that a device of the run needs, term by term, in bytes. Each term has its formula."""
+"""The memory that each device of the run needs, in bytes, as a sum of terms. Each term has its formula."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 
 RESERVE_GIB = 4.0
-"""Allowance on a trainer's device for the driver's context, buffers of collectives and fragmentation. It is an
-estimate, not measured."""
-ENGINE_GIB = 3.0
-"""Allowance on a rollout device, which includes the peak of vLLM's own profiling run. It is an estimate, not
+"""Allowance on a trainer's device for the driver's context, buffers of collectives and fragmentation. An estimate, not
 measured."""
+ENGINE_GIB = 3.0
+"""Allowance on a rollout device, including the peak of vLLM's own profiling run. An estimate, not measured."""
 ENGINE_SHARE = 0.9
-"""Share of a device's memory that vLLM takes, where rollout.vllm has no gpu_memory_utilization. It is a little less
-than vLLM's default (0.92 in vLLM 0.32)."""
+"""Share of a device's memory that vLLM takes if rollout.vllm has no gpu_memory_utilization. A little less than vLLM's
+default (0.92 in vLLM 0.32)."""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
@@ -42,7 +41,7 @@ LOWERED_BY = {
 }
 """Name of a trainer's term → the keys on which it depends."""
 STATES = ("weights", "gradients", "optimizer", "frozen", "last gradient")
-"""Names of the terms that are held between two steps."""
+"""Names of the terms that stay in memory between two steps."""
 
 
 def readable_bytes(amount: float) -> str:
@@ -79,7 +78,8 @@ class Need:
         return self.total <= self.available
 
     def part(self, states: bool) -> tuple[Term, ...]:
-        """The terms that are held between two steps, or else those of a working step; without the allowances."""
+        """The terms that stay in memory between two steps (`states`), or those of a working step; without the
+        allowances."""
         return tuple(term for term in self.terms if term.name in LOWERED_BY and (term.name in STATES) == states)
 
     def summed(self) -> str:
@@ -89,8 +89,8 @@ class Need:
 
 
 def trainer_need(shape: ModelShape, config: Config) -> Need:
-    """The memory of the trainer rank that needs most. All stages of a pipeline are computed, because the first and the
-    last stage differ."""
+    """The memory of the trainer rank that needs most. Computes all pipeline stages, because the first and the last
+    differ."""
     needs = [_stage_need(shape, config, stage) for stage in range(config.parallel.pipeline)]
     return max(needs, key=lambda need: need.total)
 
@@ -133,7 +133,8 @@ def optimizer_term(held: Parameters, config: Config) -> Term:
 
 
 def frozen_copies(config: Config) -> int:
-    """The number of frozen models of the trainer: old policy and reference, unless a stage of its own computes it."""
+    """The number of frozen models of the trainer: the old policy, and the reference unless a separate stage computes
+    it."""
     reference = config.algorithm.kl_coef > 0 and config.reference_stage is None
     return (config.algorithm.old_policy == "previous") + reference
 
@@ -151,8 +152,8 @@ def row_tokens(config: Config) -> int:
 
 
 def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
-    """The terms of a working step: activations of the micro-batches in flight, the peak in addition to them, and the
-    buckets of the weight sync."""
+    """The terms of a working step: activations of the micro-batches in flight, the peak on top of them, and the buckets
+    of the weight sync."""
     yield activation_term(shape, config, stage)
     yield from _peak(shape, config, stage)
     if config.weights.transport in ("nccl", "hccl"):
@@ -175,7 +176,7 @@ def activation_term(shape: ModelShape, config: Config, stage: int) -> Term:
 
 
 def _recomputed(shape: ModelShape, config: Config) -> str:
-    """What is made again in the backward pass, in words."""
+    """What the backward pass recomputes, in words."""
     recompute = config.train.recompute
     if recompute == "selective":
         return "norms and SwiGLU recomputed"
@@ -184,7 +185,7 @@ def _recomputed(shape: ModelShape, config: Config) -> str:
 
 
 def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
-    """The peak in addition to the activations: the logits with their gradient, or the backward pass of one layer."""
+    """The peak on top of the activations: the logits with their gradient, or the backward pass of one layer."""
     parallel = config.parallel
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)

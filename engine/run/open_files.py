@@ -6,11 +6,12 @@ from __future__ import annotations
 import resource
 
 ENOUGH = 65_536
-"""The soft limit is raised to the hard one, but not beyond this: some programs look at every number up to the limit."""
+"""The soft limit is raised to the hard limit, but not beyond this, because some programs loop over every number up to
+it."""
 
 
 def reachable_limit() -> int:
-    """How many files this process can be allowed to open without more rights: the hard limit, at most ENOUGH."""
+    """How many files this process can allow itself to open without more rights: the hard limit, at most ENOUGH."""
     soft, hard = (
         ENOUGH if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE)
     )

@@ -27,17 +27,17 @@ LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
 
 SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Folder for the pipe and for weights on the way to the instances; None means the system's temporary folder."""
+"""Folder for the pipe and for weights in transfer to the instances; None means the system's temporary folder."""
 
 PREFIX = "metronome-"
-"""Prefix of the folders there."""
+"""Prefix of this program's folders there."""
 YOUNG_S = 60.0
 """A folder younger than this (seconds) may not have its pipe yet."""
 
 BAD_INPUT = 2
-"""Exit code of a process that refuses its input. With the same input it would do so again."""
+"""Exit code of a process that refuses its input; it would refuse the same input again."""
 KILLED_S = 60.0
-"""Seconds that a process may take to end after SIGKILL. One that writes tens of GiB of memory back takes some."""
+"""Seconds that a process may take to end after SIGKILL. Writing back tens of GiB of memory takes time."""
 
 _held: tuple[int, str] | None = None
 _lock = threading.Lock()
@@ -58,18 +58,17 @@ def hold_lifeline() -> str:
 
 
 def sweep_folders(place: Path) -> None:
-    """Remove folders that killed processes have left there. Each orchestrator's may have the size of a model in
-    memory."""
+    """Remove folders that killed processes have left. An orchestrator's folder may hold a whole model in memory."""
     for pipe in place.glob(f"{PREFIX}*/lifeline"):
         try:
             if time.time() - pipe.stat().st_mtime > YOUNG_S and not _is_held(pipe):
                 shutil.rmtree(pipe.parent, ignore_errors=True)
-        except OSError:  # another user's, or removed in between
+        except OSError:  # it belongs to another user, or was just removed
             continue
 
 
 def _is_held(pipe: Path) -> bool:
-    """Whether a process has the named pipe open for reading. Its holder and all that watch it have."""
+    """Whether a process has the named pipe open for reading, as its holder and its watchers do."""
     try:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:
@@ -80,7 +79,7 @@ def _is_held(pipe: Path) -> bool:
 
 
 def drop_lifeline() -> None:
-    """Close this process's lifeline: every child that watches it ends its process group."""
+    """Close this process's lifeline. Every child that watches it ends its process group."""
     global _held
     with _lock:
         if _held is not None:
@@ -90,7 +89,7 @@ def drop_lifeline() -> None:
 
 
 def watch_lifeline(on_close: Callable[[], None] | None = None) -> None:
-    """Watch the parent's lifeline in a thread. When it closes, call `on_close` (default: SIGKILL to the own process
+    """Watch the parent's lifeline in a thread. When it closes, call `on_close` (default: SIGKILL to this process's
     group).
 
     Does nothing if no parent has set a lifeline (a process started by hand).
@@ -106,7 +105,7 @@ def _watch(path: str, end: Callable[[], None]) -> None:
     try:
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.suppress(BlockingIOError):
-            if os.read(pipe, 1) == b"":  # no writer: the parent died before this look
+            if os.read(pipe, 1) == b"":  # no writer: the parent is already dead
                 end()
         os.set_blocking(pipe, True)
         while os.read(pipe, 1):
@@ -125,8 +124,7 @@ def _end_group() -> None:
 
 
 class Child:
-    """A child process in a session of its own. It ends with this process by the lifeline; its output is in a log
-    file."""
+    """A child process in its own session. The lifeline ends it with this process; its output goes to a log file."""
 
     def __init__(
         self,
@@ -137,7 +135,7 @@ class Child:
         pass_fds: Sequence[int] = (),
         inherited: Mapping[str, str] | None = None,
     ) -> None:
-        """`env`: added to the `inherited` environment, which is this process's own if it is None."""
+        """`env`: added to the `inherited` environment, which defaults to that of this process."""
         self.name = name
         self.log = log
         base = os.environ if inherited is None else inherited
@@ -171,16 +169,16 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended it: somebody else did, or the system ran out of memory."""
+        """Whether SIGKILL ended it, sent by somebody or because the system ran out of memory."""
         return self.process.poll() == -signal.SIGKILL
 
     @property
     def refused_input(self) -> bool:
-        """Whether it ended because it can't use its input."""
+        """Whether it ended because it cannot use its input."""
         return self.process.poll() == BAD_INPUT
 
     def check(self) -> None:
-        """Raise ProcessDied, with how it ended and the end of its log, if it has ended."""
+        """If it has ended, raise ProcessDied with how it ended and the end of its log."""
         if not self.alive:
             raise ProcessDied(f"{self.name} {self.how_it_ended()}")
 
@@ -203,8 +201,8 @@ class Child:
         return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float = 3.0, first: signal.Signals = signal.SIGTERM) -> None:
-        """Send the signal `first` to its group, and SIGKILL after `grace_s` seconds. Raises DeadlineError if even that
-        does not end it."""
+        """Send the signal `first` to its group, and SIGKILL after `grace_s` seconds. Raises DeadlineError if even
+        SIGKILL does not end it."""
         signal_group(self.pid, first)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
@@ -225,7 +223,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
-    """Stop several children within one grace period. Raises DeadlineError as `Child.stop` does, once for all."""
+    """Stop several children within one grace period. Raises DeadlineError like `Child.stop`, once for all of them."""
     for child in children:
         signal_group(child.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -235,7 +233,7 @@ def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
             child.process.wait(max(0.0, deadline - time.monotonic()))
         try:
             child.stop(0.0)
-        except DeadlineError as error:  # the others are ended too
+        except DeadlineError as error:  # continue with the other children
             errors.append(str(error))
     if errors:
         raise DeadlineError("; ".join(errors))

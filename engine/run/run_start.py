@@ -1,4 +1,4 @@
-"""How a run began: state that the flow writes into the run folder, for the model registry and for a resume."""
+"""How a run began. The flow writes this into the run folder, for the model registry and for a resume."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ ContinueFrom = Literal["base", "nightly", "latest", "champion"]
 
 
 class RunStart(Table):
-    """What start.json of a run folder holds."""
+    """The content of start.json in a run folder."""
 
     start: ContinueFrom = "base"
     """The parameter `continue_from` of the flow."""
     continued_from: str = ""
-    """The registered policy that `model.path` is, as models:/NAME/VERSION; "" where it is none."""
+    """The registered policy from which the run started, as models:/NAME/VERSION; "" if `model.path` is not a registered
+    one."""
     recipe: str = ""
-    """The recipe, as the command named it; "" where nothing says so."""
+    """The recipe, as the command named it; "" if unknown."""
     registered: str = ""
-    """Name of the registered model to which the run's policy belongs; "" likewise."""
+    """Name of the registered model to which the run's policy belongs; "" if unknown."""
 
     def write(self, folder: Path) -> None:
-        """Keep it in a run folder. To be called before a first config.toml is written: a folder with a config and no
-        start.json is taken for one of an evaluation."""
+        """Write it to a run folder. Call this before the first config.toml is written: a folder with a config but no
+        start.json counts as the folder of an evaluation."""
         write_atomically(folder / FILE, self.model_dump_json(indent=1) + "\n")
 
 
 def read_start(folder: Path) -> RunStart:
-    """How the run in a folder began; "base" where nothing says so.
+    """How the run in a folder began; "base" if unknown.
 
     Raises BadInput for a damaged file.
     """

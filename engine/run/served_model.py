@@ -1,4 +1,4 @@
-"""What `metronome serve --model` serves: the policy of a run, or the model in a folder."""
+"""Finds what `metronome serve --model` serves: the policy of a run, or the model in a folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from engine.model.shape import from_hub, read_shape
 from engine.run.folder import RunFolder
 
 CONTEXT = 4096
-"""Most tokens of prompt and response together, where no recipe says it: more would take memory that few need."""
+"""Largest number of tokens of prompt and response together, unless a recipe sets it. More would take memory that few
+need."""
 
 
 def served_config(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the config of the instance, and the model's name for its clients.
 
-    `model`: a run folder, whose recipe counts too, or a Hugging Face folder. `recipe` ("": none) and `overrides` count
-    more. Raises BadInput if there is no model.
+    `model`: a run folder, whose recipe is used, or a Hugging Face folder. `recipe` ("": none) and `overrides` take
+    precedence. Raises BadInput if there is no model.
     """
     folder, run = model_folder(model)
     if run is not None:
@@ -32,9 +33,9 @@ def served_config(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Co
 
 
 def model_folder(model: str) -> tuple[Path, RunFolder | None]:
-    """Return the Hugging Face folder that `--model` means, and the run whose policy it is, if it is one.
+    """Return the Hugging Face folder that `--model` means, and the run to which this policy belongs, if any.
 
-    `model`: a run folder, or a Hugging Face folder. Raises BadInput for another one.
+    `model`: a run folder, or a Hugging Face folder. Raises BadInput for anything else.
     """
     place = find_file(model)
     run = RunFolder(place.parent if place.name == "policy" and (place.parent / "config.toml").is_file() else place)
@@ -55,13 +56,14 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
 
 
 def _with_room(overrides: Sequence[str]) -> list[str]:
-    """The overrides. Where they set `rollout.max_context`, they begin with the smallest `rollout.max_new_tokens`, so
-    that any context is large enough: an instance does not read it, since each request says how long its response is."""
+    """The overrides. If they set `rollout.max_context`, the smallest `rollout.max_new_tokens` is put before them, so
+    that any context is large enough. An instance does not read this key, because each request gives the length of its
+    response."""
     sets_context = any(one.partition("=")[0].strip() == "rollout.max_context" for one in overrides)
     return [*(["rollout.max_new_tokens=1"] if sets_context else []), *overrides]
 
 
 def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
-    """The defaults, with as much context as the model was made for, up to CONTEXT."""
+    """The defaults, with the context length of the model, up to CONTEXT."""
     context = min(CONTEXT, read_shape(folder).context)
     return load_config(None, _with_room([f"rollout.max_context={context}", *overrides]))

@@ -106,15 +106,15 @@ def input_elements(shape: ModelShape, parallel: Parallel) -> int:
 
 
 def cheap_elements(shape: ModelShape, parallel: Parallel) -> int:
-    """Of `layer_elements`, those that train.recompute = "selective" does not keep: the outputs of both norms and of
-    SwiGLU, with experts also that times the router's share (engine.model.recompute)."""
+    """The part of `layer_elements` that train.recompute = "selective" does not keep: the outputs of both norms and of
+    SwiGLU, and with experts also that output times the router's share (engine.model.recompute)."""
     experts = shape.experts
     products = 2 * experts.per_token * experts.intermediate if experts else shape.intermediate // parallel.tensor
     return 2 * input_elements(shape, parallel) + products
 
 
 def whole_layers(recompute: Recompute, layers: int) -> int:
-    """Of the `layers` of a stage, the number that is recomputed as a whole."""
+    """Number of a stage's `layers` that are recomputed as a whole."""
     if isinstance(recompute, str):
         return 0
     return layers if recompute is True else min(int(recompute), layers)
@@ -122,7 +122,7 @@ def whole_layers(recompute: Recompute, layers: int) -> int:
 
 def stage_elements(shape: ModelShape, parallel: Parallel, recompute: Recompute) -> int:
     """The number of elements that the layers of a stage keep per token of a rank's row. A layer that is recomputed as a
-    whole keeps its input alone."""
+    whole keeps only its input."""
     layers = shape.layers // parallel.pipeline
     whole = whole_layers(recompute, layers)
     each = layer_elements(shape, parallel) - (cheap_elements(shape, parallel) if recompute == "selective" else 0)

@@ -1,4 +1,4 @@
-"""A call in a thread of its own, with its result."""
+"""Runs a call in a separate thread and returns its result as a future."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Result = TypeVar("Result")
 
 
 def in_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
-    """Begin `act` at once in a thread. The future has its result, or its error of any kind. The process does not wait
-    for the thread when it ends."""
+    """Start `act` in a new thread. The future gets its result, or any exception that it raises. The process does not
+    wait for the thread when it exits."""
     done: Future[Result] = Future()
 
     def run() -> None:
         try:
             done.set_result(act())
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - the caller of result() gets it
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

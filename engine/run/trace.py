@@ -17,29 +17,29 @@ class _Attributes(TypedDict, total=False):
     group: int
     groups: list[int]
     number: int
-    """Of "rollout": the response's number in its group."""
+    """In "rollout": the response's number in its group."""
     prompt_tokens: int
-    """Of "rollout"."""
+    """In "rollout"."""
     tokens: int
-    """Of "rollout": tokens that this request sampled. Of "train": prompt and response tokens of all responses."""
+    """In "rollout": tokens that this request sampled. In "train": prompt and response tokens of all responses."""
     version: int
-    """Of "rollout": weight version of the last of these tokens; absent if there are none."""
+    """In "rollout": weight version of the last of these tokens; absent if there are none."""
     computed_tokens: int
-    """Of "train": rows of the micro-batches that this rank computed, a shared prompt once."""
+    """In "train": tokens in the rows of the micro-batches that this rank computed. A shared prompt counts once."""
     micro_batches: int
-    """Of "train"."""
+    """In "train"."""
     bytes: int
-    """Of "sync" on the trainer: weights that this rank sent."""
+    """In "sync" on the trainer: bytes of weights that this rank sent."""
 
 
 class Span(_Attributes):
-    """A line of a trace. Each name has some of the attributes; others are for people alone."""
+    """A line of a trace. Each kind of span has some of the attributes; further ones are only for people to read."""
 
     lane: str
-    """The row it is drawn in."""
+    """The row in which it is drawn."""
     name: str
     start: float
-    """Seconds since the epoch, as `end`."""
+    """Seconds since the epoch, like `end`."""
     end: float
 
 
@@ -62,7 +62,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
-        """Record the body as a span, also if it raises. The body gets the attributes, and may add to them."""
+        """Record the body as a span, even if it raises. The body gets the attributes, and may add to them."""
         start = time.time()
         try:
             yield attributes
@@ -77,10 +77,10 @@ class Trace:
 
 
 def iterate_spans(folder: Path) -> Iterator[Span]:
-    """The spans in a run's trace folder, file by file. A last line that a kill has cut off is left out."""
+    """The spans in a run's trace folder, file by file. A torn last line is skipped."""
     return (span for path in sorted(folder.glob("*.jsonl")) for span in read_lines(path))
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """All spans in a run's trace folder, sorted by start; for a long run gigabytes."""
+    """All spans in a run's trace folder, sorted by start; gigabytes for a long run."""
     return sorted(iterate_spans(folder), key=lambda span: span["start"])

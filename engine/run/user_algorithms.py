@@ -21,7 +21,7 @@ from engine.run.user_code import UserCode, describe_error, load_function
 def advantage_of(spec: str) -> Advantage:
     """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]) and returns [G].
 
-    Raises BadInput with the reason if the function cannot be loaded, fails on a group of four, or has batch scope.
+    Raises BadInput with the reason if the function cannot be loaded, fails on a group of four, or has scope "batch".
     """
     if spec in ADVANTAGES:
         return ADVANTAGES[spec]
@@ -60,8 +60,8 @@ def control_of(spec: str) -> Control:
     """The gradient control of `algorithm.gradient_control`. A user's function takes a Step and returns a factor or
     None.
 
-    Raises BadInput like `advantage_of`, also if the function fails at one of a few cosines, or returns neither None nor
-    a finite number.
+    Raises BadInput like `advantage_of`, and if the function fails at one of a few test cosines, or returns neither None
+    nor a finite number.
     """
     if spec in CONTROLS:
         return CONTROLS[spec]

@@ -16,8 +16,8 @@ from engine.errors import BadInput
 class UserCode:
     """`with UserCode() as attempt:` stores any error of the user's code in `attempt.error` and ends the block.
 
-    The user's code may raise any error, and here errors are data. What ends a process, such as SystemExit, still does:
-    it may come from outside. Where it can't, `whatever` stores it too.
+    The user's code may raise any error; here an error is data. Exceptions that end a process, such as SystemExit, pass
+    through, because they may come from outside. `whatever` stores these as well, for use where they cannot.
     """
 
     error: BaseException | None = None
@@ -36,8 +36,8 @@ class UserCode:
 def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[Callable[..., Any], str]:
     """The function that `key = "spec"` names, and its file. The path of a file is looked up as in `recipe.find_file`.
 
-    Raises BadInput naming key, spec, file and the original error. For messages, `expected` has the other values of the
-    key, and `signature` the arguments of the function.
+    Raises BadInput naming key, spec, file and the original error. For its messages, `expected` lists the other values
+    of the key, and `signature` the arguments of the function.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
@@ -55,8 +55,8 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
 
 
 def describe_error(error: BaseException, file: str = "") -> str:
-    """One line with the error's type and message, and the innermost line of `file` in its traceback (else of any file
-    that is not Metronome's)."""
+    """One line with the error's type and message, and the innermost traceback line in `file` (otherwise in any file
+    outside Metronome)."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = (__file__, importlib.__file__)
     foreign = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen")]
@@ -66,7 +66,7 @@ def describe_error(error: BaseException, file: str = "") -> str:
 
 
 def _load_file(where: str, place: str) -> ModuleType:
-    # imported here: Pydantic takes a third of a second, at every start of a worker
+    # imported here, because Pydantic takes a third of a second at every start of a worker
     from engine.config.recipe import find_file
 
     path = find_file(place)
@@ -78,7 +78,7 @@ def _load_file(where: str, place: str) -> ModuleType:
         raise BadInput(f"{where}: {file} is not a Python file")
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # dataclasses and typing look up a class's module there
-    sys.path.append(str(file.parent))  # so that it may import the files beside it
+    sys.path.append(str(file.parent))  # so that it can import files in its own folder
     with UserCode() as attempt:
         found.loader.exec_module(module)
     if attempt.error is not None:

@@ -1,5 +1,5 @@
-"""Composes the command that starts a rollout instance with vLLM, in vLLM's own environment. Runs in the trainer's
-environment."""
+"""Composes the command that starts a rollout instance with vLLM in vLLM's own environment. This code itself runs in the
+trainer's environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.config.cores import foreign_cores
 from engine.errors import BadInput
 
 PYTHON = "METRONOME_VLLM_PYTHON"
-"""Environment variable with the interpreter of an environment with vLLM, to be used instead of `make vllm`'s."""
+"""Environment variable with the interpreter of an environment with vLLM, to use instead of the one from `make vllm`."""
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-vllm"
@@ -25,9 +25,9 @@ MARKER = "metronome-vllm"
 DEVICES = ("cpu", "cuda", "npu")
 GIB = 2**30
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""Environment variable with the devices that a process sees, by kind of device."""
+"""Environment variable that lists the devices visible to a process, by kind of device."""
 CPU_CACHE_GIB = 16
-"""Largest size of the key-value cache on a CPU. If the responses need more, they take turns."""
+"""Largest size of the key-value cache on a CPU in GiB. If the responses need more, they take turns."""
 
 
 def instance_command_line(
@@ -62,7 +62,7 @@ def instance_command_line(
         pairs["--vllm"] = json.dumps(rollout.vllm)
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if device == "npu":
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # vllm-ascend is made with it; engine/__init__.py sets 0
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # vllm-ascend needs it; engine/__init__.py sets 0
     if device == "cpu":
         check_for_cpu(config)
         pairs["--threads"] = str(max(1, config.instance_threads // rollout.tensor))
@@ -109,13 +109,13 @@ def _packages(lines: Iterable[str]) -> set[str]:
 
 
 def visible_devices(device: str) -> list[str]:
-    """Devices that the environment variable lets this process see, in order; empty if it is not set."""
+    """Devices that the environment variable makes visible to this process, in order; empty if it is not set."""
     return [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
 
 
 def check_for_cpu(config: Config) -> None:
-    """Raises BadInput for what vLLM on a CPU can't do: return routes, and run on cores that this process does not have
-    (rollout.devices are cores there)."""
+    """Raise BadInput for settings that vLLM on a CPU does not support: returning routes, or running on cores that this
+    process does not have (rollout.devices are cores there)."""
     if config.algorithm.routing_replay:
         raise BadInput(
             "algorithm.routing_replay: vLLM on a CPU does not keep which experts compute a token; set it to false"
@@ -141,7 +141,7 @@ def _cache_gib(config: Config, model: Path) -> int:
     """Size in GiB of the keys and values of all responses at full length; at least 1, at most CPU_CACHE_GIB."""
     shape = json.loads((model / "config.json").read_text())
     heads = shape["num_attention_heads"]
-    width = max(32, shape.get("head_dim") or shape["hidden_size"] // heads)  # vLLM's narrowest there
+    width = max(32, shape.get("head_dim") or shape["hidden_size"] // heads)  # the narrowest that vLLM supports there
     size = 4 if config.model.dtype == "float32" else 2
     token = 2 * shape["num_hidden_layers"] * (shape.get("num_key_value_heads") or heads) * width * size
     rollout = config.rollout

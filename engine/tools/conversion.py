@@ -1,8 +1,8 @@
-"""Checks a conversion: `python -m engine.tools.conversion FOLDER` prints lines about its progress, and
-last a JSON line (see ConversionReport).
+"""Checks a conversion: `python -m engine.tools.conversion FOLDER` prints progress lines, and last a JSON line (see
+ConversionReport).
 
 The Megatron model that is built from a Hugging Face folder must give the logits of the Hugging Face model, and convert
-back to identical tensors. The check runs in a process of its own, because it sets up Megatron's parallel state.
+back to identical tensors. The check runs in a separate process, because it sets up Megatron's parallel state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a check. (If a tolerance is exceeded, `check_conversion` raises instead.)"""
+    """The result of a check. (If the tolerance is exceeded, `check_conversion` raises instead.)"""
 
     architecture: str
     parameters: int
@@ -80,7 +80,7 @@ def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
 
 
 def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
-    """Check that the model converts back to the tensors of the folder, bit for bit, and to no others."""
+    """Check that the model converts back to exactly the tensors of the folder, bit for bit."""
     from engine.model.hf_weights import export_weights
 
     with open_folder(folder) as files:
@@ -98,8 +98,8 @@ def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -
 
 
 def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:
-    """Whether a tensor repeats information: some folders have a tied embedding twice, or the rotary frequencies, which
-    follow from config.json."""
+    """Whether a tensor repeats information. Some folders contain a tied embedding twice, or the rotary frequencies,
+    which follow from config.json."""
     if name == "lm_head.weight" and shape.tied:
         return torch.equal(files.read(name), files.read("model.embed_tokens.weight"))
     return name.endswith(".rotary_emb.inv_freq")

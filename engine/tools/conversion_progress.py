@@ -1,4 +1,4 @@
-"""The lines by which a conversion says how far it is. (Without torch, for the process that reads them.)"""
+"""The lines in which a conversion reports its progress. (Without torch, for the process that reads them.)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 PROGRESS = "progress: "
-"""How such a line begins."""
+"""Prefix of such a line."""
 PAUSE_S = 1.0
 """Seconds between two lines of a part."""
 
@@ -20,7 +20,7 @@ def say_part(number: int, what: str) -> None:
 
 
 def count_reads(read: Callable[[str], T], number: int, what: str, total: int) -> Callable[[str], T]:
-    """The function that reads a tensor by its name, which then also prints how many were read."""
+    """A function that reads a tensor by its name with `read`, and also prints how many were read."""
     say_part(number, what)
     done = 0
     last = time.monotonic()

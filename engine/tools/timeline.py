@@ -25,7 +25,7 @@ LANES = {
     "pool ": "the state of an instance: whether it takes prompts",
     "verifier": "the calls of the reward",
 }
-"""What a lane shows, by the beginning of its name. Other lanes are instances that joined under a name of their own."""
+"""What a lane shows, by the beginning of its name. Other lanes are instances that joined under their own names."""
 
 KINDS = {
     "rollout": "a response is sampled",
@@ -56,7 +56,7 @@ def lane_text(name: str) -> str:
 
 
 def legend_entries(lanes: Iterable[str], kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, meaning) of the lanes and then of the bars of a page. Lanes that show the same share one entry."""
+    """(name, meaning) of the lanes and then of the bars of a page. Lanes with the same meaning share one entry."""
     shared: dict[str, list[str]] = {}
     for name in lanes:
         shared.setdefault(lane_text(name), []).append(name)
@@ -86,19 +86,20 @@ COLORS = {
 WINDOW_STEPS = 3
 """Number of visible steps when the page opens."""
 MOST_SPANS = 100_000
-"""With more spans a page takes seconds to open, and the whole run no longer fits into memory."""
+"""Largest number of spans that are drawn one by one. With more, a page takes seconds to open, and the whole run no
+longer fits into memory."""
 MOST_BARS = 100_000
-"""Most bars for steps outside the window in which the page opens. About 1 KiB of memory each."""
+"""Largest number of bars for steps outside the window in which the page opens. Each takes about 1 KiB of memory."""
 MOST_STEPS = 2**20
-"""Steps of the longest run for which bars are merged further; then only lanes and names are left."""
+"""Number of steps in a block up to which bars are merged further; beyond it only lanes and names are left."""
 
 
 def draw_timeline(run_folder: Path) -> Path:
     """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page.
 
-    The trace is read as a stream: a long run has gigabytes of it. With more than `MOST_SPANS` spans, steps outside the
-    window in which the page opens have one bar for all spans of a name in a lane; several steps have one together if
-    there would be more than `MOST_BARS`.
+    The trace is read as a stream, because that of a long run has gigabytes. With more than `MOST_SPANS` spans, each
+    step outside the window in which the page opens has one bar per name and lane. If there would be more than
+    `MOST_BARS`, several steps share one.
     """
     trace = run_folder / "trace"
     outline = _Outline()
@@ -115,17 +116,17 @@ def draw_timeline(run_folder: Path) -> Path:
 
 
 class _Outline:
-    """What the page needs to know of the whole trace before it chooses spans."""
+    """What the page needs to know about the whole trace before spans are chosen."""
 
     def __init__(self) -> None:
         self.count = 0
         self.starts: dict[int, float] = {}
-        """By step: start of its weight sync on the trainer, of a repeated step the last one."""
+        """By step: start of its weight sync on the trainer; for a repeated step, the last one."""
         self.ends: dict[int, float] = {}
         """By step: end of its update."""
 
     def add(self, span: Span) -> None:
-        """Take in a span."""
+        """Add a span."""
         self.count += 1
         if span["name"] == "sync" and span["lane"] != "instances":
             self.starts[span["step"]] = max(span["start"], self.starts.get(span["step"], 0.0))
@@ -133,14 +134,14 @@ class _Outline:
             self.ends[span["step"]] = max(span["end"], self.ends.get(span["step"], 0.0))
 
     def shown(self) -> set[int]:
-        """The steps in which the page opens, and one before and after them."""
+        """The steps in which the page opens, and one step before and after them."""
         steps = sorted(self.starts, key=lambda step: self.starts[step])
         first = max(0, len(steps) // 2 - WINDOW_STEPS // 2 - 1)
         return set(steps[first : first + WINDOW_STEPS + 2])
 
 
 def _thinned(spans: Iterable[Span], shown: Collection[int]) -> list[Span]:
-    """The spans of the steps `shown`, and those of no step; of the others one span for all of a name in a lane. Sorted
+    """The spans of the steps `shown` and those without a step. All other spans of a name in a lane become one. Sorted
     by start."""
     kept: list[Span] = []
     others = _Merged(max(shown, default=0))
@@ -153,18 +154,18 @@ def _thinned(spans: Iterable[Span], shown: Collection[int]) -> list[Span]:
 
 
 class _Merged:
-    """One span for all spans of a name in a lane in a block of steps. Blocks are of one step, until there are too many
-    of them; then they double. None lies on both sides of the steps that are shown."""
+    """Merges all spans of a name in a lane in a block of steps into one span. Blocks have one step until there are too
+    many; then their size doubles. No merged span covers both sides of the visible steps."""
 
     def __init__(self, shown: int) -> None:
-        """`shown`: one of the steps that are shown."""
+        """`shown`: one of the visible steps."""
         self._shown = shown
         self._steps = 1
-        """In a block."""
+        """Number of steps in a block."""
         self.spans: dict[tuple[str, str, int, bool], Span] = {}
 
     def add(self, span: Span) -> None:
-        """Take in a span."""
+        """Add a span."""
         step = span["step"]
         place = (span["lane"], span["name"], step // self._steps, step < self._shown)
         whole = self.spans.setdefault(place, {**span})
@@ -206,7 +207,7 @@ def _overlaps(outline: _Outline, spans: Iterable[Span]) -> dict[int, bool]:
 
 
 def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
-    """(step, start of its weight sync on the trainer) in order of time. For a repeated step the last time counts."""
+    """(step, start of its weight sync on the trainer) in order of time. For a repeated step, the last time counts."""
     starts = {span["step"]: span["start"] for span in spans if span["name"] == "sync" and span["lane"] != "instances"}
     return sorted(starts.items(), key=lambda item: item[1])
 
@@ -224,7 +225,8 @@ def lanes_of(spans: Sequence[Span]) -> list[str]:
 
 
 def rows_of(spans: Sequence[Span]) -> list[int]:
-    """A row number for each span of a lane (sorted by start). Spans in a row do not overlap, and there are few rows."""
+    """A row number for each span of a lane (sorted by start). Spans in a row do not overlap, and there are as few rows
+    as possible."""
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     rows = []
@@ -240,7 +242,7 @@ def rows_of(spans: Sequence[Span]) -> list[int]:
 def _content(
     name: str, spans: Sequence[Span], overlaps: Mapping[int, bool], sizes: Mapping[int, int]
 ) -> dict[str, Any]:
-    """The data for the page's script, with times in seconds from the first span. `overlaps`: as of `overlapped_steps`;
+    """The data for the page's script, with times in seconds from the first span. `overlaps`: from `overlapped_steps`;
     `sizes`: pool_size of finished steps."""
     zero = min((span["start"] for span in spans), default=0.0)
     end = max((span["end"] for span in spans), default=1.0) - zero

@@ -1,7 +1,7 @@
 """Creates work pools, the limit on NPUs, deployments with schedules, and automations on the Prefect server.
 
-A second deploy updates all of them; nothing is created twice. Work pools have the base job templates of infra/pools,
-with the defaults of pools.toml and of a file of the user's own.
+A repeated deploy updates all of them; nothing is created twice. Work pools have the base job templates of infra/pools,
+with the defaults of pools.toml and of the user's own file.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import LIMIT
 
 POOLS = HOME / "infra/pools"
-"""Templates, and the list of pools."""
+"""Folder of the templates and the list of pools."""
 TEMPLATES = ("process", "kubernetes")
-"""The templates. Each has the name of the type of its pools in Prefect."""
+"""The templates. Each is named after the type of its pools in Prefect."""
 
 
 class WorkPool(Table):
-    """An entry of a list of pools: how a pool differs from another one, or from a template."""
+    """An entry of a list of pools: its differences from another pool or from a template."""
 
     like: str = ""
-    """The pool or the template that it differs from; empty: the pool of the same name in the list of infra/pools."""
+    """The pool or template from which it differs; empty: the pool of the same name in the list of infra/pools."""
     variables: dict[str, Any] = {}
-    """New defaults of the template's variables. `env` is added to the old one, any other value takes its place."""
+    """New defaults of the template's variables. `env` is added to the old one; any other value replaces it."""
     host_mounts: dict[str, Literal["Directory", "File"]] | None = None
-    """Paths of the node that a pod sees, read-only, and what they must be. None: as before."""
+    """Paths of the node that a pod can read, and what they must be. None: unchanged."""
 
     def over(self, other: WorkPool) -> WorkPool:
-        """The changes of `other`, then these."""
+        """The changes of `other`, followed by these."""
         variables = other.variables | self.variables
         if env := other.variables.get("env", {}) | self.variables.get("env", {}):
             variables["env"] = env
@@ -59,7 +59,7 @@ class WorkPool(Table):
 
 
 def read_pools(own: Path | None = None) -> dict[str, WorkPool]:
-    """The pools by name: those that ship, changed and added to by a file of the user's own. Raises BadInput."""
+    """The pools by name: those that ship, extended and changed by the user's own file. Raises BadInput."""
     pools = _read(POOLS / "pools.toml")
     for name, pool in (_read(own) if own is not None else {}).items():
         pools[name] = pool.over(pools[name]) if name in pools else pool
@@ -67,7 +67,7 @@ def read_pools(own: Path | None = None) -> dict[str, WorkPool]:
 
 
 def template(name: str, pools: Mapping[str, WorkPool] | None = None) -> tuple[str, JsonObject]:
-    """(type, base job template) of a work pool. Raises BadInput for an unknown one, and for values that do not fit."""
+    """(type, base job template) of a work pool. Raises BadInput for an unknown pool, and for values that do not fit."""
     pools = read_pools() if pools is None else pools
     if name not in pools:
         raise BadInput(f"no work pool {name}: expected one of {', '.join(sorted(pools))}")
@@ -111,7 +111,7 @@ def _set_defaults(name: str, schema: JsonObject, values: Mapping[str, Any]) -> N
 
 
 def _mount(pod: JsonObject, mounts: Mapping[str, str]) -> None:
-    """Let a pod see paths of its node, read-only."""
+    """Give a pod read-only access to paths of its node."""
     [container] = pod["containers"]
     for number, (path, kind) in enumerate(mounts.items()):
         pod["volumes"].append({"name": f"host-{number}", "hostPath": {"path": path, "type": kind}})
@@ -119,14 +119,14 @@ def _mount(pod: JsonObject, mounts: Mapping[str, str]) -> None:
 
 
 FILE = HOME / "infra/prefect.yaml"
-"""The deployments."""
+"""The file with the deployments."""
 TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
 """Deployments on the training pool. Their runs start rollout instances, and trainer ranks unless they only evaluate."""
 WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
 """Deployments of the training pool that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
 DEPLOY_S = 300.0
-"""Time limit of `prefect deploy`, which takes 2 s on an idle machine."""
+"""Time limit of `prefect deploy` in seconds; it takes 2 s on an idle machine."""
 
 
 NIGHTLY_TRAINING = "0 22 * * *"
@@ -139,7 +139,7 @@ class Choices:
     """The options of a deploy, in addition to the recipe."""
 
     pool: str = "cpu"
-    """Work pool of everything that trains or evaluates."""
+    """Work pool of all training and evaluation."""
     rollout_pool: str = "cpu"
     """Work pool of rollout instances that join a run."""
     timezone: str = "Etc/UTC"
@@ -151,8 +151,8 @@ class Choices:
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
     on_rollout_pool: int = 0
-    """Default number of instances that a training or an evaluation takes from the rollout pool, also when it is
-    scheduled."""
+    """Default number of instances that a training or an evaluation takes from the rollout pool, including scheduled
+    ones."""
     pools: Path | None = None
     """A list of work pools in addition to that of infra/pools."""
 
@@ -181,7 +181,7 @@ def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str,
 
 
 def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:
-    """infra/prefect.yaml with recipe, pools and schedules put in."""
+    """The content of infra/prefect.yaml, with recipe, pools and schedules filled in."""
     _check(choices)
     tree: JsonObject = yaml.safe_load(FILE.read_text())
     crons = {"nightly": choices.training, "nightly-evaluation": choices.evaluation}
@@ -216,7 +216,7 @@ def _check(choices: Choices) -> None:
 
 
 def _server() -> str:
-    """URL of the server. Raises BadInput when none is named or it does not answer."""
+    """URL of the server. Raises BadInput if none is named, or if it does not answer."""
     url = get_current_settings().api.url
     if not url:
         raise BadInput(

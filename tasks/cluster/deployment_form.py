@@ -1,4 +1,4 @@
-"""The form of a deployment shows the recipe's values, as the defaults of its fields."""
+"""Shows the recipe's values in the form of a deployment, as the defaults of its fields."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from engine.config.keys import flatten_keys
 from engine.types import JsonObject
 
 FIELDS = "settings"
-"""The flows' parameter whose fields are keys of the recipe; the title of each is its key."""
+"""The parameter of the flows whose fields are keys of the recipe; the title of a field is its key."""
 OWN = ("run.name",)
-"""Keys that each run has for itself, and that no form fills in."""
+"""Keys that are specific to one run and have no default in the form."""
 
 
 def show_recipe(entrypoints: Mapping[str, str], config: Config) -> None:
-    """Give the fields of some deployments, by name with the entrypoint of each, the values of a recipe as defaults."""
+    """Give the fields of some deployments the values of a recipe as defaults. `entrypoints`: deployment name →
+    entrypoint."""
     values = flatten_keys(config.model_dump(mode="json"))
     wanted = DeploymentFilter(name=DeploymentFilterName(any_=list(entrypoints)))
     with get_client(sync_client=True) as client:
@@ -32,7 +33,7 @@ def show_recipe(entrypoints: Mapping[str, str], config: Config) -> None:
 
 
 def with_defaults(schema: Any, values: Mapping[str, Any]) -> JsonObject | None:  # noqa: ANN401
-    """A deployment's schema of parameters with `values`, by key, as defaults; None if it has no such fields."""
+    """A deployment's schema of parameters with `values` (by key) as defaults; None if it has no such fields."""
     whole: JsonObject = schema if isinstance(schema, dict) else schema.model_dump(mode="json")
     if FIELDS not in whole["properties"]:
         return None
@@ -45,10 +46,10 @@ def with_defaults(schema: Any, values: Mapping[str, Any]) -> JsonObject | None: 
 
 
 def shown_values() -> dict[str, Any]:
-    """What the form of this flow run's deployment has filled in, by field; empty outside of a deployment.
+    """The values that the form of this flow run's deployment has filled in, by field; empty outside of a deployment.
 
-    A field with this value was left as it was, so the recipe decides: it may have been edited since, and another one
-    may have been named.
+    A field with such a value was left unchanged. The recipe then decides, because it may have been edited since, or
+    another recipe may be named.
     """
     if not deployment.id:
         return {}

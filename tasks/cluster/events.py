@@ -1,4 +1,4 @@
-"""Events that automations listen for."""
+"""Events to which automations react."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Logs tab of a flow run: what the console shows, without the lines of Prefect itself."""
+"""Fills the Logs tab of a flow run with what the console shows, without Prefect's own lines."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from engine.errors import MetronomeError
 from tasks import console
 
 NAME = "metronome"
-"""The logger's name in the tab."""
+"""Name of the logger in the tab."""
 
 
 class _Handler(APILogHandler):
-    """Sends each record. (Prefect's own lines stay switched off, see tasks/__init__.py: each would be a request.)"""
+    """Sends each record. (Prefect's own lines stay off, because each would be a request; see tasks/__init__.py.)"""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Put the record into Prefect's queue, whose thread sends several at once."""
+        """Put the record into Prefect's queue, from which a thread sends several at once."""
         emit_api_log(self.prepare(record))
 
 
 @contextmanager
 def story() -> Iterator[None]:
-    """During the body Prefect gets what is printed, and the error that ends it. What waits to be sent is sent at the
-    end, for at most 5 s."""
+    """During the body, send Prefect everything that is printed, and the error that ends the body. At the end, the rest
+    is sent within at most 5 s."""
     if not (number := flow_run.id):
         yield
         return

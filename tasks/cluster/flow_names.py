@@ -1,4 +1,4 @@
-"""Names of flow runs in Prefect: that of the run, so that it is found in the list."""
+"""Names flow runs in Prefect after their run, so that it can be found in the list."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tasks.console import complain
 
 
 def name_flow_run(name: str) -> None:
-    """Give this flow run a name, instead of the one that Prefect has made up. If the server does not take it, a warning
-    says so: the run goes on."""
+    """Replace the name that Prefect made up for this flow run. If the server does not accept the name, only a warning
+    is printed, and the run continues."""
     if not flow_run.id or flow_run.name == name:
         return
     try:
@@ -26,7 +26,7 @@ def name_flow_run(name: str) -> None:
 
 
 def name_of(folder: RunFolder) -> str:
-    """NAME, or "NAME (try 2)" when the flow of the run was started for the second time: resumed, by a person or after
-    a crash."""
+    """NAME, or "NAME (try 2)" if the run's flow was started a second time (resumed by a person or after a crash), and
+    so on."""
     tries = sum(row["what"] == "flow" for row in read_lines(folder.attempts))
     return folder.path.name if tries < 2 else f"{folder.path.name} (try {tries})"

@@ -1,4 +1,4 @@
-"""A Prefect API server for the time of one run: `python -m tasks.cluster.local_server FD` serves on an open socket.
+"""A Prefect API server for the duration of one run: `python -m tasks.cluster.local_server FD` serves on an open socket.
 
 Prefect's own ephemeral server is a plain subprocess that outlives a killed flow. This one has a lifeline and ends with
 the flow.
@@ -22,11 +22,12 @@ from engine.run.process import Child, python_command, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 
 STARTUP_S = 180.0
-"""Time limit of the start, which takes 7 s on an idle machine, and 14 s the first time (it creates the database)."""
+"""Time limit of the start in seconds; it takes 7 s on an idle machine, and 14 s the first time (it creates the
+database)."""
 
 
 class LocalServer:
-    """A server that is starting in the background."""
+    """A server that starts in the background."""
 
     def __init__(self, child: Child, url: str) -> None:
         self._child = child
@@ -45,8 +46,8 @@ class LocalServer:
 def local_server(output: Path) -> Iterator[LocalServer | None]:
     """Start a server with its database in `<output>/prefect`; None if PREFECT_API_URL already names a server.
 
-    Enter this before Prefect is imported, because Prefect reads its environment variables at the import. The parent
-    opens the socket: so the port is known, and a request before the start is complete waits in the backlog.
+    Enter this before Prefect is imported, because Prefect reads its environment variables at import. The parent opens
+    the socket, so the port is known, and a request that arrives before the start is complete waits in the backlog.
     """
     if os.environ.get("PREFECT_API_URL"):
         yield None
@@ -77,7 +78,9 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
 
 
 def log_prefect_to(path: Path) -> None:
-    """Send Prefect's log lines and tracebacks to a file; the console is for the run. Call after Prefect's import."""
+    """Send Prefect's log lines and tracebacks to a file, to keep the console for the run. Call after Prefect's
+    import.
+    """
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("prefect")

@@ -1,4 +1,4 @@
-"""Flow runs of other deployments that work for a run on other nodes during its training or evaluation."""
+"""Starts flow runs of other deployments that work for a run on other nodes, during its training or evaluation."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from engine.wire.address import ADDRESS_FILE
 from tasks.console import complain
 
 INSTANCES = "serve-rollouts/serve-rollouts"
-"""Deployment that a run starts on the rollout pool (infra/prefect.yaml)."""
+"""Deployment for a node of the rollout pool (infra/prefect.yaml)."""
 RANKS = "join-training/join-training"
-"""Deployment that a run starts on the training pool, once for each further node."""
+"""Deployment for each further node of the training pool."""
 POLL_S = 1.0
 NOTES = "companions.jsonl"
-"""File with the flow runs that were started, in the run folder or in the meeting place of an evaluation. With it they
-can be cancelled even if the process that started them was killed."""
+"""File that lists the flow runs that were started, in the run folder or in the meeting place of an evaluation. With it
+they can be cancelled even if the process that started them was killed."""
 NODE_END_S = 60.0
-"""Time in which a node must end after the training; then it is cancelled. Its ranks end with those of the
+"""Seconds that a node has to end after the training before it is cancelled. Its ranks end with those of the
 orchestrator."""
 STOP_S = 8.0
-"""Time in which the ranks of a node must end; then they are killed."""
+"""Seconds that the ranks of a node have to end before they are killed."""
 
 
 @contextmanager
 def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
-    """During the body, other nodes have instances on the rollout pool, and the ranks of each of parallel.nodes but this
+    """During the body, other nodes run instances on the rollout pool, and ranks on each of parallel.nodes except this
     one.
 
-    They find the run by its folder, which all nodes must share. Flow runs that a killed attempt has left are cancelled
+    They find the run by its folder, which all nodes must share. Flow runs left behind by a killed attempt are cancelled
     first. Each node with instances has one flow run (`shares`).
     """
     folder = config.folder.resolve()
@@ -64,9 +64,9 @@ def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
 
 @contextmanager
 def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: Path) -> Iterator[Path | None]:
-    """During the body, which is an evaluation, the rollout pool has instances that load a model folder.
+    """During the body, which is an evaluation, the rollout pool runs instances that load a model folder.
 
-    `meeting`: a folder for this evaluation only, which all nodes must share. It is created, and yielded, if
+    `meeting`: a folder for this evaluation only, which all nodes must share. It is created and yielded if
     `pool_instances` is above 0. Instances of the training, or of an evaluation of another model, have other weights;
     they do not know this folder, so they cannot join.
     """
@@ -86,7 +86,7 @@ def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: 
 
 
 def _no_others(place: Path) -> Path:
-    """Cancel the flow runs that an earlier attempt has left in a place. Returns the file for the new ones."""
+    """Cancel the flow runs that an earlier attempt has left in a place. Return the file for the new ones."""
     notes = place / NOTES
     for note in read_lines(notes):
         _cancel(UUID(note["flow_run_id"]))
@@ -97,7 +97,7 @@ def _no_others(place: Path) -> Path:
 def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: Path, notes: Path) -> None:
     """Start flow runs with instances of the config in `place`.
 
-    They get empty overrides and settings, because those of the deployment belong to the recipe and not to this run.
+    Their overrides and settings are empty, because those of the deployment belong to the recipe and not to this run.
     """
     common = {"join": str(join), "recipe": str(place / "config.toml"), "overrides": [], "settings": {}}
     for share in shares(config, count):
@@ -113,7 +113,8 @@ def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: 
 
 
 def shares(config: Config, instances: int) -> list[int]:
-    """Instances on each node of the rollout pool: as many as its devices allow, and the rest on the last node."""
+    """Number of instances on each node of the rollout pool: as many as its devices allow, and the rest on the last
+    node."""
     most = max(1, config.platform.devices_per_node // config.rollout.tensor)
     return [min(most, instances - begun) for begun in range(0, instances, most)]
 
@@ -122,8 +123,8 @@ def shares(config: Config, instances: int) -> list[int]:
 def _flow_run_during(
     deployment: str, parameters: Mapping[str, Any], name: str, notes: Path, end_s: float
 ) -> Iterator[None]:
-    """Run a deployment during the body. After the body the flow run may take `end_s` seconds to end, else it is
-    cancelled. If the body raises, it is cancelled at once."""
+    """Run a deployment during the body. After the body, the flow run has `end_s` seconds to end before it is cancelled.
+    If the body raises, it is cancelled immediately."""
     flow_run = run_deployment(deployment, parameters=dict(parameters), timeout=0, flow_run_name=name)
     try:
         append_line(notes, {"flow_run_id": str(flow_run.id), "name": name})
@@ -145,9 +146,9 @@ def _wait_for_end(flow_run: UUID, within_s: float) -> None:
 
 
 def _cancel(flow_run: UUID) -> None:
-    """Cancel a flow run that is running, or crashed and might be resumed (tasks.cluster.watchdog).
+    """Cancel a flow run that is running, or that has crashed and might be resumed (tasks.cluster.watchdog).
 
-    If it has failed, print why: the run that waits for it will fail, too.
+    If it has failed, print why, because the run that waits for it will fail as well.
     """
     with get_client(sync_client=True) as client:
         try:
@@ -164,14 +165,14 @@ def _cancel(flow_run: UUID) -> None:
 
 
 def run_node(folder: Path, wait_s: float) -> None:
-    """Run this node's trainer ranks of the run in a folder, until its training is done. Raises ProcessDied with the
+    """Run this node's trainer ranks of the run in a folder until its training is done. Raises ProcessDied with the
     reason."""
     log = folder / "logs" / "nodes.log"
     child = Child("node of trainer ranks", training_node_command(folder, wait_s), log)
     try:
         while child.alive:
             try:
-                child.process.wait(POLL_S)  # in short steps, between which Prefect can cancel this flow
+                child.process.wait(POLL_S)  # in short waits, between which Prefect can cancel this flow
             except subprocess.TimeoutExpired:
                 continue
         if child.process.returncode:

@@ -1,4 +1,4 @@
-"""Plain requests to a Prefect server's API, with the authentication that this process's environment names."""
+"""Plain requests to a Prefect server's API, with the authentication from this process's environment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 CLIENT_AUTH = "PREFECT_API_AUTH_STRING"
-"""Environment variable by which Prefect's clients get "user:password"."""
+"""Environment variable from which Prefect's clients read "user:password"."""
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
-"""The same of its server, which refuses requests without it."""
+"""The corresponding variable of the server, which refuses requests without these credentials."""
 ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
-"""Environment variable of the server: pages of which origins a browser lets read its replies. Prefect's default is
+"""Environment variable of the server: the origins whose pages a browser lets read its replies. Prefect's default is
 all."""
 
 
@@ -24,7 +24,7 @@ def get(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
 
 
 def post(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any:  # noqa: ANN401
-    """The JSON reply to a JSON request. `auth`: "user:password"; None: that of the environment."""
+    """The JSON reply to a JSON request. `auth`: "user:password"; None: from the environment."""
     return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), auth)
 
 
@@ -36,6 +36,6 @@ def _ask(request: urllib.request.Request, auth: str | None = None, timeout_s: fl
 
 
 def server_environment(auth: str, port: int) -> dict[str, str]:
-    """Environment of a Prefect server on a port of loopback, which serves its own pages and clients only."""
+    """Environment of a Prefect server on a loopback port that serves only its own pages and clients."""
     own = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
     return {SERVER_AUTH: auth, ORIGINS: own}

@@ -1,4 +1,4 @@
-"""Starts rollout instances of a run on a node of the rollout pool. tasks/cluster/other_nodes.py requests them."""
+"""Starts rollout instances of a run on a node of the rollout pool, when tasks/cluster/other_nodes.py requests them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tasks.console import say
 
 POLL_S = 1.0
 STOP_S = 10.0
-"""Time in which instances must leave the run; then they are killed."""
+"""Seconds that instances have to leave the run before they are killed."""
 
 
 def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
-    """Start `count` instances that join a run, and end them when its orchestrator has not answered for rollout.wait_s,
-    or for rollout.timeout_s at the start.
+    """Start `count` instances that join a run. End them when its orchestrator has not answered for rollout.wait_s, or
+    for rollout.timeout_s at the start.
 
-    `join`: host:port of the orchestrator, or the run folder, or its rollout.address. Each instance has devices of its
-    own (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no orchestrator answers at the
+    `join`: host:port of the orchestrator, or the run folder, or its rollout.address. Each instance has its own devices
+    (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no orchestrator answers at the
     start, and ProcessDied if an instance dies during the run.
     """
     devices = own_devices(config, count)
@@ -50,8 +50,8 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
 def own_devices(config: Config, count: int) -> list[dict[str, str]]:
     """The environment variables of each of `count` instances on this node.
 
-    Each gets the next rollout.tensor devices, of the visible devices that this process's environment names, else from 0
-    on. Empty on a CPU. Raises BadInput if there are too few devices.
+    Each gets the next rollout.tensor devices: of those that this process's environment makes visible, or counted from
+    0. Empty on a CPU. Raises BadInput if there are too few devices.
     """
     kind = device_of(vllm_interpreter(), config.platform.device) if config.rollout.engine == "vllm" else "cpu"
     if kind not in VISIBLE:

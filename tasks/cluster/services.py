@@ -38,22 +38,23 @@ BUCKET = "metronome"
 PASSWORD = "prefect.password"
 """File in the servers' folder with the Prefect server's user and password."""
 PORTS = {"prefect": 4200, "mlflow": 5000, "s3": 9000}
-"""Default ports of `make services`, the usual ones of these servers."""
+"""Default ports of `make services`: the usual ports of these servers."""
 STARTUP_S = 180.0
-"""Time limit of the start. An idle machine needs 15 s for all three the first time, when databases are created."""
+"""Time limit of the start in seconds. An idle machine needs 15 s for all three the first time, when databases are
+created."""
 STOP_S = 8.0
-"""Time in which servers must end; then they are killed."""
+"""Seconds that servers have to end before they are killed."""
 PORT_S = 10.0
-"""Time in which the port of a killed server must become free. The system may be slow to end the process and close its
-socket."""
+"""Seconds in which the port of a killed server must become free. The system may be slow to end the process and close
+its socket."""
 POLL_S = 0.2
 HEARTBEAT_S = 30
-"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs; tasks.cluster.watchdog detects silent flow runs by their heartbeats.
-The shortest value that Prefect allows; its default is 180. infra/pools and infra/compose set it, too."""
+"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by whose heartbeats tasks.cluster.watchdog detects silent flow runs.
+The shortest value that Prefect allows; its default is 180. infra/pools and infra/compose also set it."""
 
 
 class Service:
-    """One server on a port of its own, or one process without a port. It can be killed and started again."""
+    """One server on its own port, or one process without a port. It can be killed and restarted."""
 
     def __init__(
         self, name: str, port: int, command: list[str], log: Path, env: Mapping[str, str], health: str = ""
@@ -73,13 +74,13 @@ class Service:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start it (again); returns at once. Raises BadInput if another process listens on its port."""
+        """Start or restart it; returns immediately. Raises BadInput if another process listens on its port."""
         if self.port:
             check_port(self.port, self.name, PORT_S if self.child is not None else 0.0)
         self.child = Child(self.name, guarded_command(self._command), self._log, self._env)
 
     def check(self) -> None:
-        """Raises ProcessDied, with the end of its log, if the process has ended."""
+        """Raise ProcessDied, with the end of its log, if the process has ended."""
         assert self.child is not None, f"{self.name} was not started"
         self.child.check()
 
@@ -101,17 +102,17 @@ class Service:
             time.sleep(POLL_S)
 
     def stop(self, grace_s: float = STOP_S) -> None:
-        """SIGTERM to all its processes, SIGKILL after `grace_s`."""
+        """Send SIGTERM to all its processes, and SIGKILL after `grace_s` seconds."""
         if self.child is not None:
             self.child.stop(grace_s)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes at once, as in a crash."""
+        """Send SIGKILL to all its processes immediately, as in a crash."""
         self.stop(0.0)
 
 
 class Watchdog(Service):
-    """`python -m tasks.cluster.watchdog` beside the Prefect server; it is ready as soon as it runs."""
+    """`python -m tasks.cluster.watchdog` for the Prefect server. It is ready as soon as it runs."""
 
     def __init__(self, log: Path, env: Mapping[str, str]) -> None:
         """`env` must name the server (PREFECT_API_URL)."""
@@ -124,10 +125,10 @@ class Watchdog(Service):
 
 
 class Worker(Service):
-    """A Prefect process worker of a work pool; it is ready when the server lists it as online."""
+    """A Prefect process worker of a work pool. It is ready when the server lists it as online."""
 
     def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
-        """`env` must name the server (PREFECT_API_URL). `limit`: flow runs at a time, 0 for any number."""
+        """`env` must name the server (PREFECT_API_URL). `limit`: maximum of concurrent flow runs, 0 for any number."""
         command = [
             sys.executable,
             "-m",
@@ -158,10 +159,12 @@ class Worker(Service):
 
 
 class Services:
-    """Starts the chosen servers, ends them together, and has the environment variables by which others find them."""
+    """Starts the chosen servers, ends them together, and provides the environment variables by which others find
+    them.
+    """
 
     def __init__(self, folder: Path, prefect: int | None = 0, mlflow: int | None = 0, s3: int | None = 0) -> None:
-        """`folder` has databases and logs. Ports: 0 takes a free port, None leaves the server out."""
+        """`folder` holds databases and logs. Ports: 0 takes a free port, None leaves the server out."""
         self.folder = folder.resolve()
         asked = {"prefect": prefect, "mlflow": mlflow, "s3": s3}
         self.ports = {name: port or free_port() for name, port in asked.items() if port is not None}
@@ -193,7 +196,7 @@ class Services:
         return self.services[name]
 
     def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
-        """Start a process worker for an existing pool, and wait until it is online. Its flow runs get `env`, too."""
+        """Start a process worker for an existing pool, and wait until it is online. Its flow runs also get `env`."""
         name = name or f"{pool}-{len(self.services)}"
         worker = Worker(
             pool=pool, name=name, log=self.folder / f"{name}.log", env={**self.environment, **(env or {})}, limit=limit
@@ -265,7 +268,7 @@ class Services:
         )
 
     def _mlflow(self) -> Service:
-        from tasks.tracking.sqlite_store import whole_store  # seconds, while the Prefect server starts
+        from tasks.tracking.sqlite_store import whole_store  # takes seconds, during which the Prefect server starts
 
         port = self.ports["mlflow"]
         command = [
@@ -280,7 +283,7 @@ class Services:
             "--workers",
             "1",
             "--backend-store-uri",
-            whole_store(f"sqlite:///{self.folder / 'mlflow.db'}"),  # a start may have been killed
+            whole_store(f"sqlite:///{self.folder / 'mlflow.db'}"),  # an earlier start may have been killed
             "--artifacts-destination",
             str(self.folder / "mlartifacts"),
         ]
@@ -312,8 +315,8 @@ def free_port() -> int:
 
 
 def check_port(port: int, name: str, within_s: float = 0.0, how: str = "") -> None:
-    """Raises BadInput if a port of loopback is taken and does not become free within `within_s` seconds. `how`: to
-    choose another."""
+    """Raise BadInput if a port of loopback is taken and does not become free within `within_s` seconds. `how`: how to
+    choose another port."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -328,7 +331,8 @@ def check_port(port: int, name: str, within_s: float = 0.0, how: str = "") -> No
 
 
 def password_of(folder: Path) -> str:
-    """The Prefect server's "user:password", made at the first start and kept in the folder, for its owner only."""
+    """The Prefect server's "user:password", created at the first start and kept in the folder, readable only by its
+    owner."""
     file = folder / PASSWORD
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -349,7 +353,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
     try:
-        for name in PORTS:  # before anything is made in the folder
+        for name in PORTS:  # before anything is created in the folder
             check_port(arguments[name], f"{name} server", how=f": make services ARGS='--{name} PORT'")
         _serve(Services(**arguments), asked)
     except MetronomeError as error:

@@ -1,12 +1,12 @@
 """Automations of the Prefect server that resume crashed runs without a person.
 
 A worker reports a flow process that died as Crashed. If the worker died as well, the missing heartbeats of the flow
-show it. A crashed run is scheduled again as the same flow run, which continues from its run folder (flows.pipeline).
-The automations act only on flow runs with the tag `resumable`, which their deployments set.
+show it. A crashed run is rescheduled as the same flow run, which continues from its run folder (flows.pipeline). The
+automations act only on flow runs with the tag `resumable`, which their deployments set.
 
 Automations react to events, and a server that is killed, or whose database is locked, may lose an event. So the
-watchdog (`python -m tasks.cluster.watchdog`) looks every minute for crashed runs that no automation has resumed, and
-for runs that did not begin in time. `make services` and infra/compose start it beside the server.
+watchdog (`python -m tasks.cluster.watchdog`) checks every minute for crashed runs that no automation has resumed, and
+for runs that did not begin in time. `make services` and infra/compose start it along with the server.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Crashed, StateType
 
 TAG = "resumable"
-"""Tag of deployments whose crashed runs are scheduled again."""
+"""Tag of deployments whose crashed runs are rescheduled."""
 SILENCE_S = 300.0
-"""A flow run without a heartbeat for this time counts as dead. A restart of a Prefect server takes less."""
+"""Seconds without a heartbeat after which a flow run counts as dead. A Prefect server restarts in less."""
 PENDING_S = 2400.0
-"""A run that a worker took and that did not begin within this time counts as dead: the worker's node was lost at that
-moment. It is longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
+"""Seconds within which a run must begin after a worker took it; otherwise it counts as dead, because the worker's node
+was lost at that moment. Longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in
+infra/pools)."""
 PROCESS_PENDING_S = 120.0
-"""The same in a work pool of type process, where a run waits only for its libraries to load. If a slow one begins later
-nevertheless, it goes on: Prefect lets a crashed run begin, and nothing is then resumed."""
+"""The same limit in a work pool of type process, where a run waits only for its libraries to load. If a slow run begins
+later, it continues: Prefect lets a crashed run begin, and nothing is resumed then."""
 PROCESS = "process"
-"""Type of the work pools whose workers start runs as processes of their own node."""
+"""Type of the work pools whose workers start runs as processes on their own node."""
 DELAY_S = 30.0
-"""Time between a crash and the next schedule. A worker reports a death twice, up to 15 s apart. If the run were
-scheduled again in between, the second report would crash it again, and a second process would be started for it."""
+"""Seconds between a crash and the rescheduling. A worker reports a death twice, up to 15 s apart. If the run were
+rescheduled in between, the second report would crash it again, and a second process would be started for it."""
 CRASHES = 10
-"""This many starts within `CRASHES_WITHIN_S` end a run that dies before it can count its attempts itself
-(run.resumes)."""
+"""Number of starts within `CRASHES_WITHIN_S` that end a run if it dies before it can count its attempts
+(run.resumes).
+"""
 CRASHES_WITHIN_S = 1800.0
 
 SWEEP_S = 60.0
-"""Seconds between two looks for crashed runs that no automation has resumed."""
+"""Seconds between two checks for crashed runs that no automation has resumed."""
 FORGOTTEN_S = 3600.0
-"""A run that crashed longer ago is not resumed by the watchdog."""
+"""Seconds after a crash during which the watchdog resumes a run."""
 
 _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
@@ -66,7 +68,7 @@ _BEGUN = {
     f"prefect.flow-run.{sign}"
     for sign in ("Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")
 }
-"""Each of these events says that a run began on its worker, or was taken back. There are several, because one may be
+"""Each of these events says that a run began on its worker, or was taken back. There are several because one may be
 lost."""
 _LEFT = {
     f"prefect.flow-run.{state}"
@@ -150,7 +152,8 @@ def _silent(silence_s: float) -> Automation:
 
 
 def _not_begun(name: str, pools: dict[str, str], within_s: float) -> Automation:
-    """A run sends its first heartbeat when it begins, so `_silent` cannot act before."""
+    """Mark a run as crashed that does not begin. `_silent` cannot act earlier, because a run sends its first heartbeat
+    when it begins."""
     return Automation(
         name=name,
         description=f"A run that a worker took and that did not begin within {within_s:.0f} s counts as crashed.",
@@ -173,7 +176,8 @@ def _late(within_s: float) -> str:
 
 
 def _loop(crashes: int) -> Automation:
-    """A run that reaches its run folder counts its attempts itself and ends before this automation acts."""
+    """End a run that crashes again and again. A run that reaches its run folder counts its attempts itself and ends
+    before this automation acts."""
     often = f"Crashed {crashes - 1} times in {CRASHES_WITHIN_S / 60:.0f} minutes"
     message = f"{often}: not resumed again; see the worker's log"
     return Automation(
@@ -193,7 +197,7 @@ def _loop(crashes: int) -> Automation:
 
 
 def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
-    """Schedule the runs again that have been crashed for `older_than_s` to `FORGOTTEN_S`; returns their names."""
+    """Reschedule the runs that crashed between `older_than_s` and `FORGOTTEN_S` seconds ago; returns their names."""
     now = datetime.now(UTC)
     window = FlowRunFilterEndTime(
         after_=now - timedelta(seconds=FORGOTTEN_S), before_=now - timedelta(seconds=older_than_s)
@@ -210,7 +214,7 @@ def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
 
 
 def crash_late(older_than_s: float = 2 * DELAY_S) -> list[str]:
-    """Set the runs to Crashed that should have begun `older_than_s` ago at the latest; returns their names."""
+    """Set runs to Crashed that should have begun at least `older_than_s` seconds ago; returns their names."""
     pending = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
     wanted = FlowRunFilter(state=pending, tags=FlowRunFilterTags(all_=[TAG]))
     late = []
@@ -225,13 +229,13 @@ def crash_late(older_than_s: float = 2 * DELAY_S) -> list[str]:
 
 
 def _ask() -> None:
-    """Raises httpx.HTTPError while the server does not answer. (Prefect's own client raises a bare RuntimeError the
+    """Raise httpx.HTTPError while the server does not answer. (Prefect's own client raises a bare RuntimeError the
     first time.)"""
     httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
 
 
 def main() -> None:
-    """Sweep for ever. While the server does not answer, try again."""
+    """Sweep forever. While the server does not answer, keep trying."""
     parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has resumed")
     parser.add_argument(
         "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two looks (default: %(default)s)"
@@ -251,7 +255,7 @@ def main() -> None:
                 print(f"{name} did not begin in time", flush=True)
             for name in sweep(arguments.after):
                 print(f"resumed {name}", flush=True)
-        # no answer, one that is none (a proxy's page: ValueError), or the run was deleted in between
+        # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between
         except (httpx.HTTPError, ObjectNotFound, ValueError) as error:
             print(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}", flush=True)
         time.sleep(arguments.every)

@@ -1,4 +1,4 @@
-"""The alias `champion` of a registered model. It moves to a new version only if a paired comparison says that the new
+"""The alias `champion` of a registered model. It moves to a new version only if a paired comparison shows that the new
 version is better."""
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import first_line
 
 RESULTS = "policy_evaluation-{}.json"
-"""Artifact of the run beside `policy/`, by version: the protocol and the mean score of every problem, for later
-comparisons."""
+"""Name, by version, of the run's artifact with the protocol and the mean score of every problem, for later comparisons.
+It is stored next to `policy/`."""
 REASON = "metronome.champion"
-"""Tag of a version: why it became champion, or why not."""
+"""Tag of a version that says why it did or did not become champion."""
 TAG_LIMIT = 5000
-"""The largest number of characters in a tag's value that MLflow accepts."""
+"""MLflow's limit for the value of a tag, in characters."""
 
 
 def crown(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
     """Store the lineage and results of a new version, and give it the alias if it is better than the champion.
 
-    The call may be repeated: a version that has the alias keeps it, with the reason of the first time.
+    The call may be repeated: a version that has the alias keeps it, with the original reason.
     """
     client = mlflow.MlflowClient()
     own = results(folder, config)
@@ -90,7 +90,7 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
 
 
 def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow | None:
-    """The last row of evaluations.jsonl on the run's final policy and first benchmark; None if there is none."""
+    """The last row of evaluations.jsonl for the run's final policy and first benchmark; None if there is none."""
     policy = str(folder.policy.resolve())
     wanted = config.train.steps
     rows = [
@@ -109,7 +109,7 @@ def results(folder: RunFolder, config: Config) -> Results | None:
 
 
 def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
-    """Per-problem results of the base model, evaluated in the same way as the final policy; None if it was not."""
+    """Per-problem results of the base model, evaluated in the same way as the final policy; None if there are none."""
     if own is None:
         return None
     base = Path(config.model.path).resolve()

@@ -1,5 +1,5 @@
-"""What the pages of MLflow say about a run and about a registered policy: what it is, from what, with which result,
-and the commands that repeat and compare it."""
+"""The descriptions of runs and registered policies on MLflow's pages: what each one is, its source, its result, and the
+commands that repeat and compare it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from tasks.code_version import code_version
 from tasks.tracking import evaluation_texts
 
 NOTE = "mlflow.note.content"
-"""Tag of a run that MLflow's UI shows as its description, as Markdown."""
+"""Tag of a run that MLflow's UI shows as its description, in Markdown."""
 OWN = "metronome.description"
-"""Tag of a run: hash of the description that Metronome wrote. One that a person has changed is left alone."""
+"""Tag of a run with the hash of the description that Metronome wrote. A description that a person has changed is
+kept.
+"""
 
 
 def describe_run(client: mlflow.MlflowClient, run_id: str, text: str) -> None:
-    """Bring the description of a run up to date, unless a person has changed it."""
+    """Update the description of a run, unless a person has changed it."""
     tags = client.get_run(run_id).data.tags
     there = tags.get(NOTE, "")
     if there and tags.get(OWN) != _hash(there):
@@ -41,8 +43,8 @@ def of_evaluation(config: Config) -> str:
 
 
 def of_run(config: Config) -> str:
-    """The description of a run that trains, as Markdown. Its own config counts: `config` may have the model of an
-    evaluation of the run."""
+    """The description of a run that trains, as Markdown. It uses the run's own config, because `config` may name the
+    model of an evaluation."""
     folder = RunFolder(config.folder)
     if folder.config.exists():
         config = folder.read_config()

@@ -1,4 +1,4 @@
-"""Evaluations as text: one, several, and those of a whole run."""
+"""Evaluations as text: a single one, several, and all of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from engine.run.folder import RunFolder
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """One evaluation as text: avg@k, pass@k and maj@k with their 95 % intervals, and how many responses were cut."""
+    """One evaluation as text: avg@k, pass@k and maj@k with their 95 % intervals, and the number of responses that were
+    cut."""
     k = row["samples"]
     figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
     if "pass_ci_low" in row and k > 1:
@@ -25,12 +26,12 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def kind(row: Mapping[str, Any]) -> str:
-    """The name of avg@k: accuracy where every response is right or wrong, else mean reward."""
+    """The name of avg@k: accuracy if every response is right or wrong, else mean reward."""
     return "mean reward" if row.get("partial_scores") else "accuracy"
 
 
 def _cut(row: Mapping[str, Any]) -> str:
-    """How many responses a length limit has cut, which may explain low figures; empty if none."""
+    """The number of responses that a length limit has cut, which may explain low figures; empty if there are none."""
     if not row.get("truncated"):
         return ""
     by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
@@ -38,7 +39,7 @@ def _cut(row: Mapping[str, Any]) -> str:
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Evaluations as text, a line each, with the paired comparison if there is one."""
+    """Evaluations as text, one line each, with the paired comparison if there is one."""
     lines = [
         describe(row)
         + (

@@ -1,4 +1,4 @@
-"""Evaluations of a run folder: brought to MLflow when they are done, and printed during a run."""
+"""Logs the evaluations of a run folder in MLflow when they are done, and prints them during a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tasks.tracking.retry import TrackingAway, retry_while_away
 
 
 def log_finished(config: Config, tags: Mapping[str, str] = tracked_run.NO_TAGS) -> str:
-    """Bring the evaluations of the run folder to its MLflow run, which keeps its status and settings; returns its id.
+    """Log the evaluations of the run folder in its MLflow run, whose status and settings stay; return the run's id.
 
-    Waits for MLflow, and as long for its artifact store (tasks.tracking.retry). With a shorter wait a flow run would be
-    resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway if either does not answer for
-    longer. Nothing is lost then: the next log in this run folder writes the rows.
+    Waits for MLflow, and as long for its artifact store (tasks.tracking.retry). With a shorter wait, a flow run would
+    be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway if either stays away for longer.
+    No row is lost then, because the next log in this run folder writes it.
     """
     what = f"logging all evaluations of run {config.run.name}"
     known = tracked_run.found(config, waits=True)
@@ -35,7 +35,8 @@ def log_finished(config: Config, tags: Mapping[str, str] = tracked_run.NO_TAGS) 
 
 
 def log_or_say(config: Config) -> None:
-    """`log_finished` for a command. The evaluation is done by then, so an MLflow that does not answer is a warning."""
+    """`log_finished` for a command. Since the evaluation is already done, an MLflow that does not answer is only a
+    warning."""
     try:
         log_finished(config)
     except TrackingAway as error:
@@ -46,7 +47,7 @@ def log_or_say(config: Config) -> None:
 
 
 class InRun:
-    """Prints the evaluations inside a run that are new since the last call. Call it after each step."""
+    """Prints the evaluations during a run that are new since the last call. Call it after each step."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

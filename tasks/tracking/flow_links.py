@@ -1,4 +1,4 @@
-"""Links a flow run and its MLflow run: tags in MLflow, a link artifact in Prefect."""
+"""Links a flow run and its MLflow run, by tags in MLflow and a link artifact in Prefect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def tracked_flow(config: Config) -> Iterator[str]:
 
 
 def log_flow_evaluation(config: Config) -> None:
-    """`tasks.tracking.evaluations.log_finished` inside a flow run, with links. The tags of the training's flow run
-    stay."""
+    """`tasks.tracking.evaluations.log_finished` inside a flow run, with links. The tags of the training's flow run are
+    kept."""
     _link(config, log_finished(config, _tags("prefect.evaluation_flow_run")))
 
 

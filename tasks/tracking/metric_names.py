@@ -11,7 +11,7 @@ from typing import Any
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a row by metric name, without `step`.
 
-    A list of numbers gives NAME_min, NAME_max and NAME_count; a table of numbers gives NAME/KEY; true is 1; text is
+    A list of numbers gives NAME_min, NAME_max and NAME_count; a table of numbers gives NAME/KEY; true is 1. Text is
     left out.
     """
     found: dict[str, float] = {}
@@ -28,22 +28,24 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 SAME_AT_ONE = ("pass_at_k", "pass_ci_low", "pass_ci_high", "maj_at_k", "maj_ci_low", "maj_ci_high", "pass_curve")
 BEST_AT_ONE = ("best_at_k_bootstrap", "maj_at_k_bootstrap")
-"""Figures of an evaluation that repeat avg@k and its interval where each problem has one response."""
+"""Figures of an evaluation that repeat avg@k and its interval if each problem has one response."""
 
 
 def evaluation_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line of evaluations.jsonl, each once. `step` says the weight version already."""
+    """The figures of a line of evaluations.jsonl, without repetitions. The metrics' step is already the weight
+    version.
+    """
     repeated = ("weight_version", *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
     return numbers({name: value for name, value in row.items() if name not in repeated})
 
 
 def metric_name(text: str) -> str:
-    """The text with `_` for each character that MLflow does not accept in the name of a metric or model."""
+    """The text with `_` in place of each character that MLflow does not accept in the name of a metric or model."""
     return cleaned(text, r"[^\w.\- ]", "_")
 
 
 def cleaned(text: str, pattern: str, filler: str) -> str:
-    """The text with `filler` for each match of `pattern`. A text that this changes ends with six digits of its hash, so
-    that no two texts get one name, and with it one history."""
+    """The text with `filler` in place of each match of `pattern`. A changed text ends with six digits of its hash, so
+    that two texts never share a name, and with it one history."""
     found = re.sub(pattern, filler, text)
     return found if found == text else f"{found}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -1,7 +1,7 @@
-"""An MLflow run is a projection of its run folder: passes of one writer bring it to what the folder says.
+"""Mirrors a run folder in an MLflow run: a single writer makes passes, each of which writes what MLflow lacks.
 
-A pass writes what MLflow lacks. It keeps no record of what was written but reads that from MLflow, so each figure is
-there once after any kill, outage or resume. Only the machine's load is not in the folder: its samples wait in memory.
+A pass keeps no record of what was written, but reads that from MLflow. So each figure is there exactly once after any
+kill, outage or resume. Only samples of the machine's load are not in the folder; they wait in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DIGEST = 32
 def log_datasets(client: mlflow.MlflowClient, run_id: str, found: Mapping[str, Any]) -> None:
     """Log a report of `tasks.prepare.prepare_data` (data.json) in the contexts "training" and "evaluation".
 
-    The digest is the version, which is a hash of the rows. The whole hashes and the counts are tags.
+    The digest is the version, which is a hash of the rows. The full hashes and the counts are tags.
     """
     entries = []
     for figures, context in ((found["train"], "training"), (found["heldout"], "evaluation")):
@@ -59,7 +59,8 @@ def log_datasets(client: mlflow.MlflowClient, run_id: str, found: Mapping[str, A
 
 
 def log_base_model(client: mlflow.MlflowClient, run: Run, path: Path) -> None:
-    """Log the base model: an external model with path and content hash, once per experiment. Reads its files."""
+    """Log the base model, once per experiment, as an external model with path and content hash. Reads the model's
+    files."""
     digest = content_hash(path)
     experiment = run.info.experiment_id
     known = client.search_logged_models([experiment], filter_string=f"tags.content_hash = '{digest}'", max_results=1)
@@ -98,29 +99,30 @@ AGAIN_S = 1.0
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
 PARAMETER_LIMIT = 6000
-"""MLflow accepts no more metrics and parameters in a request, and no more characters in a parameter's value."""
+"""MLflow's limits: metrics and parameters in a request, and characters in the value of a parameter."""
 SAMPLES = 20
-"""MLflow gets the response samples of about this many steps; the run folder has those of every step."""
+"""Approximate number of steps whose response samples go to MLflow; the run folder has those of every step."""
 FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
 """Files of the run folder that become artifacts at the end."""
 REDONE = "metronome.redone_steps"
-"""Tag of an MLflow run: the steps whose figures are from an attempt that ended before its next checkpoint. Those in
-steps.jsonl differ, but MLflow replaces no figure."""
+"""Tag of an MLflow run: the steps whose figures in MLflow come from an attempt that ended before its next checkpoint.
+The figures in steps.jsonl differ, but MLflow never replaces one."""
 
 Item = TypeVar("Item")
 
 
 class Mirror:
-    """Brings an MLflow run to what its run folder says.
+    """Brings an MLflow run up to date with its run folder.
 
-    A pass may be repeated, also by another process. The steps are mirrored only by the process that trains, evaluations
-    by any.
+    A pass may be repeated, even by another process. Only the process that trains mirrors the steps; any process mirrors
+    evaluations.
     """
 
     def __init__(self, run: Run, config: Config, tags: Mapping[str, str], trains: bool = True) -> None:
-        """`tags`: further tags. `trains`: false for an evaluation, which leaves the settings of a run that has any."""
+        """`tags`: further tags. `trains`: false for an evaluation, which does not change the settings of a run that has
+        some."""
         self.lost: list[str] = []
-        """What MLflow has refused."""
+        """Names of the items that MLflow has refused."""
         self._client = mlflow.MlflowClient()
         self._run = run
         self._id = run.info.run_id
@@ -136,20 +138,20 @@ class Mirror:
         self._rows = self._covered() if trains else {}
         """Lines of steps.jsonl that MLflow may lack, by step."""
         self._last = math.inf if run.data.metrics else -1
-        """MLflow has no figure of a later step."""
+        """MLflow has no figure of a step after this one."""
         self._evaluations = 0
-        """So many evaluations are in MLflow."""
+        """Number of evaluations that are in MLflow."""
         self._samples: dict[Path, int] = {}
-        """When a file of samples that MLflow has was changed, in ns."""
+        """Modification time in ns of each file of samples that MLflow has."""
         self._load: list[Metric] = []
         self._once: set[str] = set()
-        """What was written and is not written again."""
+        """Names of the once-only items that have been written."""
 
     def push(self, whole: bool = True) -> None:
-        """One pass. `whole`: with what is written only at the end of a run.
+        """Make one pass. `whole`: include what is written only at the end of a run.
 
-        What MLflow refuses is said and left out. Raises one of STORE_ERRORS with a note, what was to be written, if it
-        does not answer; BadInput for a damaged file.
+        Items that MLflow refuses are reported and skipped. If MLflow does not answer, raises one of STORE_ERRORS with a
+        note that names the item. Raises BadInput for a damaged file.
         """
         if self._folder.fence.is_passed:
             return
@@ -158,25 +160,25 @@ class Mirror:
                 write()
             except STORE_ERRORS as error:
                 if not refused(error):
-                    self._last = math.inf  # it may be there all the same
+                    self._last = math.inf  # it may have been written nevertheless
                     error.add_note(what)
                     raise
                 self.lost.append(what)
                 complain(f"warning: MLflow ({shown_store()}) refuses {what}: {first_line(error)}")
 
     def lacking(self) -> list[str]:
-        """Names of what MLflow lacks at the end of a run; no pass may follow."""
+        """Names of the items that MLflow lacks at the end of a run. No pass may follow this call."""
         return [*self.lost, *(what for what, _ in self._lacking(True))]
 
     @property
     def is_settled(self) -> bool:
-        """Whether settings and description may be written: the run is new, or has made a step in this process. Else its
-        input may still be refused."""
+        """Whether settings and description may be written: the run is new, or this process has made a step of it.
+        Otherwise its input may still be refused."""
         return self._stepped or not self._begun
 
     def sample_load(self, monitor: SystemMetricsMonitor) -> None:
         """Add CPU, memory, disk, network and NVIDIA devices of this machine as `system/...` (psutil, by MLflow). The
-        step is in seconds since the run began."""
+        metrics' step is in seconds since the run began."""
         now = int(time.time() * 1000)
         step = (now - self._run.info.start_time) // 1000
         monitor.collect_metrics()
@@ -187,14 +189,14 @@ class Mirror:
             part.clear_metrics()
 
     def _covered(self) -> dict[int, dict[str, Any]]:
-        """The lines of steps.jsonl that a resume keeps. Later steps are done again: their figures come then."""
+        """The lines of steps.jsonl that a resume keeps. Later steps are trained again and get their figures then."""
         checkpoint = latest_checkpoint(self._folder.checkpoints)
         end = 0 if checkpoint is None else step_of(checkpoint)
         return {row["step"]: row for row in read_lines(self._folder.steps) if row["step"] < end}
 
     def _lacking(self, whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-        """What MLflow lacks: its name in messages, and the call that writes it. To be called before the next is asked
-        for, which notes that it was."""
+        """Yield each item that MLflow lacks: its name for messages, and the call that writes it. Make the call before
+        asking for the next item, which records that this one is written."""
         if self._trains and (made := self._follower.new()):
             self._stepped = True
             self._rows |= {row["step"]: row for row in made}
@@ -231,7 +233,8 @@ class Mirror:
         return {name: cut(str(value)) for name, value in flatten_keys(self._config.model_dump(mode="json")).items()}
 
     def _lacking_tags(self) -> dict[str, str]:
-        """MLflow cannot change parameters, so a value that differs in a resumed run is a tag `changed.KEY`."""
+        """The tags that MLflow lacks. Parameters cannot change in MLflow, so a value that differs in a resumed run is a
+        tag `changed.KEY`."""
         tags = dict(self._given_tags)
         if self._trains:
             changed = {name: value for name, value in self._settings().items() if self._parameters.get(name) != value}
@@ -266,12 +269,12 @@ class Mirror:
             self._once.add("data")
         if "model" not in self._once and self._folder.config.exists():
             model = Path(self._folder.read_config().model.path)
-            if model.is_dir():  # else a name: the config has its folder when the training begins
+            if model.is_dir():  # not a name, which the config replaces by a folder when the training begins
                 yield "the base model", partial(log_base_model, self._client, self._run, model)
                 self._once.add("model")
 
     def _log_steps(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log figures of steps that MLflow lacks. If it has those of an earlier attempt at a step, they stay."""
+        """Log the figures of steps that MLflow lacks. Figures of an earlier attempt at a step are kept."""
         there = self._figures() if min(rows) <= self._last else {}
         ended = self._folder.steps.stat().st_mtime
         lacking: list[Metric] = []
@@ -289,14 +292,14 @@ class Mirror:
             self._tag({REDONE: told})
 
     def _figures(self) -> dict[str, dict[int, float]]:
-        """The figures of steps that MLflow has, by name and step."""
+        """The figures of steps in MLflow, by name and step."""
         names = [name for name in self._client.get_run(self._id).data.metrics if not name.startswith("system/")]
         found = {name: {one.step: one.value for one in self._history(name)} for name in names}
         self._last = max((step for figures in found.values() for step in figures), default=-1)
         return found
 
     def _log_evaluation(self, row: EvaluationRow, earlier: int) -> None:
-        """Log the table, then the figures as `benchmark/avg_at_k` and so on, unless MLflow has this accuracy, and has
+        """Log the table, then the figures as `benchmark/avg_at_k` and so on. Skipped if MLflow has this accuracy and
         more evaluations of this benchmark and step than the `earlier` ones."""
         benchmark = metric_name(row["benchmark"])
         there = [one.value for one in self._history(f"{benchmark}/avg_at_k") if one.step == row["step"]]
@@ -328,8 +331,8 @@ class Mirror:
 
 
 class MirrorThread:
-    """Passes every `EVERY_S` seconds in a thread, so that a slow or absent MLflow never delays a run; it says once that
-    MLflow is away. It must be closed."""
+    """Makes a pass every `EVERY_S` seconds in a thread, so that a slow or absent MLflow never delays a run. It reports
+    once that MLflow is away. It must be closed."""
 
     def __init__(self, mirror: Mirror, run_id: str) -> None:
         self._mirror = mirror
@@ -343,14 +346,14 @@ class MirrorThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End without another pass."""
+        """End without a further pass."""
         self._complete = True
         self._end.set()
 
     def close(self, within_s: float, refused: bool = False) -> list[str]:
-        """Write the rest, for at most `within_s` seconds; returns and prints what MLflow lacks.
+        """Write the rest within `within_s` seconds. Print and return what MLflow still lacks.
 
-        `refused`: the run's input was refused. A known run without a step of this process then stays as it was.
+        `refused`: the run's input was refused. A known run of which this process made no step is then left unchanged.
         """
         self._refused = refused
         self._deadline = time.monotonic() + within_s
@@ -379,10 +382,10 @@ class MirrorThread:
         return self._refused and not self._mirror.is_settled
 
     def _push(self, whole: bool) -> bool:
-        """Whether the pass was made."""
+        """Make a pass. Return whether it succeeded."""
         try:
             self._mirror.push(whole)
-        except Exception as error:  # whatever it is, the run goes on, and so do the passes
+        except Exception as error:  # no error may stop the run or later passes
             if not self._away:
                 what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
                 complain(
@@ -398,7 +401,7 @@ class MirrorThread:
 
 
 def cut(value: str) -> str:
-    """A parameter's value within MLflow's limit; a value that is cut ends with a note."""
+    """A parameter's value, cut to MLflow's limit with a note at its end."""
     note = f" ... ({len(value)} characters; whole in config.toml)"
     return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note
 

@@ -14,21 +14,21 @@ UI = "http://127.0.0.1:5000"
 
 
 def has_server(config: Config) -> bool:
-    """Whether the store is a server, which shows its pages itself."""
+    """Whether the store is a server, which has its own pages."""
     return shown_uri(config).startswith(("http://", "https://"))
 
 
 def ui(config: Config) -> str:
-    """Address of the UI: of the server, or where `ui_command` starts one."""
+    """Address of the UI: that of the server, or the one where `ui_command` starts it."""
     return (shown_uri(config) if has_server(config) else UI).rstrip("/")
 
 
 def experiment_page(config: Config) -> str:
-    """Address of the table of the experiment's runs, in the view of `tasks.tracking.view`; of the UI's first page if
-    the store does not say the experiment's id."""
+    """Address of the table of the experiment's runs, in the view of `tasks.tracking.view`. If the experiment's id
+    cannot be read from the store: of the UI's first page."""
     try:
         found = mlflow.MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
-    except STORE_ERRORS:  # the run is over, and its figures are in its folder: no reason to wait
+    except STORE_ERRORS:  # do not wait: the run is over, and its figures are in its folder
         found = None
     if found is None:
         return ui(config)
@@ -36,7 +36,7 @@ def experiment_page(config: Config) -> str:
 
 
 def rows(config: Config) -> dict[str, str]:
-    """Rows of the table at the end of a run: the page with its experiment's runs, and, for a store without a server,
-    the command that serves it."""
+    """Rows of the table at the end of a run: the page with its experiment's runs and, for a store without a server, the
+    command that serves it."""
     page = experiment_page(config)
     return {"MLflow": page} if has_server(config) else {"MLflow UI": ui_command(config), "its page": page}

@@ -1,4 +1,4 @@
-"""Decides where a run starts: from its base model, or from a policy that an earlier run has registered."""
+"""Decides where a run starts: from its base model, or from a policy that an earlier run registered."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ CHAMPION = "champion"
 LATEST = "latest"
 """The newest registered policy of the recipe, from any run."""
 NIGHTLY = "nightly"
-"""The newest policy whose run was itself started with this word. So experiments by day are not part of the chain of
+"""The newest policy whose run was itself started with this word. So experiments by day do not enter the chain of
 nights."""
 START_TAG = "metronome.start"
-"""Tag of a version: the word with which its run was started (`RunStart.start`)."""
+"""Tag of a version with the word with which its run was started (`RunStart.start`)."""
 
 
 def registered_name(recipe: str, config: Config) -> str:
-    """The registered model that all runs of a recipe share: metronome-RECIPE. Runs on other data than the recipe's have
-    one of their own, metronome-RECIPE-DATA. The config.toml of a run stands for the run's recipe."""
+    """The registered model that all runs of a recipe share: metronome-RECIPE. Runs on data other than the recipe's
+    share metronome-RECIPE-DATA. A run's config.toml counts as the run's recipe."""
     begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
     name = begun.registered or f"metronome-{Path(recipe).stem}"
     data = config.data.train
@@ -50,16 +50,16 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
     """The config with `model.path` set to the folder to start from, and a record of how the run started. `start`:
     "base" (unchanged), "nightly", "latest" or "champion".
 
-    The number of the recipe's newest version is added to `run.seed`. So a run that starts from the policy of another
-    run does not draw the same prompts and responses again.
+    The number of the recipe's newest version is added to `run.seed`, so that a run that starts from another run's
+    policy does not draw the same prompts and responses again.
 
-    A run with an existing run folder keeps the record, and its config has the model and the seed that it began with.
-    While there is no policy for "nightly" or "latest", the run starts from the base model. Raises BadInput for
+    A run with an existing run folder keeps the record, and its config has the model and the seed with which it began.
+    If there is no policy yet for "nightly" or "latest", the run starts from the base model. Raises BadInput for
     "champion" if there is none, and TrackingAway.
     """
     if RunFolder(config.folder).config.exists():
         begun = read_start(config.folder)
-        old = f"metronome-{Path(recipe).stem}" if recipe else ""  # an evaluation has begun no run
+        old = f"metronome-{Path(recipe).stem}" if recipe else ""  # an evaluation begins no run
         return config, begun.model_copy(
             update={"recipe": begun.recipe or recipe, "registered": begun.registered or old}
         )
@@ -87,8 +87,9 @@ def _with(config: Config, path: str, seed: int) -> Config:
 
 
 def model_folder(config: Config, recipe: str, model: str) -> Config:
-    """The config with `model.path` set to `model`: a folder, a word of `started_from`, or empty for the config's
-    own."""
+    """The config with `model.path` set to `model`: a folder, a word of `started_from`, or empty to leave it
+    unchanged.
+    """
     if model in (NIGHTLY, LATEST, CHAMPION):
         name = registered_name(recipe, config)
         found = _registered(config, name, model)
@@ -110,7 +111,7 @@ def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
 
 
 def _version(config: Config, name: str, which: str) -> ModelVersion | None:
-    """The version with the alias, or the newest version, or the newest version of the nights (`START_TAG`)."""
+    """The version with the alias, the newest version, or the newest version of the nights (`START_TAG`)."""
     client = mlflow.MlflowClient(whole_store(tracking_uri(config)))
     if which == CHAMPION:
         models = client.search_registered_models(f"name = '{name}'")
@@ -122,7 +123,7 @@ def _version(config: Config, name: str, which: str) -> ModelVersion | None:
 
 
 def _fetched(config: Config, version: ModelVersion) -> Path:
-    """The policy's folder under `run.output`. It is downloaded once, and appears complete or not at all."""
+    """The policy's folder under `run.output`, downloaded once. It is complete or absent."""
     folder = Path(config.run.output).resolve() / "models" / f"{version.name}-{version.version}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,7 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
 
 
 def _downloaded(config: Config, version: ModelVersion, scratch: str) -> str:
-    """The policy's folder below `scratch`. Raises BadInput if its files are gone, and TrackingAway."""
+    """The policy's folder in `scratch`. Raises BadInput if its files are gone, and TrackingAway."""
     what = f"the policy of {version.name} version {version.version}"
     uri = tracking_uri(config)
 
@@ -143,7 +144,7 @@ def _downloaded(config: Config, version: ModelVersion, scratch: str) -> str:
         try:
             return str(mlflow.artifacts.download_artifacts(version.source, dst_path=scratch, tracking_uri=uri))
         except STORE_ERRORS as error:
-            # MLflow tells a server's 404 in the text of an error of its own
+            # MLflow reports a server's 404 only in the text of its own error
             if not uri.startswith("http") or "404 Client Error" in str(error):
                 raise FileNotFoundError(first_line(error)) from error
             raise

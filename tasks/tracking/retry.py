@@ -1,4 +1,4 @@
-"""Which errors mean that MLflow does not answer, and waiting for it where a run cannot continue without it."""
+"""Which errors mean that MLflow does not answer, and how to wait for it when a run cannot continue without it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from engine.errors import MetronomeError
 from tasks.console import complain
 
 AWAY_S = 300.0
-"""Seconds to wait for MLflow. A server that is restarted, or fails over, is back by then."""
+"""Seconds to wait for MLflow. A server that restarts or fails over is back by then."""
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between tries while MLflow does not answer; the last value repeats."""
+"""Seconds between attempts while MLflow does not answer; the last value repeats."""
 
 Result = TypeVar("Result")
 
 
 class TrackingAway(MetronomeError):
-    """MLflow did not answer for the time that a run waits for it. It may answer when the run is resumed."""
+    """MLflow did not answer for as long as a run waits for it. It may answer when the run is resumed."""
 
 
 def _store_errors() -> tuple[type[Exception], ...]:
-    """The errors that MLflow's tracking and artifact stores raise. Those of the library requests are OSErrors."""
+    """The errors that MLflow's tracking and artifact stores raise. Errors of the library requests are OSErrors."""
     if importlib.util.find_spec("boto3") is None:
         return mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError
     boto = importlib.import_module("boto3.exceptions")
@@ -39,7 +39,7 @@ STORE_ERRORS = _store_errors()
 
 
 def refused(error: Exception) -> bool:
-    """Whether another try is pointless, because the request is wrong (4xx), or a file or a module is missing."""
+    """Whether a retry is pointless, because the request is wrong (4xx), or a file or a module is missing."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, mlflow.MlflowException):
         status = error.get_http_status_code()
@@ -53,10 +53,10 @@ def first_line(error: Exception) -> str:
 
 
 def retry_while_away(what: str, action: Callable[[], Result]) -> Result:
-    """Result of a call to MLflow, which is repeated for up to `AWAY_S` seconds while MLflow does not answer.
+    """Return the result of a call to MLflow, repeating it for up to `AWAY_S` seconds while MLflow does not answer.
 
-    It must be safe to repeat the action. Raises TrackingAway naming `what`. If MLflow refuses the call, its own error
-    is raised.
+    The action must be safe to repeat. Raises TrackingAway naming `what`. If MLflow refuses the call, its own error is
+    raised.
     """
     deadline = time.monotonic() + AWAY_S
     for number, pause in enumerate(itertools.chain(RETRY_S, itertools.repeat(RETRY_S[-1]))):

@@ -1,7 +1,7 @@
-"""MLflow's sqlite store appears whole or not at all, also when the command that makes it is killed.
+"""Creates MLflow's sqlite store so that it is complete or absent, even when the command that creates it is killed.
 
-MLflow makes a store by dozens of migrations, which take seconds. A file that a kill left halfway is refused by every
-later call ("out-of-date database schema").
+MLflow creates a store by dozens of migrations, which take seconds. If a kill leaves the file incomplete, every later
+call refuses it ("out-of-date database schema").
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tasks.console import complain
 
 SCHEME = "sqlite:///"
 WAIT_S = 120.0
-"""Seconds to wait for another process that makes the store; about ten times what that takes."""
+"""Seconds to wait for another process that is creating the store; about ten times what that takes."""
 
 _whole: set[str] = set()
-"""URIs of the stores that this process has seen whole."""
+"""URIs of the stores that this process has found complete."""
 
-# the migrations of a new store are no news
+# do not log the migrations of a new store
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
@@ -38,8 +38,8 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def whole_store(uri: str) -> str:
-    """Return `uri` once its store is whole: an sqlite file that is absent is made, one that a kill left half made is
-    made anew and kept aside. A store with runs, and any other kind of store, is left to MLflow."""
+    """Return `uri` once its store is complete. An absent sqlite file is created; an incomplete one, left by a kill, is
+    moved aside and created again. A store with runs, and any other kind of store, is left to MLflow."""
     file = sqlite_file(uri)
     if file is not None and uri not in _whole:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def _make_whole(file: Path) -> None:
         file.rename(aside)
         complain(f"warning: the tracking store {file} had no runs and was made halfway; it is kept as {aside.name}")
     partial = file.with_name(f".{file.name}.partial")
-    partial.unlink(missing_ok=True)  # sqlite itself drops the journal of a file that is not there
+    partial.unlink(missing_ok=True)  # sqlite itself drops the journal of an absent file
     store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
     partial.rename(file)
@@ -65,8 +65,8 @@ def _make_whole(file: Path) -> None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether all migrations were made. A store with runs, or that sqlite can't read, counts: MLflow says what is wrong
-    with it."""
+    """Whether all migrations were made. A store that has runs, or that sqlite cannot read, also counts; MLflow reports
+    what is wrong with it."""
     with contextlib.closing(sqlite3.connect(file)) as store:
         try:
             return (
@@ -78,7 +78,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _first(store: sqlite3.Connection, query: str) -> object:
-    """The first value of a query; None if there is none, or no such table."""
+    """The first value of a query; None if there is no row or no such table."""
     try:
         return next((row[0] for row in store.execute(query)), None)
     except sqlite3.OperationalError as error:

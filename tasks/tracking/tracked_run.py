@@ -1,7 +1,7 @@
-"""Tracks a run in MLflow: one MLflow run per run folder, directly in sqlite unless a tracking URI is given.
+"""Tracks a run in MLflow: one MLflow run per run folder, in a local sqlite store unless a tracking URI is given.
 
-If the store cannot be used when a run begins, that is an error. Later, the run folder is mirrored when the store
-answers (tasks/tracking/mirror.py).
+A store that cannot be used when a run begins is an error. Later, the run folder is mirrored whenever the store answers
+(tasks/tracking/mirror.py).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ RUN_ID = "mlflow_run_id"
 MLFLOW_ID = re.compile("[0-9a-f]{32}")
 
 POLICY_HASH = "metronome.policy_hash"
-"""Tag of a registered version: hash of the contents of its files."""
+"""Tag of a registered version with the hash of its files' contents."""
 
 _ELSEWHERE = "name the store that has it, or delete that file: the run is then a new one in MLflow"
-"""What to do where a store does not have a run's MLflow run."""
+"""The remedy if a store does not have a run's MLflow run."""
 
 NUMBER = "metronome.run_id"
-"""Tag with the run's number (engine.run.identity). The checkpoints have the number, too, so it survives the loss of the
+"""Tag with the run's number (engine.run.identity). The checkpoints also have the number, so it survives the loss of the
 run folder."""
 FLUSH_S = 60.0
 """Seconds that the end of a run waits for MLflow."""
 HURRY_S = 4.0
-"""Seconds that the end of a failed or cancelled run waits for it."""
+"""Seconds that the end of a failed or cancelled run waits for MLflow."""
 NO_TAGS: Mapping[str, str] = MappingProxyType({})
 
 # MLflow's default of 7 retries takes four minutes; the next pass tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-# MLflow prints the link to each run that ends with all of the server's address, a password in it too; tasks.summary
+# MLflow prints the link to each finished run with the server's whole address, including a password; tasks.summary
 # prints it without
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
@@ -65,12 +65,12 @@ def tracking_uri(config: Config) -> str:
 
 
 def shown_uri(config: Config) -> str:
-    """`tracking_uri` for messages and links: without a password, which MLFLOW_TRACKING_URI may have."""
+    """`tracking_uri` for messages and links, without the password that MLFLOW_TRACKING_URI may contain."""
     return without_password(tracking_uri(config))
 
 
 def ui_command(config: Config) -> str:
-    """The address of the MLflow server. For a store without a server: the command that starts the UI, with this
+    """The address of the MLflow server, or, for a store without a server, the command that starts the UI with this
     environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return shown_uri(config)
@@ -84,10 +84,10 @@ def ui_command(config: Config) -> str:
 def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
     """Mirror the run folder in its MLflow run during the body; yields the MLflow run's id. `tags`: further tags.
 
-    If the folder names no MLflow run but has the run's number, the MLflow run is searched by this number: the run
-    folder was lost, and the run continues from its checkpoints. Else an MLflow run is created. Its status is FAILED if
-    the body raises, and KILLED if it is cancelled or interrupted. A run that another process has taken over goes on
-    there, and is left alone. A known run whose input is refused before a step of it stays as it was.
+    If the folder names no MLflow run but has the run's number, the MLflow run is found by this number: the run folder
+    was lost, and the run continues from its checkpoints. Otherwise an MLflow run is created. Its status is FAILED if
+    the body raises, and KILLED if the body is cancelled or interrupted. A run that another process has taken over is
+    left alone, because it continues there. A known run whose input is refused before a step of it is left unchanged.
 
     Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
     TrackingAway if the store does not answer for long when a run is resumed.
@@ -104,7 +104,7 @@ def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
         status = "FINISHED"
         patience = FLUSH_S
     except TakenOver:
-        status = "RUNNING"  # in the process that writes the run now
+        status = "RUNNING"  # the run continues in another process
         thread.stop()
         raise
     except BadInput:
@@ -120,10 +120,10 @@ def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
 
 
 def found(config: Config, waits: bool = False) -> str | None:
-    """Id of the run folder's MLflow run; None if there is none yet. MLflow uses the config's store and experiment then.
+    """Id of the run folder's MLflow run; None if there is none yet. Sets MLflow to the config's store and experiment.
 
-    Raises BadInput if MLflow can't use the store, and TrackingAway if it does not answer for a run that is there.
-    `waits`: also for another.
+    Raises BadInput if MLflow cannot use the store, and TrackingAway if MLflow does not answer for an existing run, or,
+    with `waits`, for any run.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     known = _known(config)
@@ -143,7 +143,7 @@ def found(config: Config, waits: bool = False) -> str | None:
 
 
 def begun(config: Config) -> mlflow.ActiveRun:
-    """A new MLflow run for a run folder, which names it then."""
+    """Create an MLflow run for a run folder, and store its id there."""
     run = mlflow.start_run(run_name=config.run.name, tags=_tags(config))
     write_atomically(config.folder / RUN_ID, run.info.run_id)
     return run
@@ -168,7 +168,7 @@ def _tags(config: Config) -> dict[str, str]:
 
 def _end(status: str, missing: list[str]) -> None:
     """Set the run's status. If the server does not answer, the status stays RUNNING, and a warning says so."""
-    if missing:  # the server was waited for already
+    if missing:  # close() has already waited for the server
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], before = "0", os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]
     try:
         mlflow.end_run(status)
@@ -180,7 +180,7 @@ def _end(status: str, missing: list[str]) -> None:
 
 
 def _known(config: Config) -> str | None:
-    """The MLflow run that the run folder names. A damaged id counts as none: it is found again by the run's number."""
+    """The MLflow run that the run folder names. A damaged id counts as none; the run is then found by its number."""
     file = config.folder / RUN_ID
     text = file.read_text(errors="replace").strip() if file.exists() else ""
     return text if MLFLOW_ID.fullmatch(text) else None
@@ -188,7 +188,8 @@ def _known(config: Config) -> str | None:
 
 def check_known(config: Config) -> None:
     """Check that the store has the MLflow run of the run folder, in `tracking.experiment`. Raises BadInput if not, or
-    if MLflow refuses the store. Writes nothing; a store that does not answer is waited for later (`tracked`)."""
+    if MLflow refuses the store. Writes nothing. Accepts a store that does not answer, because `tracked` waits for it
+    later."""
     if (known := _known(config)) is None:
         return
     what = f"the run's MLflow run {known} (named in {config.folder / RUN_ID})"
@@ -212,7 +213,7 @@ def check_known(config: Config) -> None:
 
 
 def check_usable(config: Config) -> None:
-    """Check the store before a run that has no MLflow run yet. Raises BadInput if MLflow can't use it."""
+    """Check the store before a run that has no MLflow run yet. Raises BadInput if MLflow cannot use it."""
     if _known(config) is not None:
         return
     try:
@@ -223,8 +224,8 @@ def check_usable(config: Config) -> None:
 
 
 def check_store(config: Config) -> None:
-    """Check the store before an evaluation. Raises BadInput if MLflow refuses it. If it does not answer, print a
-    warning only, because an evaluation needs no store."""
+    """Check the store before an evaluation. Raises BadInput if MLflow refuses it. If it does not answer, only print a
+    warning, because an evaluation needs no store."""
     try:
         _connect(config)
     except mlflow.MlflowException as error:
@@ -268,7 +269,7 @@ def register(name: str, policy: Path) -> str:
 
 
 def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:
-    """Store the files of a folder as the artifacts `policy/`, one after the other, and show how far that is."""
+    """Store the files of a folder as the artifacts `policy/`, one after the other, and show the progress."""
     sizes: list[int] = []
     with showing(
         "register", stage_progress.copied("uploaded to MLflow", lambda: sum(sizes), stage_progress.size_of(policy))
@@ -287,18 +288,18 @@ def _connect(config: Config) -> str:
 
 
 def _with_number(config: Config, experiment: str) -> str | None:
-    """Id of the newest MLflow run in the experiment with this name and the run folder's number; None if there is
+    """Id of the newest MLflow run in the experiment that has this name and the run folder's number; None if there is
     none."""
     number = read_run_id(config.folder)
-    if not number.isalnum():  # no number, or not a valid one: it comes from a checkpoint
+    if not number.isalnum():  # no number, or an invalid one, since it comes from a checkpoint
         return None
     runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")
     return next((str(run.info.run_id) for run in runs if run.info.run_name == config.run.name), None)
 
 
 def _use(uri: str) -> None:
-    """Set MLflow's store, but restore the environment variable that MLflow also sets: it is the user's setting for
-    later runs."""
+    """Set MLflow's store, but restore the environment variable that MLflow sets as well, because it is the user's
+    setting for later runs."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(whole_store(uri))
     if before is None:
@@ -308,8 +309,8 @@ def _use(uri: str) -> None:
 
 
 def _experiment(config: Config) -> str:
-    """Id of the experiment, which is created if needed. In a sqlite store its artifacts are beside the store, not in
-    the current folder."""
+    """Id of the experiment, which is created if needed. Artifacts of a sqlite store go to a folder next to the store,
+    not to the current folder."""
     found = mlflow.get_experiment_by_name(config.tracking.experiment)
     if found is not None:
         return str(found.experiment_id)

@@ -1,8 +1,8 @@
-"""What MLflow's UI shows of an experiment: the table of runs with chosen columns, and charts led by the figures of a
-training.
+"""The view of an experiment in MLflow's UI: a table of runs with chosen columns, and charts that start with the figures
+of a training.
 
-The view is a tag of the experiment, in the form in which MLflow's button "Share" stores one. An address with its key
-opens it. Each user may change what they see; the tag stays.
+The view is a tag of the experiment, in the form that MLflow's button "Share" stores. An address with its key opens it.
+Users may change what they see; the tag stays.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tasks.tracking.metric_names import metric_name
 
 KEY = "metronome"
 DEFLATED = "deflate;"
-"""How a value begins that is compressed and in base64."""
+"""Prefix of a value that is compressed and in base64."""
 VIEW = f"mlflow.sharedViewState.{KEY}"
 """Tag of an experiment with the view."""
 KIND = "mlflow.experimentKind"
-"""Tag of an experiment: which of its pages the UI opens."""
+"""Tag of an experiment that selects which of its pages the UI opens."""
 TRAINING = "custom_model_development"
 """The kind with a table of runs; the other has pages for prompts and traces."""
 BENCHMARKS = "metronome.benchmarks"
-"""Tag of an experiment: the benchmarks that its runs were evaluated on, separated by ", "."""
+"""Tag of an experiment: the benchmarks on which its runs were evaluated, separated by ", "."""
 
 CHARTS = {
     "reward_mean": "Reward",
@@ -37,16 +37,16 @@ CHARTS = {
     "entropy": "Entropy (nats per token)",
     "kl": "KL from the reference (nats per token)",
 }
-"""Metrics that are drawn, by their title, after the accuracies."""
+"""Metrics that are drawn after the accuracies, with their titles."""
 COLUMNS = ("train.mode", "train.steps", "train.learning_rate", "algorithm.advantage", "data.train")
 """Parameters in the table, after the figures."""
 
 
 def show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
-    """Bring the view of an experiment up to date. `benchmarks`: those of one more run.
+    """Update the view of an experiment. `benchmarks`: those of one more run.
 
-    Raises mlflow.MlflowException if that is refused twice: another run may write the same tag at the same moment, which
-    MLflow's store refuses one of the two.
+    Raises mlflow.MlflowException if the update is refused twice. It may be refused once, because MLflow's store rejects
+    one of two runs that write the same tag at the same moment.
     """
     try:
         _show(client, experiment, benchmarks)
@@ -59,7 +59,7 @@ def _show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str
     known = filter(None, tags.get(BENCHMARKS, "").split(", "))
     names = list(dict.fromkeys([*known, *map(metric_name, benchmarks)]))
     wanted = {BENCHMARKS: ", ".join(names), VIEW: packed(view(names))}
-    if KIND not in tags:  # else a person has chosen
+    if KIND not in tags:  # otherwise a person has chosen it
         wanted[KIND] = TRAINING
     for name, value in wanted.items():
         if tags.get(name) != value:
@@ -67,12 +67,12 @@ def _show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str
 
 
 def packed(state: JsonObject) -> str:
-    """The state as MLflow's page stores it: compressed, since a tag has at most 5000 characters."""
+    """The state as MLflow's page stores it, compressed because a tag has at most 5000 characters."""
     return DEFLATED + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
 
 
 def view(benchmarks: Iterable[str]) -> JsonObject:
-    """The state of MLflow's page (3.17), with the keys of its own code."""
+    """The state of MLflow's page (3.17), with the keys that MLflow's code uses."""
     accuracies = {f"{name}/avg_at_k": f"Avg@k on {name}" for name in benchmarks}
     first, *others = CHARTS.items()
     charts = dict([first, *accuracies.items(), *others])

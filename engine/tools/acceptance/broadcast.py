@@ -1,6 +1,6 @@
-"""Bare broadcasts between ranks in processes of their own: only bytes are moved, over a platform's backend.
+"""Bare broadcasts between ranks in separate processes: only bytes are moved, over a platform's backend.
 
-`python -m engine.tools.acceptance.broadcast` is one rank. The ranks find each other, and are told what to do, in a
+`python -m engine.tools.acceptance.broadcast` is one rank. The ranks find each other, and receive their commands, in a
 store of the process that started them.
 """
 
@@ -25,9 +25,9 @@ from engine.wire.rendezvous_store import serve_store
 
 HOST = "127.0.0.1"
 POLL_S = 0.002
-"""Seconds between two looks whether a broadcast is through. The sender measures the time, not the looks."""
+"""Seconds between two checks whether a broadcast is complete. The sender measures the time, independent of this."""
 FOREVER = timedelta(days=1)
-"""A rank waits until it is ended. It waits in the store: a loop would take time from what is measured beside it."""
+"""A rank waits until it is ended. It waits in the store, because a loop would take time from what is being measured."""
 MARK = 7
 """Value of the bytes that the first broadcast sends."""
 
@@ -47,7 +47,7 @@ class Broadcast:
         return [rank.pid for rank in self.ranks]
 
     def again(self) -> float:
-        """Move the buckets once. Returns the seconds until all ranks had them.
+        """Move the buckets once. Return the seconds until all ranks had them.
 
         Raises ProcessDied if a rank dies, and DeadlineError.
         """
@@ -57,7 +57,7 @@ class Broadcast:
         return float(self._store.get(f"done/{self._round}"))
 
     def ready(self) -> None:
-        """Wait until the ranks have met, and have compared the bytes of a first broadcast."""
+        """Wait until the ranks have connected and compared the bytes of a first broadcast."""
         self._await("ready", "the ranks' first broadcast")
 
     def _await(self, key: str, what: str) -> None:
@@ -75,8 +75,8 @@ class Broadcast:
 def broadcasting(
     machine: str, sizes: Sequence[int], receivers: int, logs: Path, timeout_s: float
 ) -> Iterator[Broadcast]:
-    """A sender and `receivers`, each on a device of its own of the platform `machine` (on a CPU all on the host), with
-    buckets of these sizes in bytes. All ranks use their memory again."""
+    """A sender and `receivers`, each on its own device of the platform `machine` (on a CPU all on the host), with
+    buckets of these sizes in bytes. All ranks reuse their memory."""
     store = serve_store(HOST, timeout_s)
     ranks: list[Child] = []
     try:
@@ -109,13 +109,13 @@ def _rank(machine: str, port: int, rank: int, world: int, sizes: list[int], time
     def once() -> None:
         for size in sizes:
             dist.broadcast(buffer[:size], 0)
-        dist.all_reduce(together)  # ends on no rank before all have received
+        dist.all_reduce(together)  # completes on every rank only when all have received
         used.synchronize()
 
     once()
     if not bool((buffer[: max(sizes)] == MARK).all()):
         raise SystemExit(f"rank {rank} received other bytes than rank 0 sent")
-    dist.all_reduce(together)  # the comparison of all ranks is through
+    dist.all_reduce(together)  # all ranks have finished the comparison
     used.synchronize()
     if rank == 0:
         store.set("ready", "1")

@@ -1,6 +1,6 @@
-"""The kernels and the model of a platform against plain references on the host, forward and backward.
+"""Compares the kernels and the model of a platform with plain references on the host, forward and backward.
 
-Needs torch and megatron-core only.
+Needs only torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ TINY = ModelShape(
 )
 PROMPT = 37
 RESPONSES = (50, 1, 0, 200, 33)
-"""Lengths in tokens of the prompt and the responses that are compared: over block boundaries, one token, none."""
+"""Lengths in tokens of the prompt and the responses that are compared: across block boundaries, one token, none."""
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Largest relative norm of a difference. Inputs are rounded to the dtype first, and the reference gets the same."""
+"""Largest relative norm of a difference. Inputs are rounded to the dtype first, and the reference gets the same
+inputs.
+"""
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: float("inf")}
-"""Largest relative norm of the difference of a tensor's gradient in the whole model. There is no limit in bf16, whose
-rounding errors add up over the layers: its log-probabilities are compared."""
+"""Largest relative norm of the difference of a tensor's gradient in the whole model. There is no limit in bf16, where
+rounding errors add up over the layers; there, log-probabilities are compared."""
 FUSED_FP32_LIMITS = {"npu": (1e-3, 4e-3)}
 """By attention kernel, in place of both limits in fp32: for its output and gradients, and for the whole model.
 
-`allow_hf32 = False` (devices.exact_matmuls) is an option of matrix products outside of npu_fusion_attention, for which
-no precision in fp32 is documented. With the operands of all its products rounded to HF32's 11 bits of mantissa, these
-comparisons differ by 2.5e-4 and 7.6e-4 (emulated on a CPU); products in bf16, with 16 times that, are still refused."""
+`allow_hf32 = False` (devices.exact_matmuls) affects matrix products outside npu_fusion_attention, for which no
+precision in fp32 is documented. With the operands of all its products rounded to HF32's 11 bits of mantissa, these
+comparisons differ by 2.5e-4 and 7.6e-4 (emulated on a CPU); products in bf16, with 16 times that, are still rejected.
+"""
 LOGPROB_LIMIT = 0.02
-"""Largest mean difference of a token's log-probability to the fp32 reference."""
+"""Largest mean difference between a token's log-probability and the fp32 reference."""
 Groups = list[tuple[list[int], list[list[int]]]]
 Operation = Callable[..., Tensor]
 
@@ -68,7 +71,7 @@ class Comparison:
 
     @property
     def right(self) -> bool:
-        """Whether all differences are within the limit; not a number is not."""
+        """Whether all differences are within the limit. NaN is not."""
         return all(error <= self.limit for error in self.errors.values())
 
     def __str__(self) -> str:
@@ -77,7 +80,7 @@ class Comparison:
         return f"{self.what}, {self.dtype}: {errors} ({limit}){'' if self.right else ' WRONG'}"
 
     def figures(self) -> JsonObject:
-        """For JSON, which has no infinity."""
+        """The figures for JSON, which has no infinity."""
         return {**asdict(self), "limit": None if self.limit == float("inf") else self.limit, "right": self.right}
 
 
@@ -93,7 +96,7 @@ def comparisons(attention: str, device: torch.device) -> Iterator[tuple[str, Cal
 
 
 def compare_attention(name: str, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
-    """The kernel against the mask of the layout, with the prompt shared and not."""
+    """Compare the kernel with the mask of the layout, with and without a shared prompt."""
     groups = random_groups(PROMPT, list(RESPONSES), TINY.vocabulary) + random_groups(130, [140, 3], TINY.vocabulary)
     for shared in (True, False):
         here = make_layout(groups, shared)
@@ -114,7 +117,7 @@ def _attend(kernel: Kernel, row: Layout, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 
 def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
-    """RMSNorm, SwiGLU and the rotation, as the model's layers call them."""
+    """Compare RMSNorm, SwiGLU and the rotation, as the model's layers call them."""
     from engine.model.norm import RMSNorm
     from engine.model.rotary import RotaryAtPositions, rotate_positions
     from engine.model.swiglu import SwiGLU
@@ -154,7 +157,9 @@ def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Com
 
 
 def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
-    """The product of all experts at once, one of them without tokens; nothing where the platform has none."""
+    """Compare the product of all experts at once, one of them without tokens. Yields nothing if the platform has
+    none.
+    """
     from engine.model.experts import grouped_product, product_for
 
     sizes = (100, 0, 199, 1)
@@ -174,7 +179,7 @@ def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Compar
 
 
 def compare_model(attention: str, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
-    """The trainer's model with a shared prompt against the plain model: log-probabilities, and each tensor's
+    """Compare the trainer's model with a shared prompt with the plain model: log-probabilities, and each tensor's
     gradient."""
     from engine.model.hf_weights import export_weights
 
@@ -212,8 +217,8 @@ def _compared(
     device: torch.device,
     limit: float | None = None,
 ) -> Comparison:
-    """Output and gradients of `ours` on the device against `reference` on the host in fp32. `names`: of the inputs;
-    `limit`: None for that of the dtype."""
+    """Compare output and gradients of `ours` on the device with `reference` on the host in fp32. `names`: of the
+    inputs; `limit`: None for that of the dtype."""
     dtype = inputs[0].dtype
     here = [one.float().requires_grad_() for one in inputs]
     there = [one.to(device).requires_grad_() for one in inputs]

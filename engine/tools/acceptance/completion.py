@@ -20,17 +20,16 @@ from engine.wire.access_token import access_token, authorization_headers
 from engine.wire.address import http_url
 
 PROMPT = list(b"12+30=")
-"""Token ids: the model's tokenizer knows bytes."""
+"""Token ids. The model's tokenizer works on bytes."""
 TOKENS = 64
 START_S = 200.0
-"""Time limit in seconds of the instance's start, where SLOWER_START_S adds nothing. vLLM loads, compiles and captures
-graphs."""
+"""Time limit in seconds of the instance's start, without SLOWER_START_S. vLLM loads, compiles and captures graphs."""
 REPLY_S = 60.0
 
 
 def completion(task: PartTask) -> None:
-    """Start an instance, and have it sample twice. Raises PartSkipped without vLLM on a device, and PartFailed for a
-    reply that is none."""
+    """Start an instance, and have it sample twice. Raises PartSkipped without vLLM on a device, and PartFailed for an
+    invalid reply."""
     machine = machine_of(task)
     chosen = rollout_choice(machine, task.settings, training=False)
     if chosen.engine == "embedded" and machine.name != "cpu":
@@ -50,7 +49,7 @@ def completion(task: PartTask) -> None:
         host, port = asyncio.run(instance.serves(START_S + SLOWER_START_S.get(machine.name, 0.0)))
         started = time.monotonic() - began
         task.notes.doing(f"a completion of {instance.name}, which writes {instance.child.log}")
-        _checked(_ask(http_url(host, port), seed=0))  # the first one compiles
+        _checked(_ask(http_url(host, port), seed=0))  # the first request compiles
         began = time.monotonic()
         tokens = _checked(_ask(http_url(host, port), seed=1))
         rate = tokens / (time.monotonic() - began)
@@ -80,7 +79,7 @@ def _ask(url: str, seed: int) -> JsonObject:
 
 
 def _checked(reply: JsonObject) -> int:
-    """The number of sampled tokens. Raises PartFailed unless each has a log-probability that is one."""
+    """The number of sampled tokens. Raises PartFailed unless each has a valid log-probability."""
     choice = reply["choices"][0]
     tokens = choice["token_ids"]
     logprobs = choice["logprobs"]["token_logprobs"]

@@ -1,4 +1,4 @@
-"""The parts that need torch and devices only: what is there, a first computation, the kernels, a broadcast."""
+"""The parts that need only torch and devices: an inventory, a first computation, the kernels, a broadcast."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from engine.tools.acceptance.notes import PartFailed, PartSkipped, PartTask
 BROADCAST_BYTES = {"cpu": 64 * 2**20}
 BROADCAST_BYTES_ELSEWHERE = 512 * 2**20
 BROADCASTS = 5
-"""Number of broadcasts that are timed, after a first one."""
+"""Number of broadcasts that are timed after a first one."""
 MEETING_S = 60.0
-"""Time limit in seconds of the ranks' meeting and of each broadcast."""
+"""Time limit in seconds for connecting the ranks, and for each broadcast."""
 
 FP32_ONLY = (
     'all comparisons in bf16 are right, so train with train.dtype = "bfloat16", and not in float32 (the default): its '
@@ -34,7 +34,7 @@ FP32_ONLY = (
 
 
 def versions(task: PartTask) -> None:
-    """Say what torch, driver and devices there are. Raises PartFailed if the platform lacks something."""
+    """List torch, driver and devices. Raises PartFailed if the platform lacks something."""
     task.notes.doing("list of the devices")
     machine = chosen_platform(task.platform)
     missing = machine.missing()
@@ -47,14 +47,14 @@ def versions(task: PartTask) -> None:
 
 
 def devices(task: PartTask) -> None:
-    """Allocate and compute on each device. Raises PartFailed after all were tried."""
+    """Allocate and compute on each device. Raises PartFailed after all devices were tried."""
     machine = chosen_platform(task.platform)
     wrong = []
     for number in range(device_count(machine)):
         task.notes.doing(f"first computation on {machine.name} device {number}")
         try:
             task.notes.say(try_device(machine, number))
-        except Exception as error:  # noqa: BLE001 - the other devices are tried, too
+        except Exception as error:  # noqa: BLE001 - the other devices are tried as well
             traceback.print_exc()
             wrong.append(f"device {number}: {type(error).__name__}: {str(error).splitlines()[0]}")
     if wrong:
@@ -62,7 +62,7 @@ def devices(task: PartTask) -> None:
 
 
 def kernels(task: PartTask) -> None:
-    """Compare the platform's kernels and the model with references. Raises PartFailed after all were compared."""
+    """Compare the platform's kernels and the model with references. Raises PartFailed after all comparisons."""
     machine = complete_platform(task.platform)
     exact_matmuls(machine)
     wrong = []
@@ -78,7 +78,7 @@ def kernels(task: PartTask) -> None:
                     right = comparison.right
                     wrong += [] if right else [f"{comparison.what}, {comparison.dtype}"]
                     only_fp32 &= right or comparison.dtype == "float32"
-            except Exception as error:  # noqa: BLE001 - the others are compared, too
+            except Exception as error:  # noqa: BLE001 - the others are compared as well
                 traceback.print_exc()
                 only_fp32 = False
                 wrong.append(f"{what} raised {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -91,7 +91,9 @@ def kernels(task: PartTask) -> None:
 
 
 def broadcast(task: PartTask) -> None:
-    """Time a broadcast between two devices, or two processes on a CPU. Raises PartSkipped for one device."""
+    """Time a broadcast between two devices, or two processes on a CPU. Raises PartSkipped if there is only one
+    device.
+    """
     machine = chosen_platform(task.platform)
     if machine.name != "cpu" and device_count(machine) < 2:
         raise PartSkipped(f"{machine.backend} needs two devices, and this process sees one")

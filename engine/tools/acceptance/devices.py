@@ -1,6 +1,6 @@
 """The devices that this process sees: their names, memory and software, and a first computation on each.
 
-Needs torch only. Every function may hang or crash where a driver or device is broken: call it in a process of its own.
+Needs only torch. Every function may hang or crash if a driver or device is broken, so call it in a separate process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ TRIED_BYTES = 256 * 2**20
 
 
 def chosen_platform(name: str) -> Platform:
-    """The platform of this name, or the first that is present for "auto". It may lack something
-    (`Platform.missing`)."""
+    """The platform of this name, or for "auto" the first that is present. It may lack something
+    (`Platform.missing`).
+    """
     if name == "auto":
         return next(platform for platform in PLATFORMS.values() if platform.present())
     return PLATFORMS[name]
@@ -40,7 +41,7 @@ def device_count(machine: Platform) -> int:
 
 
 def exact_matmuls(machine: Platform) -> None:
-    """Have matrix products of fp32 computed in fp32: without TF32 on CUDA and HF32 on NPU."""
+    """Make matrix products of fp32 run in fp32: without TF32 on CUDA and HF32 on NPU."""
     if machine.name == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
     elif isinstance(machine, Accelerator):
@@ -79,7 +80,7 @@ def _software(machine: Accelerator) -> Iterator[str]:
 
 
 def try_device(machine: Platform, number: int) -> str:
-    """Allocate memory on a device and multiply two matrices of small integers, whose product is exact. Returns a line.
+    """Allocate memory on a device and multiply two matrices of small integers, whose product is exact. Return a line.
 
     Raises MetronomeError if the product is wrong, and torch's errors.
     """
@@ -99,7 +100,7 @@ def try_device(machine: Platform, number: int) -> str:
 
 
 def complete_platform(name: str) -> Platform:
-    """`chosen_platform`, which must lack nothing. Raises BadInput."""
+    """`chosen_platform`, which must lack nothing. Raises BadInput otherwise."""
     machine = chosen_platform(name)
     if missing := machine.missing():
         raise BadInput(f"{machine.name}: {missing}")

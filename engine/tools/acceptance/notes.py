@@ -1,5 +1,5 @@
-"""What the process of a part tells the process that started it: a file of JSON lines, so that nothing is lost when it
-hangs or crashes."""
+"""Messages from the process of a part to the process that started it, in a file of JSON lines, so that nothing is lost
+when the part hangs or crashes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from engine.run.files import append_line, read_lines
 from engine.types import JsonObject
 
 SLOWER_START_S = {"npu": 200.0}
-"""By platform: seconds that the start of an instance may take beyond what the limits of the parts allow. vllm-ascend
-on Kunpeng takes 120 to 200 s, because each process imports for a minute and then captures graphs."""
+"""By platform: seconds that the start of an instance may take beyond the limits of the parts. vllm-ascend on Kunpeng
+takes 120 to 200 s, because each process imports for a minute and then captures graphs."""
 
 
 class PartSkipped(MetronomeError):
-    """A part can't run on this machine."""
+    """A part cannot run on this machine."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
-        """`remedy`: what to do to have it run; "" if nothing can be done."""
+        """`remedy`: how to make it run; "" if nothing can be done."""
         super().__init__(reason)
         self.remedy = remedy
 
 
 class PartFailed(MetronomeError):
-    """A part has run, and what it found is wrong."""
+    """A part has run and found something wrong."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
-        """`remedy`: what to do; "" for what the part's own entry says (PARTS)."""
+        """`remedy`: what to do; "" for the remedy in the part's own entry (PARTS)."""
         super().__init__(reason)
         self.remedy = remedy
 
 
 class NoteWriter:
-    """The part's side."""
+    """The part's side of the file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -52,23 +52,23 @@ class NoteWriter:
         append_line(self._file, {"figures": figures})
 
     def end(self, status: str, reason: str = "", remedy: str = "") -> None:
-        """Say how the part ended. The last line."""
+        """Say how the part ended. This is the last line."""
         append_line(self._file, {"end": {"status": status, "reason": reason, "remedy": remedy}})
 
 
 @dataclass
 class Notes:
-    """What a part has told so far."""
+    """What a part has written so far."""
 
     doing: str = "starting"
     lines: list[str] = field(default_factory=list)
     figures: JsonObject = field(default_factory=dict)
     end: dict[str, str] | None = None
-    """Status, reason and remedy; None if the part did not come to its end."""
+    """Status, reason and remedy; None if the part did not reach its end."""
 
     @staticmethod
     def read(file: Path) -> Notes:
-        """Read the file of a part; one without a file has told nothing."""
+        """Read the file of a part. Without a file, the notes are empty."""
         notes = Notes()
         for line in read_lines(file) if file.exists() else ():
             notes.doing = line.get("doing", notes.doing)
@@ -80,17 +80,17 @@ class Notes:
 
 @dataclass(frozen=True)
 class PartTask:
-    """What the process of a part is given."""
+    """The input of the process of a part."""
 
     platform: str
     """The value of platform.device."""
     settings: tuple[str, ...]
-    """The user's overrides, which go into every run that the part starts."""
+    """The user's overrides, which apply to every run that the part starts."""
     folder: Path
-    """For logs, models and runs."""
+    """Folder for logs, models and runs."""
     notes: NoteWriter
 
 
 def notes_of(folder: Path, part: str) -> Path:
-    """The file through which a part's process tells what it does."""
+    """The file in which a part's process writes what it does."""
     return folder / f"{part.replace(' ', '-')}.jsonl"

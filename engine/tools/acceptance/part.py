@@ -74,7 +74,7 @@ PARTS: dict[str, Callable[[PartTask], None]] = {
 
 
 def main(name: str, folder: Path, settings: list[str]) -> None:
-    """Run a part, and write how it ended. The process exits with 0 unless it crashes."""
+    """Run a part, and record how it ended. The process exits with 0 unless it crashes."""
     from engine.config.recipe import load_config
 
     notes = NoteWriter(notes_of(folder, name))
@@ -89,7 +89,7 @@ def main(name: str, folder: Path, settings: list[str]) -> None:
         notes.end("failed", str(failed), failed.remedy)
     except MetronomeError as error:
         notes.end("failed", f"{type(error).__name__}: {error}")
-    except Exception as error:  # noqa: BLE001 - whatever a library raises on a machine that nobody has tried
+    except Exception as error:  # noqa: BLE001 - a library may raise anything on an untested machine
         traceback.print_exc()
         notes.end("failed", f"{type(error).__name__}: {error}; the traceback is in its log")
     finally:

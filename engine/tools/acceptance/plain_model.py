@@ -1,6 +1,7 @@
-"""A plainly written Qwen3, as the reference of the trainer's model: fp32, one sequence at a time, the full causal mask.
+"""A plainly written Qwen3, as the reference for the trainer's model: fp32, one sequence at a time, the full causal
+mask.
 
-It needs torch only, and shares no code with `engine.model`.
+It needs only torch, and shares no code with `engine.model`.
 """
 
 from __future__ import annotations

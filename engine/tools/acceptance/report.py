@@ -1,4 +1,4 @@
-"""What the parts of the acceptance have found, as text for people and as JSON."""
+"""The results of the acceptance parts, as text for people and as JSON."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class PartResult:
-    """What one part has found."""
+    """The result of one part."""
 
     part: str
     status: Literal["ok", "failed", "skipped"]
     seconds: float
     lines: tuple[str, ...] = ()
-    """What was seen, in sentences."""
+    """Observations, as sentences."""
     figures: JsonObject = field(default_factory=dict)
     reason: str = ""
-    """Why it failed or was skipped; several lines where the end of a log belongs to it."""
+    """Why it failed or was skipped. Several lines if it includes the end of a log."""
     remedy: str = ""
-    """What to do about a failure, or to have a skipped part run."""
+    """What to do about a failure, or how to make a skipped part run."""
 
 
 def text(result: PartResult, number: int, count: int) -> str:
@@ -48,7 +48,7 @@ def summary(results: Sequence[PartResult]) -> str:
 
 
 def verdict(results: Sequence[PartResult]) -> str:
-    """One sentence: how many parts of each status, and the seconds."""
+    """One sentence: the number of parts by status, and the seconds."""
     counts = ", ".join(f"{count} {status}" for status, count in _counts(results))
     return f"{counts}, in {sum(one.seconds for one in results):.0f} s."
 

@@ -1,4 +1,4 @@
-"""The reward of the acceptance's runs: random responses get different scores, so that a step has a gradient."""
+"""The reward of the acceptance runs. It gives random responses different scores, so that a step has a gradient."""
 
 from __future__ import annotations
 

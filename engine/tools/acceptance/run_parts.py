@@ -41,13 +41,13 @@ SAMPLED = {
     "train.learning_rate": 1e-4,
     "algorithm.old_policy": "behavior",
 }
-"""Settings of runs that sample."""
+"""Settings of runs that sample responses."""
 WARM_UP = 1
-"""Number of first steps that do not count: they compile, connect and test the connections."""
+"""Number of first steps that are not counted, because they compile, connect and test the connections."""
 
 
 def weight_sync(task: PartTask) -> None:
-    """Time the weight syncs of a short run beside a bare broadcast of the same bytes."""
+    """Time the weight syncs of a short run, and a bare broadcast of the same bytes to compare with."""
     machine = machine_of(task)
     chosen = rollout_choice(machine, task.settings, training=True)
     model = make_model(task.folder / "model", MEDIUM if machine.name == "cpu" else LARGE)
@@ -90,7 +90,7 @@ def weight_sync(task: PartTask) -> None:
 
 
 def training_step(task: PartTask) -> None:
-    """Time training steps on random groups, which are replayed, so that no instance takes part."""
+    """Time training steps on random groups, which are replayed so that no instance takes part."""
     machine = machine_of(task)
     on_device = machine.name != "cpu"
     model = make_model(task.folder / "model", LARGE if on_device else MEDIUM)
@@ -196,7 +196,8 @@ def _check_on_policy(mode: str, steps: Sequence[JsonObject]) -> None:
 
 
 def _compare_weights(task: PartTask, configs: dict[str, Config], required: bool) -> None:
-    """Compare the trained weights of both modes, bit for bit. Raises PartFailed where they must be equal."""
+    """Compare the trained weights of both modes, bit for bit. Raises PartFailed if they differ where they must be
+    equal."""
     if not all(one.rollout.deterministic and one.train.consume == "prompt_order" for one in configs.values()):
         task.notes.say(
             "the trained weights are not compared: that needs --set rollout.deterministic=true "

@@ -1,4 +1,4 @@
-"""What the parts run: a random model, settings that fit the machine, and the orchestrator in a process of its own."""
+"""Runs for the parts: a random model, settings that fit the machine, and the orchestrator in a separate process."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ MEDIUM: dict[str, Any] = {
     "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 1536, "initializer_range": 3 / 512**0.5,
 }  # fmt: skip
-"""13 million parameters, for a CPU. Its logits have a standard deviation of 3, as those of trained models have: with
-flat ones two engines in bf16 would agree far better than they do on a trained model."""
+"""13 million parameters, for a CPU. Its logits have a standard deviation of 3, like those of trained models. With flat
+logits, two engines in bf16 would agree far better than they do on a trained model."""
 LARGE: dict[str, Any] = {
     "num_hidden_layers": 6, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     "intermediate_size": 6144, "initializer_range": 3 / 2048**0.5,
 }  # fmt: skip
-"""Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device. Logits as those of `MEDIUM`."""
+"""Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device. Its logits are like those of `MEDIUM`."""
 STOP_S = 9.0
-"""Seconds in which the orchestrator must end its own children; then it is killed, and they end by their lifelines."""
+"""Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children."""
 LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
 class RolloutChoice:
-    """Which engine samples on this machine, and how the weights get to it."""
+    """The engine that samples on this machine, and the transport by which it gets the weights."""
 
     engine: str
     transport: str
     devices: tuple[int, ...]
-    """For rollout.devices."""
+    """Value of rollout.devices."""
     remark: str
-    """Why it is not vLLM, or not the platform's own transport; "" if it is both."""
+    """Why the engine is not vLLM, or the transport not the platform's own; "" if both are."""
 
 
 def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool) -> RolloutChoice:
-    """vLLM, if its environment is there and (beside a training) a second device; else the embedded engine.
+    """vLLM, if its environment exists and, for a training, there is a second device; otherwise the embedded engine.
 
-    A user's rollout.engine counts more.
+    A user's rollout.engine takes precedence.
     """
     why = _no_vllm(machine) or (_no_second_device(machine) if training else "")
     wanted = [one.partition("=")[2].strip(' "') for one in settings if one.startswith("rollout.engine=")]
@@ -75,7 +75,7 @@ def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool)
 
 
 def embedded_on_cpu(machine: Platform) -> RolloutChoice:
-    """The embedded engine, with a core of its own if there are two."""
+    """The embedded engine, on its own core if there are two."""
     return RolloutChoice("embedded", "gloo", tuple(sorted(usable_cores())[1:2]) if machine.name == "cpu" else (), "")
 
 
@@ -85,7 +85,7 @@ def _no_second_device(machine: Platform) -> str:
 
 
 def _no_vllm(machine: Platform) -> str:
-    """Why vLLM can't sample on this platform; "" if it can."""
+    """Why vLLM cannot sample on this platform; "" if it can."""
     try:
         device = device_of(vllm_interpreter(), machine.name)
     except BadInput as error:
@@ -97,11 +97,11 @@ def _no_vllm(machine: Platform) -> str:
 
 def make_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
     """The quickstart's model with random weights and these values of its config.json, as a Hugging Face folder in fp32.
-    One that is there already is kept."""
+    An existing one is kept."""
     if not (folder / "complete").exists():
         shutil.copytree(find_file(Model().path), folder, dirs_exist_ok=True)
         values = json.loads((folder / "config.json").read_text())
-        del values["layer_types"]  # one for each layer
+        del values["layer_types"]  # it has an entry for each layer
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(Qwen3Config(**{**values, **sizes}))
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -111,11 +111,11 @@ def make_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
 
 
 def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, given: Mapping[str, Any]) -> Config:
-    """The configuration of a run in the task's folder: what the machine needs, then what the part gives, then what the
-    user gives."""
+    """The configuration of a run in the task's folder: what the machine needs, overridden by what the part gives,
+    overridden by what the user gives."""
     on_device = machine.name != "cpu"
     cores = sorted(usable_cores())
-    # one dtype for both sides: the comparison after a sync allows little where the instances' is fp32
+    # one dtype for both sides, because the comparison after a sync is strict if the instances use fp32
     dtype = "bfloat16" if on_device and chosen.engine == "vllm" else "float32"
     settings: dict[str, Any] = {
         "platform.device": machine.name,
@@ -141,7 +141,7 @@ def _toml(value: object) -> str:
 
 
 def train(task: PartTask, config: Config, timeout_s: float, replay: Path | None = None) -> list[JsonObject]:
-    """Run the orchestrator to its end. Returns the lines of steps.jsonl.
+    """Run the orchestrator to its end. Return the lines of steps.jsonl.
 
     Raises DeadlineError, and MetronomeError with the run's own reason.
     """
@@ -176,11 +176,11 @@ def _wait(orchestrator: Child, folder: RunFolder, config: Config, timeout_s: flo
 
 
 def parameter_bytes(model: Path, dtype: str) -> int:
-    """Bytes of the model's weights in this dtype. The files of the acceptance's models are in fp32."""
+    """Bytes of the model's weights in this dtype. The files of the acceptance models are in fp32."""
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     return stored if dtype == "float32" else stored // 2
 
 
 def machine_of(task: PartTask) -> Platform:
-    """The platform of the task, which lacks nothing. Raises BadInput."""
+    """The platform of the task, which lacks nothing. Raises BadInput otherwise."""
     return complete_platform(task.platform)

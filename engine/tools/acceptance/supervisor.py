@@ -1,4 +1,4 @@
-"""Runs the parts of the acceptance one after the other, each in a process of its own with a deadline.
+"""Runs the parts of the acceptance one after the other, each in a separate process with a deadline.
 
 A part that fails, crashes or hangs does not stop the later ones. This process never touches a device.
 """
@@ -24,9 +24,9 @@ from engine.tools.acceptance.notes import SLOWER_START_S, Notes, notes_of
 from engine.tools.acceptance.report import PartResult
 
 TOTAL_S = 600.0
-"""Seconds for all parts together, where instances start fast. A part that is to start later is skipped."""
+"""Seconds for all parts together if instances start fast. A part that would start later is skipped."""
 GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL, and for the end after it. A process that hangs in a driver may outlast both."""
+"""Seconds between SIGTERM and SIGKILL, and again after SIGKILL. A process that hangs in a driver may outlast both."""
 RUN_REMEDY = "read the logs of the run, in its folder logs/; docs/troubleshooting.md goes by message"
 
 
@@ -42,7 +42,7 @@ class AcceptancePart:
     """Number of instances that it starts, one after the other."""
 
     def slower_s(self, platform: str) -> float:
-        """Seconds that it may take longer on this platform, because instances start slowly there."""
+        """Additional seconds that it may take on this platform, because instances start slowly there."""
         return self.starts * SLOWER_START_S.get(platform, 0.0)
 
 
@@ -61,9 +61,9 @@ ACCEPTANCE = (
     AcceptancePart("training step", 180.0, RUN_REMEDY),
     AcceptancePart("sync against periodic", 300.0, RUN_REMEDY, 2),
 )  # fmt: skip
-"""All parts in their order. The first needs least of the machine."""
+"""All parts in order. The first needs the least of the machine."""
 LARGE = ("model*", "*/checkpoints", "*/policy")
-"""Folders that are removed at the end. Logs, figures and configurations stay."""
+"""Folders that are removed at the end. Logs, figures and configurations are kept."""
 NAMES = tuple(part.name for part in ACCEPTANCE)
 Installed = Callable[[], tuple[list[str], bool]]
 
@@ -71,11 +71,11 @@ Installed = Callable[[], tuple[list[str], bool]]
 def check(
     settings: Sequence[str], folder: Path, only: Sequence[str], installed: Installed, say: Callable[[str], None]
 ) -> list[PartResult]:
-    """Run the parts, and tell `say` the section of each as soon as it has ended, and the summary.
+    """Run the parts. Pass `say` the section of each part when it has ended, and finally the summary.
 
     `settings`: overrides of a recipe, for all parts; `folder`: for logs and runs; `only`: names of parts, empty for
-    all; `installed`: lines on the installed versions, and whether they fit together. Raises BadInput for an unknown
-    part.
+    all; `installed`: returns lines on the installed versions, and whether they fit together. Raises BadInput for an
+    unknown part.
     """
     if unknown := [name for name in only if name not in NAMES]:
         raise BadInput(f"--only {unknown[0]}: there is no such part, expected one of {', '.join(NAMES)}")
@@ -98,8 +98,8 @@ def check(
 
 
 def expected_platform(settings: Sequence[str]) -> str:
-    """The platform that the parts will choose, as far as it can be told without torch: that of the settings, else "npu"
-    where torch_npu is installed, else "auto"."""
+    """The platform that the parts will choose, as far as can be told without torch: that of the settings, else "npu" if
+    torch_npu is installed, else "auto"."""
     given = [one.partition("=")[2].strip(' "') for one in settings if one.startswith("platform.device=")]
     chosen = given[-1] if given else "auto"
     return "npu" if chosen == "auto" and importlib.util.find_spec("torch_npu") else chosen
@@ -111,7 +111,7 @@ def part_command(name: str, folder: Path, settings: Sequence[str]) -> list[str]:
 
 
 def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s: float = TOTAL_S) -> PartResult:
-    """Run a part to its end, or to its deadline or that of all parts, which comes in `left_s` seconds."""
+    """Run a part to its end, to its own deadline, or to that of all parts, which is `left_s` seconds away."""
     began = time.monotonic()
     deadline_s = min(part.deadline_s, left_s)
     stem = part.name.replace(" ", "-")
@@ -151,7 +151,7 @@ def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s:
 
 
 def _end(child: Child) -> bool:
-    """End the process and what it started, by force if need be. Returns whether it ended."""
+    """End the process and everything it started, by force if necessary. Return whether it ended."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         signal_group(child.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -161,7 +161,7 @@ def _end(child: Child) -> bool:
 
 
 def _busy() -> str:
-    """A remark on a machine with more work than cores, where a deadline says little; "" on any other."""
+    """A remark if the machine has more work than cores, because a deadline then means little; otherwise ""."""
     load = os.getloadavg()[0]
     cores = len(usable_cores())
     return f"the machine is busy (load {load:.0f} on {cores} cores); " if load > 2 * cores else ""
@@ -178,7 +178,7 @@ def _too_late(part: AcceptancePart, total_s: float) -> PartResult:
 
 
 def _with_versions(result: PartResult, installed: Installed) -> PartResult:
-    """The part "versions" with what is installed, which needs no device."""
+    """The part "versions", with the installed versions added, which need no device."""
     began = time.monotonic()
     lines, fits = installed()
     both = replace(result, lines=(*result.lines, *lines), seconds=result.seconds + time.monotonic() - began)

@@ -14,7 +14,7 @@ from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of avg@k of two runs, each after its last evaluated update."""
+    """The difference between the avg@k of two runs, each after its last evaluated update."""
 
     benchmark: str
     interval: Interval
@@ -32,9 +32,9 @@ class Difference:
 
     @property
     def agreed(self) -> bool:
-        """Whether the test finds a difference at the interval's level; True if there is no test.
+        """Whether the test finds a difference at the interval's level. True if there is no test.
 
-        With few unequal problems the t interval alone is too narrow: with five problems better and none worse, p =
+        With few unequal problems, the t interval alone is too narrow: with five problems better and none worse, p =
         0.06.
         """
         return self.p_value is None or self.p_value <= 1 - self.level
@@ -54,7 +54,7 @@ def benchmark_names(runs: list[ComparedRun]) -> list[str]:
 
 
 def accuracy_difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
-    """The difference on a benchmark; None unless both runs have evaluated trained weights on it."""
+    """The difference on a benchmark. None unless both runs have evaluated trained weights on it."""
     mine = last_evaluation(one, benchmark)
     theirs = last_evaluation(other, benchmark)
     if mine is None or theirs is None:

@@ -18,8 +18,8 @@ from engine.tools.timeline import COLORS
 PALETTE = ("#2f6fb0", "#e07b1a", "#3a8f4d", "#a8498f", "#c93c3c", "#5c5c5c", "#8a6d1f", "#1f8f8f")
 """Colours of the runs, in order."""
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
-"""Dashes of their lines (SVG's stroke-dasharray), for readers who cannot distinguish the colours, and for curves on top
-of each other."""
+"""Dashes of their lines (SVG's stroke-dasharray), for readers who cannot distinguish the colours, and for overlapping
+curves."""
 POINTS = 400
 """Largest number of points of a curve. A longer curve is drawn as means of neighbouring steps."""
 PARTS = {
@@ -30,7 +30,7 @@ PARTS = {
     "update_s": ("update", "update"),
     "other_s": ("other", "silent"),
 }
-"""The parts of a step's time, each with its name on the page and the timeline's name for its colour. (The names differ,
+"""The parts of a step's time, each with its name on the page and the timeline's name for its colour. (The names differ
 because a run may be called "sync".)"""
 ROLLOUT = ("rollout, beside it", "rollout")
 NOTES = (
@@ -55,7 +55,7 @@ NOTES = (
 
 
 def write_page(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
-    """Write the page. Returns the verdict on each run but the first."""
+    """Write the page. Return the verdict on each run except the first."""
     found = judge_runs(runs)
     content = json.dumps(_finite(_content(runs, found)), separators=(",", ":")).replace("</", "<\\/")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def _bars(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """For each benchmark a group with the accuracies of the runs, and a group with the differences from the first
+    """For each benchmark, a group with the accuracies of the runs, and a group with their differences from the first
     run."""
     groups = []
     for name in accuracy.benchmark_names(list(runs)):
@@ -230,7 +230,7 @@ def _how(one: Difference) -> str:
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401
-    """The value with null for numbers that are not finite, because JSON has no infinity."""
+    """The value with null in place of numbers that are not finite, because JSON has no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

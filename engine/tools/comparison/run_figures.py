@@ -13,15 +13,15 @@ from engine.evaluation.intervals import t_interval
 Row = Mapping[str, Any]
 
 WARM_UP = 1
-"""Number of first steps that do not count for speed, because caches and allocators are cold."""
+"""Number of first steps that are not counted for speed, because caches and allocators are cold."""
 MIN_STEPS = 5
-"""With fewer common steps there is no interval."""
+"""With fewer common steps, there is no interval."""
 BLOCKS = 6
 """Number of blocks of neighbouring steps. They are few and long, because the load of a machine changes slowly, and
-short blocks would be as alike as the steps."""
+short blocks would be correlated like the steps."""
 PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
-"""The times of a step's parts in the trainer, one after the other. Scoring is part of train_s; rollouts run at the same
-time."""
+"""Times of the parts of a trainer's step, which follow one another. Scoring is part of train_s; rollouts run at the
+same time."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ComparedRun:
     config: Mapping[str, str]
     """The flat config, such as "train.mode" → "sync", with values as text."""
     steps: Sequence[Row]
-    """Lines of steps.jsonl by step, each step once (of a repeated step the last line)."""
+    """Lines of steps.jsonl by step. Each step occurs once; for a repeated step, the last line."""
     evaluations: Sequence[Row] = ()
-    """Lines of evaluations.jsonl, in their order."""
+    """Lines of evaluations.jsonl, in order."""
     tables: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """The `table` of an evaluation → prompt id → mean score."""
     failure: str = ""
@@ -49,12 +49,12 @@ class ComparedRun:
 
     @property
     def planned(self) -> int:
-        """train.steps; 0 if it is not known."""
+        """train.steps; 0 if unknown."""
         return int(self.config.get("train.steps", "0"))
 
     @property
     def trained(self) -> int:
-        """The number of steps up to the last one that the run has."""
+        """The number of steps up to the run's last one."""
         return int(self.steps[-1]["step"]) + 1 if self.steps else 0
 
     @property
@@ -78,7 +78,7 @@ class Interval:
 
 
 def steps_once(rows: Sequence[Row]) -> list[Row]:
-    """Rows by step, each step once. Of several lines of a step (a repeated one) the last counts."""
+    """Rows by step, each step once. If a step has several lines because it was repeated, the last counts."""
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
@@ -88,7 +88,7 @@ def figure_series(run: ComparedRun, key: str) -> list[tuple[int, float]]:
 
 
 def elapsed_seconds(run: ComparedRun) -> dict[int, float]:
-    """Seconds of training at the end of each step: the sum of step_s so far, from the run's first step on.
+    """Seconds of training at the end of each step: the running sum of step_s from the run's first step.
 
     Start-up, evaluations outside steps, pauses and repeated steps are not included.
     """
@@ -131,7 +131,7 @@ def common_steps(one: ComparedRun, other: ComparedRun, key: str, skip: int = 0) 
 def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
     """The ratio of tokens/s/device of `one` to `other`, on their common steps.
 
-    Consecutive steps are alike, so the units are `BLOCKS` blocks of steps (method of batch means). The interval is
+    Consecutive steps are correlated, so the units are `BLOCKS` blocks of steps (method of batch means). The interval is
     Student's t interval of the mean log ratio of the blocks. It is too narrow if load lasts about as long as a block.
     """
     pairs = [

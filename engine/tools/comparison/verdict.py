@@ -1,4 +1,4 @@
-"""Turns figures into sentences: one for each question, and no more certain than the figures."""
+"""Turns figures into sentences, one for each question. No sentence is more certain than its figures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 CONFIDENCE = 0.95
-"""Confidence of all intervals of a kind (speed, reward, accuracy) together. Each of k intervals has 1 - 0.05 / k
-(Bonferroni). There is an interval for each run but the first; for accuracy, one for each such run and benchmark."""
+"""Joint confidence of all intervals of a kind (speed, reward, accuracy). Each of k intervals has 1 - 0.05 / k
+(Bonferroni). There is one interval for each run except the first; for accuracy, one for each such run and benchmark."""
 NOT_SURE = "not enough steps to be sure"
 MOST_FACTOR = 100
-"""Where more than so many times the steps were needed to decide, no number of steps is named."""
+"""If deciding takes more than this many times the steps, no number of steps is given."""
 MODE_KEYS = ("train.mode", "train.max_staleness", "train.exact_lag")
-"""Keys that say how a run is asynchronous: runs in different modes are meant to differ in them."""
+"""Keys that define how a run is asynchronous. Runs in different modes are meant to differ in them."""
 UNKNOWN = Interval(math.nan, -math.inf, math.inf)
 """An unknown figure."""
 GRADES = {
@@ -30,7 +30,7 @@ GRADES = {
 }
 """The result of an interval of a difference, as text."""
 PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "checkpoint.path", "checkpoint.keep_last")
-"""Keys that change where files are, and not the behaviour of a run."""
+"""Keys that change where files are, not how a run behaves."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def judge_runs(runs: Sequence[ComparedRun]) -> list[Verdict]:
-    """The comparison of each run but the first with the first."""
+    """Compare each run except the first with the first."""
     others = len(runs) - 1
     sure = joint_confidence(others)
     sure_of_accuracy = joint_confidence(others * len(accuracies.benchmark_names(list(runs))))
@@ -61,7 +61,7 @@ def judge_runs(runs: Sequence[ComparedRun]) -> list[Verdict]:
 
 
 def joint_confidence(intervals: int) -> float:
-    """The confidence of each of `intervals` intervals, so that all hold together with `CONFIDENCE`."""
+    """The confidence of each of `intervals` intervals with which all hold together at `CONFIDENCE`."""
     return 1 - (1 - CONFIDENCE) / max(1, intervals)
 
 
@@ -71,8 +71,8 @@ def format_percent(level: float) -> str:
 
 
 def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Config keys whose values differ, with the value in each run ("not set" if it has none), without names and
-    places."""
+    """Config keys whose values differ, with the value in each run ("not set" if it has none). Names and places are left
+    out."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     rows = {key: [run.config.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
@@ -115,7 +115,7 @@ def _who(run: ComparedRun) -> str:
 
 
 def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
-    """Both questions in one sentence. Without a benchmark, the training reward stands for quality."""
+    """Both questions in one sentence. Without a benchmark, quality is judged by the training reward."""
     unlike = " (not evaluated alike)"
     measured = [
         (f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy
@@ -162,8 +162,8 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
 
 
 def _more(ratio: Interval, steps: int) -> str:
-    """How many further steps would decide, if ratio and noise stay as they are: the interval of the log ratio shrinks
-    with the square root of the steps."""
+    """How many further steps would decide, if ratio and noise stay the same. The interval of the log ratio shrinks with
+    the square root of the steps."""
     value, low, high = (math.log(one) for one in (ratio.value, ratio.low, ratio.high))
     half = value - low if value > 0 else high - value
     needed = steps * (half / value) ** 2 if value else math.inf
@@ -235,8 +235,8 @@ def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
 
 
 def _meant(run: ComparedRun, base: ComparedRun) -> tuple[list[str], list[str]]:
-    """The keys that two runs were meant to differ in, and the other keys in which they differ. Meant is the mode, or a
-    key that is the only one."""
+    """The keys in which two runs were meant to differ, and the other keys in which they differ. Meant are the keys of
+    the mode, or a key that is the only difference."""
     differ = list(config_differences([base, run]))
     meant = [key for key in differ if key in MODE_KEYS] if "train.mode" in differ else []
     meant = meant or (differ if len(differ) == 1 else [])
@@ -244,7 +244,7 @@ def _meant(run: ComparedRun, base: ComparedRun) -> tuple[list[str], list[str]]:
 
 
 def _compared(run: ComparedRun, base: ComparedRun) -> list[str]:
-    """A sentence that says what is compared, if it is plain."""
+    """A sentence that says what is compared, if that is clear."""
     meant, _ = _meant(run, base)
     both = [f"{key} ({base.config.get(key, 'not set')}, {run.config.get(key, 'not set')})" for key in meant]
     return [f"Compared: {', '.join(both)}."] if both else []

@@ -1,4 +1,4 @@
-"""Rules of control: pause, abort, resume, clients that leave."""
+"""Rules of control: pause, abort, resume, disconnected clients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.tools.conformance.tried_engine import SampledReply, TriedEngine
 from engine.wire.rollout_messages import Pause, Resume
 
 MANY = 64
-"""Requests of which some are being sampled and, in most engines, some wait."""
+"""Number of requests with which some are being sampled and, in most engines, some wait."""
 HELD_S = 0.3
-"""Seconds in which an engine that is paused must not answer a new request."""
+"""Seconds during which a paused engine must not answer a new request."""
 SAMPLED = 128
-"""Tokens of a response that takes a while."""
+"""Number of tokens of a response that takes some time."""
 
 
 @rule("pause", "POST /pause?mode=wait lets running responses finish; new and waiting ones stay until POST /resume")
@@ -35,7 +35,7 @@ async def pause(engine: TriedEngine) -> str:
 
 @rule("abort", "POST /pause?mode=abort ends every request at once, with the tokens it has and the reason abort")
 async def abort(engine: TriedEngine) -> str:
-    """A publish does not wait for long responses where rollout.partial cuts them."""
+    """If rollout.partial cuts long responses, a publish does not wait for them."""
     async with engine.under_way(MANY) as tasks:
         await engine.call(Pause("abort"))
         load = await engine.load()
@@ -67,7 +67,7 @@ def _ended(tasks: list[asyncio.Task[SampledReply]]) -> list[str]:
 
 @rule("disconnect", "a request whose client leaves is dropped, and its slot is free")
 async def disconnect(engine: TriedEngine) -> str:
-    """The orchestrator leaves requests of a response that it no longer needs."""
+    """The orchestrator abandons requests for responses that it no longer needs."""
     length = len((await engine.complete(max_tokens=SAMPLED)).choices[0].token_ids)
     before = (await engine.load()).generated_tokens
     async with engine.under_way(MANY, SAMPLED):

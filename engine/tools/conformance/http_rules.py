@@ -14,16 +14,16 @@ from engine.wire.access_token import VARIABLE, is_loopback
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 LOAD_S = 1.0
-"""Seconds in which GET /load must answer, even if the engine is busy."""
+"""Seconds within which GET /load must answer, even if the engine is busy."""
 BUSY = 32
-"""Requests that keep an engine busy."""
+"""Number of requests that keep an engine busy."""
 SMALL = 2**16
 TOKEN_BYTES = 16
 WEIGHTS = 2**24
 """Limits of bodies in bytes (docs/protocol.md)."""
 CHUNK = 2**16
 EARLY_S = 1.0
-"""Seconds in which an engine may refuse a body that it has not read."""
+"""Seconds during which an engine may refuse a body that it has not read."""
 GUARDED = (
     ("POST", "/v1/completions"),
     ("GET", "/weight_version"),
@@ -42,7 +42,7 @@ GUARDED = (
 
 @rule("health", "GET /health answers without a token, with the version of the protocol")
 async def health(engine: TriedEngine) -> str:
-    """The orchestrator asks it before anything else."""
+    """The orchestrator calls it before anything else."""
     answer = await engine.ask("GET", "/health", headers={})
     found = answer.json
     demand(answer.status == 200, f"it answered {answer}")
@@ -53,7 +53,7 @@ async def health(engine: TriedEngine) -> str:
 
 @rule("token", "every other route refuses a request without the token, and with a wrong one: 401")
 async def token(engine: TriedEngine) -> str:
-    """Without a token an engine listens on loopback only."""
+    """Without a token, an engine listens only on loopback."""
     if engine.token is None:
         host = urlsplit(engine.url).hostname or ""
         demand(_is_loopback(host), f"{VARIABLE} is not set, and {host} is no loopback address")
@@ -75,7 +75,7 @@ def _is_loopback(host: str) -> bool:
 
 @rule("errors", "a request that can't be served is refused with the right status, a message, and no effect")
 async def errors(engine: TriedEngine) -> str:
-    """A wrong status would stop a run, or be sent again for ever."""
+    """A wrong status would stop a run, or cause endless retries."""
     vocabulary = engine.reference.vocabulary
     before = (await engine.load()).generated_tokens
     cases: list[tuple[int, str, str, JsonObject | bytes | None]] = [
@@ -107,7 +107,7 @@ async def errors(engine: TriedEngine) -> str:
 
 @rule("limits", "bodies larger than the protocol's limits are refused: 413")
 async def limits(engine: TriedEngine) -> str:
-    """A run may meet clients that are not its own."""
+    """A run may be contacted by foreign clients."""
     ids = engine.reference.positions + engine.reference.vocabulary
     cases = {"/v1/completions": SMALL + TOKEN_BYTES * ids, "/pause": SMALL, "/update_weights": WEIGHTS}
     for path, limit in cases.items():
@@ -117,7 +117,8 @@ async def limits(engine: TriedEngine) -> str:
 
 
 async def _status_of_large(engine: TriedEngine, path: str, size: int) -> int:
-    """Send a body of spaces until the engine answers, and return the status; it may answer before all of it came."""
+    """Send a body of spaces until the engine answers, and return the status. The engine may answer before it has
+    received the whole body."""
     place = urlsplit(engine.url)
     lines = [f"POST {path} HTTP/1.1", f"Host: {place.netloc}", "Connection: close", f"Content-Length: {size}"]
     lines += [f"Authorization: Bearer {engine.token}"] if engine.token is not None else []
@@ -126,7 +127,7 @@ async def _status_of_large(engine: TriedEngine, path: str, size: int) -> int:
             reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
             writer.write("\r\n".join([*lines, "", ""]).encode())
             answer = asyncio.create_task(reader.readline())
-            await asyncio.wait([answer], timeout=EARLY_S)  # a body that it does not read would break the connection
+            await asyncio.wait([answer], timeout=EARLY_S)  # an unread body would break the connection
             sending = asyncio.create_task(_send(writer, 0 if answer.done() else size))
             try:
                 line = await answer
@@ -151,7 +152,7 @@ async def _send(writer: asyncio.StreamWriter, size: int) -> None:
 
 @rule("load", "GET /load gives running, waiting, generated_tokens and weight_version within a second, also when busy")
 async def load(engine: TriedEngine) -> str:
-    """The orchestrator takes a slow answer for a dead engine (rollout.heartbeat_s)."""
+    """The orchestrator considers an engine dead if its answer is slow (rollout.heartbeat_s)."""
     slowest = 0.0
     async with engine.under_way(BUSY) as tasks:
         for _ in range(3):

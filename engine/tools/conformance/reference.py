@@ -1,4 +1,6 @@
-"""The model that the engine serves, as transformers computes it: what log-probabilities must be, and other weights."""
+"""The model that the engine serves, as transformers computes it: the expected log-probabilities, and changed
+weights.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,24 @@ from engine.wire.weights.buckets import DTYPES, Buffers, pack_buckets
 from engine.wire.weights.hf_folder import Reader, open_folder, write_sharded
 
 PROMPT = 40
-"""Tokens of the prompt, at most; with 32 a block, engines with a prefix cache keep some of it."""
+"""Largest number of prompt tokens. With blocks of 32 tokens, engines with a prefix cache keep part of it."""
 PERTURBED = 8
-"""How many tokens that are."""
+"""Number of tokens in `Reference.perturb`."""
 FACTORS = (0.9, 0.95, 1.05, 1.1)
-"""What tensors are multiplied by, to have other weights."""
+"""Factors by which tensors are multiplied to get other weights."""
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 BUCKETS = 4
-"""About how many buckets the changed weights are sent in."""
+"""Approximate number of buckets in which the changed weights are sent."""
 
 
 class Reference:
     """A Hugging Face folder, computed in float32 on the CPU, and the same model with changed weights."""
 
     def __init__(self, model: Path, dtype: str, scratch: Path) -> None:
-        """`dtype`: of the engine's weights. `scratch`: a folder that the engine can read, for buckets of weights."""
+        """`dtype`: that of the engine's weights. `scratch`: a folder that the engine can read, for buckets of
+        weights.
+        """
         shape = read_shape(model)
         self.model = model
         self.dtype = dtype
@@ -47,7 +51,9 @@ class Reference:
 
     @property
     def perturb(self) -> list[int]:
-        """Tokens whose output rows the self-test changes: the prompt's last, and some that are not in it."""
+        """Tokens whose output rows the self-test changes: the prompt's last token, and some that are not in the
+        prompt.
+        """
         others = [token for token in range(self.vocabulary) if token not in self.prompt]
         return [self.prompt[-1], *others[: PERTURBED - 1]]
 
@@ -86,7 +92,7 @@ class Reference:
         return self._models[changed]
 
     def _changed_folder(self) -> Path:
-        """The model with every tensor multiplied by a number near 1 of its own."""
+        """The model with every tensor multiplied by its own factor near 1."""
         if not self._changed.is_dir():
             with open_folder(self.model) as files:
                 write_sharded(self._changed, self._tensors(files))
@@ -97,5 +103,5 @@ class Reference:
 
     def _tensors(self, files: Reader) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(files.names):
-            drawn = random.Random(EMBEDDING if name == OUTPUT else name)  # they may be one tensor
+            drawn = random.Random(EMBEDDING if name == OUTPUT else name)  # the two may be one tensor
             yield name, (files.read(name).float() * drawn.choice(FACTORS)).to(DTYPES[self.dtype])

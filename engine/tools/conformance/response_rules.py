@@ -16,11 +16,11 @@ from engine.tools.conformance.tried_engine import SampledReply, TriedEngine
 
 TOKENS = 24
 GROUP = 8
-"""Responses to one prompt at once, as a run asks for them."""
+"""Number of simultaneous responses to one prompt, as in a run."""
 
 
 async def sampled(engine: TriedEngine, **body: Any) -> SampledReply:  # noqa: ANN401
-    """Return a response of TOKENS tokens, unless `body` asks for others; demand that they are tokens."""
+    """Return a response of TOKENS tokens, unless `body` asks for another number. Demand that they are valid tokens."""
     reply = await engine.complete(**{"max_tokens": TOKENS, **body})
     ids = reply.choices[0].token_ids
     demand(len(reply.choices) == 1, f"{len(reply.choices)} choices, one was asked for")
@@ -32,7 +32,7 @@ async def sampled(engine: TriedEngine, **body: Any) -> SampledReply:  # noqa: AN
 
 @rule("tokens", "a response is one choice with token ids of the vocabulary, as many as were asked for")
 async def tokens(engine: TriedEngine) -> str:
-    """With ignore_eos nothing but the limit ends a response."""
+    """With ignore_eos, only the limit ends a response."""
     for count in (1, TOKENS):
         ids = (await sampled(engine, max_tokens=count)).choices[0].token_ids
         demand(len(ids) == count, f"{len(ids)} tokens, {count} were asked for, without an end of sequence")
@@ -41,7 +41,7 @@ async def tokens(engine: TriedEngine) -> str:
 
 @rule("log-probabilities", "a response's log-probabilities are those of the model at the request's temperature")
 async def log_probabilities(engine: TriedEngine) -> str:
-    """Compared with transformers' in float32."""
+    """They are compared with transformers' in float32."""
     largest = 0.0
     for temperature in (1.0, 0.7):
         reply = await sampled(engine, temperature=temperature)
@@ -57,7 +57,7 @@ async def log_probabilities(engine: TriedEngine) -> str:
 
 @rule("prompt-log-probabilities", "prompt_logprobs are those of the model at temperature 1, also of a cached prompt")
 async def prompt_log_probabilities(engine: TriedEngine) -> str:
-    """The orchestrator compares an engine's weights with the trainer's by them."""
+    """The orchestrator uses them to compare an engine's weights with the trainer's."""
     prompt = engine.reference.prompt
     expected = engine.reference.logprobs(prompt[:1], prompt[1:])
     await engine.complete()
@@ -66,7 +66,7 @@ async def prompt_log_probabilities(engine: TriedEngine) -> str:
 
 
 def near(engine: TriedEngine, given: list[float], expected: list[float], what: str) -> float:
-    """Return the largest difference; demand that it, or with bfloat16 the mean one, is within UNMEASURED."""
+    """Return the largest difference. Demand that it, or with bfloat16 the mean difference, is within UNMEASURED."""
     apart = [abs(one - other) for one, other in zip(given, expected, strict=True)]
     dtype = engine.reference.dtype
     limit = UNMEASURED[dtype]
@@ -90,7 +90,7 @@ async def versions(engine: TriedEngine) -> str:
 
 @rule("digest", "the digest is that of tokens, log-probabilities, versions and finish reason")
 async def digest(engine: TriedEngine) -> str:
-    """So that a damaged reply is not trained."""
+    """It prevents training on a damaged reply."""
     reply = await sampled(engine)
     choice = reply.choices[0]
     packed = array("q", choice.token_ids)
@@ -101,7 +101,7 @@ async def digest(engine: TriedEngine) -> str:
 
 @rule("finish-reason", "a stop token ends the response and belongs to it: stop; the limit ends it: length")
 async def finish_reason(engine: TriedEngine) -> str:
-    """Tried with a token that the response is known to have."""
+    """This is tried with a token that the response is known to contain."""
     whole = await sampled(engine, temperature=0)
     ids = whole.choices[0].token_ids
     demand(whole.choices[0].finish_reason == "length", f"{whole.choices[0].finish_reason!r} at the limit")
@@ -119,7 +119,7 @@ async def finish_reason(engine: TriedEngine) -> str:
 
 @rule("seeds", "the same seed gives the same response, another seed another one")
 async def seeds(engine: TriedEngine) -> str:
-    """With rollout.deterministic a response that was lost is sampled again with its seed."""
+    """With rollout.deterministic, a lost response is sampled again with its seed."""
     found = [(await sampled(engine, seed=seed)).choices[0].token_ids for seed in (0, 1, 0, 2**63 - 1, -(2**63))]
     demand(found[0] == found[2], "two requests with seed 0 gave different tokens")
     demand(len(set(found)) > 1, "requests with different seeds gave the same tokens")
@@ -128,7 +128,7 @@ async def seeds(engine: TriedEngine) -> str:
 
 @rule("unseeded", "requests without a seed give different responses")
 async def unseeded(engine: TriedEngine) -> str:
-    """A run gives seeds to deterministic instances only, and to evaluations."""
+    """A run gives seeds only to deterministic instances, and in evaluations."""
     replies: list[SampledReply] = await asyncio.gather(*(sampled(engine, seed=None) for _ in range(GROUP)))
     different = len({reply.choices[0].token_ids for reply in replies})
     demand(different > 1, f"all {GROUP} responses are the same, without a seed")
@@ -137,7 +137,7 @@ async def unseeded(engine: TriedEngine) -> str:
 
 @rule("group", "requests of a group run at the same time, and each response ends as it says")
 async def group(engine: TriedEngine) -> str:
-    """As a run samples: no ignore_eos."""
+    """Samples as a run does, without ignore_eos."""
     asked = [sampled(engine, seed=seed, ignore_eos=False) for seed in range(GROUP)]
     replies: list[SampledReply] = await asyncio.gather(*asked)
     ends = engine.reference.ends
@@ -154,7 +154,7 @@ async def group(engine: TriedEngine) -> str:
 
 @rule("continued", "a response goes on after the tokens that it has (rollout.partial)", required=False)
 async def continued(engine: TriedEngine) -> str:
-    """Its random numbers must not begin anew."""
+    """Its random numbers must not start over."""
     prompt = engine.reference.prompt
     first = (await sampled(engine)).choices[0].token_ids
     more = await sampled(engine, prompt=[*prompt, *first], continued=len(first))

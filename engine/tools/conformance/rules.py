@@ -1,4 +1,4 @@
-"""What a rule of the conformance suite is."""
+"""Defines a rule of the conformance suite."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.tools.conformance.tried_engine import TriedEngine
 
 
 class RuleBroken(MetronomeError):
-    """The engine does not keep the rule; the message says what was seen."""
+    """The engine breaks the rule; the message says what was seen."""
 
 
 Check = Callable[[TriedEngine], Awaitable[str]]
-"""It tries the rule, returns what it saw, and raises RuleBroken (or an error of a call) if the rule does not hold."""
+"""Tries the rule and returns what it saw. Raises RuleBroken (or an error of a call) if the rule does not hold."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class ProtocolRule:
     """The rule in a sentence."""
     check: Check
     required: bool
-    """Whether a run relies on it in any case."""
+    """Whether every run relies on it."""
 
 
 def rule(name: str, text: str, required: bool = True) -> Callable[[Check], ProtocolRule]:
-    """Make a check a rule."""
+    """Turn a check into a rule."""
     return lambda check: ProtocolRule(name, text, check, required)
 
 
 def demand(holds: bool, words: str) -> None:
-    """Raise RuleBroken with these words unless it holds."""
+    """Raise RuleBroken with these words unless `holds` is true."""
     if not holds:
         raise RuleBroken(words)

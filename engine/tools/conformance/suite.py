@@ -1,4 +1,4 @@
-"""The conformance suite: tries every rule on an engine, one after the other, and says what holds."""
+"""The conformance suite: tries every rule on an engine, one after the other, and reports which ones hold."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ RULES: Sequence[ProtocolRule] = (
     response_rules.continued,
     update_rules.staged,
 )
-"""In the order in which they are tried."""
+"""All rules, in the order in which they are tried."""
 RULE_S = 10
-"""A rule may last this many times the deadline of a call."""
+"""Time limit of a rule, as a multiple of the deadline of a call."""
 
 Say = Callable[[str], None]
 
@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 def conform(
     url: str, model: str, dtype: str, shared: Path | None, timeout_s: float, only: Sequence[str], say: Say
 ) -> bool:
-    """Try the rules (`only` these, if any), say a line for each, and return whether all required ones hold.
+    """Try the rules (only those in `only`, if any), print a line for each, and return whether all required ones hold.
 
     `model`: the folder that the engine serves; "" means the one that its replies name. `shared`: a folder for files of
     weights that the engine can read. Raises BadInput if no engine answers there, if it is in use, or if there is no
@@ -118,7 +118,7 @@ async def _conform(
 
 
 async def _tried(engine: TriedEngine, rule: ProtocolRule, width: int, say: Say) -> bool:
-    """Try a rule, bring the engine back to its state, say a line, and return whether the rule holds."""
+    """Try a rule, restore the state of the engine, print a line, and return whether the rule holds."""
     try:
         async with asyncio.timeout(RULE_S * engine.timeout_s):
             seen = await rule.check(engine)
@@ -155,11 +155,11 @@ async def _model(engine: EngineCalls, given: str) -> Path:
 
 
 async def _check_unused(engine: TriedEngine) -> None:
-    """Raise BadInput if the engine seems to be part of a run: the rules change its weights."""
+    """Raise BadInput if the engine seems to be part of a run, because the rules change its weights."""
     try:
         load = await engine.load()
     except MetronomeError:
-        return  # a rule will say so
+        return  # a rule will report it
     if load.running + load.waiting > 0 or load.weight_version != 0:
         raise BadInput(
             f"{engine.url} is in use: it has {load.running + load.waiting} requests and weight version "

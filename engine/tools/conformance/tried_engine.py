@@ -1,4 +1,4 @@
-"""The engine that is tried: calls to its routes, as the orchestrator makes them and as a stranger would."""
+"""The engine under test: calls to its routes, as the orchestrator makes them and as a foreign client would."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from engine.wire.rollout_messages import (
 
 Reply = TypeVar("Reply")
 LONG = 10**6
-"""More tokens than any context has room for."""
+"""A number of tokens larger than any context."""
 LOOK_S = 0.01
-"""Seconds between two looks at the load."""
+"""Seconds between two checks of the load."""
 
 
 class SampledReply(CompletionReply):
-    """A reply to /v1/completions in which the digest may be missing: a rule of its own says so."""
+    """A reply to /v1/completions in which the digest may be missing, because a separate rule checks it."""
 
     digest: str = ""
 
 
 class RefusedCall(MetronomeError):
-    """The engine refused a call that it had to carry out."""
+    """The engine refused a call that it should have carried out."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply as it came."""
+    """A raw reply."""
 
     status: int
     raw: bytes
 
     @property
     def json(self) -> Any:  # noqa: ANN401
-        """Its JSON; None if it is none."""
+        """Its JSON; None if it is not JSON."""
         try:
             return json.loads(self.raw)
         except ValueError:
@@ -89,7 +89,8 @@ class EngineCalls:
     async def ask(
         self, method: str, path: str, body: JsonObject | bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Send anything. `headers` replace the one with the token. Raise RefusedCall if the connection breaks."""
+        """Send any request. `headers` replace the default header with the token. Raise RefusedCall if the connection
+        breaks."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         sent = authorization_headers(self.token) if headers is None else headers
         try:
@@ -105,7 +106,7 @@ class EngineCalls:
 
 
 class TriedEngine(EngineCalls):
-    """The engine that is tried, with the model that it serves, and the calls that an orchestrator makes."""
+    """The engine under test, with the model that it serves, and the calls that an orchestrator makes."""
 
     def __init__(
         self, url: str, session: aiohttp.ClientSession, token: str | None, timeout_s: float, reference: Reference
@@ -113,20 +114,21 @@ class TriedEngine(EngineCalls):
         super().__init__(url, session, token, timeout_s)
         self.reference = reference
         self.changed = False
-        """Whether its weights may be others than those it was started with."""
+        """Whether its weights may differ from those with which it was started."""
 
     async def call(self, request: InstanceRequest[Reply]) -> Reply:
-        """Send a request of the orchestrator, and read the reply as it does. Raise RefusedCall for any other reply."""
+        """Send a request of the orchestrator, and read the reply as the orchestrator does. Raise RefusedCall for any
+        other reply."""
         data = msgspec.json.encode(request) if request.method == "POST" else None
         answer = await self.ask(request.method, request.path, data)
         return cast(Reply, _read(f"{request.method} {request.path}", answer, request.reply))
 
     async def complete(self, **body: Any) -> SampledReply:  # noqa: ANN401
-        """Sample one response; by default 8 tokens after the reference's prompt that no end of sequence ends."""
+        """Sample one response: by default 8 tokens after the reference's prompt, ignoring the end of sequence."""
         answer = await self.ask("POST", "/v1/completions", self.body(**body))
         reply = cast(SampledReply, _read("POST /v1/completions", answer, SampledReply))
         for choice in reply.choices:
-            choice.token_ids = tuple(choice.token_ids)  # the rules count different ones
+            choice.token_ids = tuple(choice.token_ids)  # hashable, because the rules count different responses
         return reply
 
     def body(self, **body: Any) -> JsonObject:  # noqa: ANN401
@@ -136,7 +138,7 @@ class TriedEngine(EngineCalls):
         return {key: value for key, value in whole.items() if value is not None}
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """The log-probabilities of a prompt's tokens but the first. Raise RefusedCall if the reply lacks them."""
+        """The log-probabilities of a prompt's tokens except the first. Raise RefusedCall if the reply lacks them."""
         reply = await self.complete(prompt=token_ids, max_tokens=1, prompt_logprobs=0)
         entries = (reply.choices[0].prompt_logprobs or [])[1:]
         found = [(entry or {}).get(str(token)) for entry, token in zip(entries, token_ids[1:], strict=False)]
@@ -152,11 +154,11 @@ class TriedEngine(EngineCalls):
         return await self.call(GetLoad())
 
     async def version(self) -> int:
-        """The version that it names."""
+        """The weight version that it reports."""
         return (await self.call(GetWeightVersion())).weight_version
 
     async def until(self, holds: Callable[[Load], bool], what: str) -> Load:
-        """Wait until its load is so. Raise DeadlineError."""
+        """Wait until `holds` is true of its load. Raise DeadlineError."""
         deadline = time.monotonic() + self.timeout_s
         while not holds(load := await self.load()):
             if time.monotonic() > deadline:
@@ -166,7 +168,7 @@ class TriedEngine(EngineCalls):
 
     @contextlib.asynccontextmanager
     async def under_way(self, count: int, max_tokens: int = LONG) -> AsyncIterator[list[asyncio.Task[SampledReply]]]:
-        """Responses under way, at least one of which is being sampled; those left at the end are dropped."""
+        """Run responses during the body, at least one of which is being sampled. Those left at the end are dropped."""
         tasks = [asyncio.create_task(self.complete(max_tokens=max_tokens, seed=seed)) for seed in range(count)]
         try:
             await self.until(
@@ -181,7 +183,7 @@ class TriedEngine(EngineCalls):
     # weights --------------------------------------------------------------------------------------
 
     async def update(self, infos: Iterable[JsonObject], version: int) -> None:
-        """A whole weight update, in the orchestrator's order."""
+        """Make a whole weight update, in the orchestrator's order."""
         await self.begin_update()
         for info in infos:
             await self.demand(200, "POST", "/update_weights", {"update_info": info})
@@ -194,26 +196,26 @@ class TriedEngine(EngineCalls):
         await self.call(StartUpdate())
 
     async def finish_update(self, version: int) -> None:
-        """Name the version, and go on."""
+        """Set the version, and resume."""
         await self.call(FinishUpdate(version))
         await self.call(ResetPrefixCache())
         await self.call(Resume())
 
     async def base(self, perturb: list[int], version: int) -> None:
-        """Load the weights that it was started with, the output rows of these tokens changed."""
+        """Load the weights with which it was started, with the output rows of these tokens changed."""
         await self.begin_update()
         await self.call(Update(BaseWeights(perturb)))
         await self.finish_update(version)
 
     async def demand(self, status: int, method: str, path: str, body: JsonObject | bytes | None = None) -> Answer:
-        """Send anything, and raise RefusedCall unless the reply has this status."""
+        """Send any request, and raise RefusedCall unless the reply has this status."""
         answer = await self.ask(method, path, body)
         if answer.status != status:
             raise RefusedCall(f"{method} {path} answered {answer}, expected {status}")
         return answer
 
     async def restore(self) -> None:
-        """Bring it back to the weights it was started with, as version 0, with nothing paused."""
+        """Restore the weights with which it was started, as version 0, with nothing paused."""
         if self.changed:
             await self.base([], 0)
             self.changed = False

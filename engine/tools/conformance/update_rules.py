@@ -1,4 +1,4 @@
-"""Rules of weight updates: order, checksums, versions, what is served before and after."""
+"""Rules of weight updates: order, checksums, versions, and what is served before and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.wire.rollout_messages import GetWorldSize, Pause, StartUpdate
 VERSION = 7
 """A version that no engine has by chance."""
 MOVED = 0.01
-"""The least by which a log-probability must move when weights are perturbed."""
+"""Minimum change of a log-probability when weights are perturbed."""
 REFUSED = (400, 409)
 
 
@@ -29,7 +29,9 @@ async def world_size(engine: TriedEngine) -> str:
 
 @rule("weight-update", "an update by files gives the new weights, under their version, to all that is sampled after it")
 async def weight_update(engine: TriedEngine) -> str:
-    """Requests that came meanwhile wait for it; nothing of the old weights is kept of a prompt."""
+    """Requests that arrive during the update wait for it. Nothing that the old weights computed for a prompt is
+    kept.
+    """
     prompt = engine.reference.prompt
     await engine.complete()  # the prompt is in the cache, if there is one
     await engine.begin_update()
@@ -55,7 +57,7 @@ async def weight_update(engine: TriedEngine) -> str:
 
 @rule("checksum", "a tensor with a wrong checksum is refused by name, and the old weights stay")
 async def checksum(engine: TriedEngine) -> str:
-    """So that damaged weights are never served."""
+    """It prevents damaged weights from being served."""
     first, *_ = engine.reference.buckets(VERSION)
     before = await _seen(engine)
     await engine.begin_update()
@@ -73,7 +75,7 @@ async def checksum(engine: TriedEngine) -> str:
 
 @rule("whole-update", "an update that lacks tensors can't be finished, and no mixture of weights is served")
 async def whole_update(engine: TriedEngine) -> str:
-    """Until another update is whole."""
+    """Nothing is served until another update is complete."""
     infos = engine.reference.buckets(VERSION)
     demand(len(infos) > 1, "the model is too small to be sent in two buckets")
     await engine.begin_update()
@@ -106,7 +108,7 @@ async def _not_served(engine: TriedEngine) -> None:
 
 @rule("update-order", "the steps of an update out of order are refused, 409, and change nothing")
 async def update_order(engine: TriedEngine) -> str:
-    """So that two orchestrators, or one that was started again, can't mix two updates."""
+    """It keeps two orchestrators, or a restarted one, from mixing two updates."""
     first, *_ = engine.reference.buckets(VERSION)
     before = await _seen(engine)
     info: JsonObject = {"update_info": first}
@@ -134,7 +136,7 @@ async def _seen(engine: TriedEngine) -> tuple[int, list[float]]:
 
 
 async def _same(engine: TriedEngine, before: tuple[int, list[float]]) -> None:
-    """Demand the version and the weights of before."""
+    """Demand the same version and weights as before."""
     version, logprobs = await _seen(engine)
     demand(version == before[0], f"GET /weight_version says {version} after a refused update, {before[0]} before")
     near(engine, logprobs, before[1], "after a refused update")
@@ -155,9 +157,9 @@ async def base_weights(engine: TriedEngine) -> str:
 
 @rule("staged", "buckets arrive while it generates, and are loaded later (weights.staged)", required=False)
 async def staged(engine: TriedEngine) -> str:
-    """For modes that generate across a publish."""
+    """Needed by modes that generate across a publish."""
     prompt = engine.reference.prompt
-    version = int(time.time())  # an engine may keep what was staged of a version
+    version = int(time.time())  # an engine may keep the staged weights of a version
     for info in engine.reference.buckets(version):
         await engine.demand(200, "POST", "/update_weights", {"update_info": {**info, "staged": True}})
     held = await engine.version()

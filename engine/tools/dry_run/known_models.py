@@ -100,7 +100,7 @@ KNOWN: Mapping[str, ModelShape] = {
 def shape_of(path: str) -> tuple[ModelShape, str]:
     """The shape of `model.path` and its source: config.json if the folder exists, else the table `KNOWN`.
 
-    Raises BadInput for a model that is in neither.
+    Raises BadInput for a model with neither.
     """
     folder = find_file(path)
     if (folder / "config.json").is_file():

@@ -37,12 +37,12 @@ class RunPlan:
 
     @property
     def devices(self) -> int:
-        """The number of devices of training, scoring and rollouts together."""
+        """The total number of devices for training, scoring and rollouts."""
         return self.config.parallel.ranks + self.config.scorer_ranks + self.instances * self.config.rollout.tensor
 
 
 def plan_run(config: Config) -> RunPlan:
-    """The plan of a run. Raises BadInput with every reason why the run cannot work."""
+    """The plan of a run. Raises BadInput with all reasons why the run cannot work."""
     shape, source = shape_of(config.model.path)
     check_layouts(config, shape)
     instance, cache = instance_need(shape, config)
@@ -121,7 +121,8 @@ def _memory(made: RunPlan) -> Iterator[str]:
 
 
 def _too_little(made: RunPlan) -> Iterator[str]:
-    """What this machine has too little of. A recipe for devices that it lacks is planned for another machine."""
+    """The limits of this machine that do not suffice. If the machine lacks the recipe's devices, the plan is for
+    another one."""
     if _has(made.config.platform.device):
         yield from (limit.refusal for limit in _machine(made) if not limit.suffices)
 

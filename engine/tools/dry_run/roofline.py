@@ -1,4 +1,6 @@
-"""The time of a trained token by a roofline model, and its MFU. Nothing here was measured by this project."""
+"""Estimates the time of a trained token, and its MFU, by a roofline model. Nothing here was measured by this
+project.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from engine.run.sizes import cheap_elements, layer_elements, rank_parameters, wh
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of one device, as its maker publishes them (dense bf16, no sparsity)."""
+    """Figures of one device, as published by its maker (dense bf16, no sparsity)."""
 
     name: str
     platform: Literal["cuda", "npu"]
@@ -29,7 +31,7 @@ class Device:
     link: float
     """Bytes/s to another device of its node, one direction."""
     mesh: bool = False
-    """Whether each pair of devices has a link of its own; else `link` is for all others together, by a switch."""
+    """Whether each pair of devices has its own link. Otherwise `link` is the total to all others, through a switch."""
 
     def to_others(self, ranks: int) -> float:
         """Bytes/s that a rank sends to the others of a group of `ranks` in a node, one direction."""
@@ -58,30 +60,31 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 PRODUCTS = 0.607
-"""Share of the peak that large matrix products reach: 600 of 989 TFLOP/s on an H100, 215 of 354 on a die of a 910C. It
-is experience, as are the shares of memory and links; all are taken over from these two devices to the others."""
+"""Share of the peak that large matrix products reach: 600 of 989 TFLOP/s on an H100, 215 of 354 on a die of a 910C.
+This value and the shares of memory and links come from experience with these two devices; all are applied to the
+others."""
 ATTENTION = {"cuda": 0.45, "npu": 0.31}
-"""The same of attention. FlashAttention-2 has about 0.45 on an H100; that of an NPU is a guess."""
+"""The same share for attention. FlashAttention-2 has about 0.45 on an H100; the value for an NPU is a guess."""
 READING = 0.78
-"""Share of the memory's bandwidth: 2.6 of 3.35 TB/s."""
+"""Share of the memory's bandwidth that is reached: 2.6 of 3.35 TB/s."""
 LINKS = 2 / 3
-"""Share of a link's bandwidth: 300 of 450 GB/s, 130 of 196 GB/s."""
+"""Share of a link's bandwidth that is reached: 300 of 450 GB/s, 130 of 196 GB/s."""
 PASSES = 7.5
-"""How often an element that a layer keeps is read or written beside products and attention, forward and backward:
-norms, residual sums, rotation, the merge of prompt and own part, SwiGLU, each in passes of its own. Chosen so that a
+"""How often an element that a layer keeps is read or written outside products and attention, forward and backward:
+norms, residual sums, rotation, the merge of prompt and own part, SwiGLU, each in separate passes. Chosen so that a
 layer of Qwen3-8B at TP 4 takes 106 ns a token on an H100, as counted by hand from its operators."""
 LOGIT_BYTES = 95
 """Bytes read and written for each logit, forward and backward (engine.model.logprobs)."""
 FORWARD = 1 / 3
-"""The forward pass's share of the two above."""
+"""The forward pass's share of `PASSES` and `LOGIT_BYTES`."""
 COLLECTIVES = (4.0, 7.5)
-"""All-gathers and reduce-scatters of a layer among tensor ranks, in the forward pass and in both. Of the six of the
-backward pass (Megatron gathers inputs again) somewhat less than half is hidden behind products."""
+"""Number of all-gathers and reduce-scatters of a layer among tensor ranks, in the forward pass and in both passes. Of
+the six in the backward pass (Megatron gathers inputs again), somewhat less than half are hidden behind products."""
 WINDOW_S = {"cuda": 10e-3, "npu": 26e-3}
-"""Host work of a window while the device idles, and …"""
+"""Seconds of host work per window, while the device idles."""
 TOKEN_S = {"cuda": 0.73e-6, "npu": 1.9e-6}
-"""… of each of its tokens: packing and decoding took 0.73 µs a token on an x86 server. Kunpeng's cores are taken to be
-2.6 times as slow."""
+"""Seconds of host work per token of a window. Packing and decoding took 0.73 µs a token on an x86 server. Kunpeng's
+cores are assumed to be 2.6 times as slow."""
 COPY = 8e9
 """Bytes/s from pageable host memory to the device (train.offload)."""
 
@@ -91,11 +94,11 @@ class Estimate:
     """The time of a computed token of one replica, and the model FLOP utilisation (MFU), 0 to 1."""
 
     ns: float
-    """Nanoseconds of forward and backward pass and host work, over all ranks of the replica at once."""
+    """Nanoseconds of forward and backward pass and host work, with all ranks of the replica working at once."""
     scoring_ns: float
-    """Nanoseconds of the forward passes of frozen models, beside it."""
+    """Additional nanoseconds of the forward passes of frozen models."""
     mfu: float
-    """Model FLOP of forward and backward pass over `ns` × the peak of the replica's devices; without recomputation."""
+    """Model FLOP of forward and backward pass over `ns` × the peak of the replica's devices, without recomputation."""
 
     @property
     def mfu_with_scoring(self) -> float:
@@ -116,7 +119,7 @@ def estimate_training(
 ) -> Estimate:
     """Estimate bf16 training of a dense model in micro-batches of `rows` tokens, each of which sees `visible` others.
 
-    A token of a rank in one of the layers takes, with TP = t, model sizes hidden h, and weights w of its linear maps,
+    With TP = t, hidden size h and w weights in its linear maps, one layer of a rank takes for each token:
 
         products      2·w/t ÷ (PRODUCTS · peak); twice that backward
         attention     4·visible·heads·head_dim/t ÷ (ATTENTION · peak); 2.5 times that backward (FlashAttention-2)
@@ -124,11 +127,11 @@ def estimate_training(
         collectives   COLLECTIVES · 2·h·(t − 1)/t ÷ (LINKS · link), forward or both; each context rank's keys and values
                       go to the others, 2·kv_heads·head_dim · 2 bytes · (CP − 1)/t, three times in both directions
 
-    and at the last stage the head: its products, and LOGIT_BYTES per logit. `recompute` adds the forward pass
-    of the layers that are recomputed as a whole, or for "selective" the reading and writing of what is made again.
+    The last stage adds the head: its products, and LOGIT_BYTES per logit. `recompute` adds the forward pass of the
+    layers that are recomputed as a whole, or for "selective" the reading and writing of the recomputed elements.
     A micro-batch reads and writes the rank's fp32 gradients once. A pipeline of p stages takes its fullest stage's time
-    × (m + p − 1)/m with m = 4·p micro-batches a window; a window's host work comes on top. `scoring` forward passes are
-    counted apart, and with `offload` each copies its weights to the device in every window. Left out: the update,
+    × (m + p − 1)/m with m = 4·p micro-batches a window, plus the window's host work. `scoring` forward passes are
+    counted separately, and with `offload` each copies its weights to the device in every window. Left out: the update,
     weight syncs, waiting, launches of small kernels. Peak, bandwidth and link are those of `device`.
 
     Sources: the model FLOP are those of engine.model.flops; for 1F1B Narayanan et al. (arXiv:2104.04473
@@ -165,7 +168,7 @@ def estimate_training(
 
 
 def _layer_s(shape: ModelShape, parallel: Parallel, device: Device, visible: float) -> tuple[float, float]:
-    """Seconds of a token in a layer of a rank: forward pass, both passes."""
+    """Seconds per token in one layer of a rank: forward pass, both passes."""
     tensor = parallel.tensor
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
@@ -183,7 +186,7 @@ def _layer_s(shape: ModelShape, parallel: Parallel, device: Device, visible: flo
 
 
 def _head_s(shape: ModelShape, parallel: Parallel, device: Device) -> tuple[float, float]:
-    """Seconds of a token in the head of a rank of the last stage: forward pass, both passes."""
+    """Seconds per token in the head of a rank of the last stage: forward pass, both passes."""
     width = shape.vocabulary / parallel.tensor
     products = 2 * shape.hidden * width / (PRODUCTS * device.flops)
     logits = LOGIT_BYTES * width / (READING * device.bandwidth)
@@ -205,8 +208,8 @@ def estimate_run(shape: ModelShape, config: Config, device: Device) -> Estimate:
 
 
 def scoring_passes(config: Config) -> int:
-    """Forward passes of the trainer's own ranks beside training: old policy and reference, and the policy's own before
-    the first of several updates (algorithm.old_policy = "behavior")."""
+    """Number of forward passes that the trainer's ranks make in addition to training: those of old policy and
+    reference, and the policy's own before the first of several updates (algorithm.old_policy = "behavior")."""
     return frozen_copies(config) + (config.algorithm.old_policy == "behavior" and config.train.updates > 1)
 
 

@@ -1,4 +1,4 @@
-"""Finds the coefficients of `Costs` from the traces of runs, by least squares of relative errors."""
+"""Estimates the coefficients of `Costs` from the traces of runs, by least squares of relative errors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from engine.run.trace import Span, iterate_spans
 from engine.tools.planner.costs import Costs
 
 ORCHESTRATOR_TOKEN_S = 1e-6
-"""CPU seconds of the orchestrator per token of a response of 16k tokens: reading the reply, its text and its arrays."""
+"""CPU seconds of the orchestrator per token of a response of 16k tokens, for reading the reply, its text and its
+arrays."""
 SLOWDOWNS = np.arange(1.0, 2.01, 0.02)
-"""Slow-downs that are tried."""
+"""Slowdown factors that are tried."""
 RIDGE = 1e-5
-"""Weight of the coefficients' own squares: of figures that always grow together, each then gets a part."""
+"""Weight of the coefficients' own squares. If two figures always grow together, each coefficient then gets a part."""
 REWEIGHTED = 4
-"""Fits, each with the errors weighted by what the last one predicts."""
+"""Number of fits. Each one weights the errors by the predictions of the fit before."""
 LEAST = 8
-"""Fewest windows, and responses, to fit coefficients to."""
+"""Minimum number of windows, and of responses, for fitting coefficients."""
 
 Array = NDArray[np.float64]
 
@@ -45,19 +46,20 @@ class MeasuredRun:
 
     @property
     def sampled(self) -> list[Span]:
-        """Its responses."""
+        """The run's responses."""
         return [span for span in self.spans if span["name"] == "rollout" and span.get("tokens")]
 
     @property
     def trained(self) -> list[Span]:
-        """Its windows, without those that were held for an update. Of ranks that hold the same tokens one has them."""
+        """The run's windows, except those that were held for an update. If several ranks hold the same tokens, only one
+        of them has the windows."""
         windows = [span for span in self.spans if span["name"] == "train" and "groups" in span]
         return [span for span in windows if span.get("computed_tokens")]
 
 
 def read_run(folder: Path, last: int = 0) -> MeasuredRun:
-    """Return a run as measured; `last`: by its last steps only, so many. Raises BadInput for a folder without a run,
-    and for a run that is too short."""
+    """Read the measurements of a run. `last`: use only this many of its last steps (0: all). Raises BadInput for a
+    folder without a run, and for a run that is too short."""
     if not (folder / "config.toml").is_file():
         raise BadInput(f"--from {folder}: no config.toml there, so it is no run folder")
     steps = list(read_lines(folder / "steps.jsonl"))[1:][-last:]
@@ -77,8 +79,8 @@ def read_run(folder: Path, last: int = 0) -> MeasuredRun:
 
 
 def fit_costs(runs: Sequence[MeasuredRun]) -> Costs:
-    """Return the costs that explain runs of one layout best. Raises BadInput if they have too few windows or responses
-    together."""
+    """Fit the costs that best explain runs of one layout. Raises BadInput if all runs together have too few windows or
+    responses."""
     responses = sum(len(run.sampled) for run in runs)
     windows = sum(len(run.trained) for run in runs)
     if min(responses, windows) < LEAST:
@@ -103,7 +105,7 @@ def fit_costs(runs: Sequence[MeasuredRun]) -> Costs:
 
 
 def _medians(run: MeasuredRun) -> dict[str, float]:
-    """What a step takes beside decoding and windows."""
+    """The time that a step takes apart from decoding and windows."""
     sync = [line["sync_s"] for line in run.steps]
     known = ("sync_s", "wait_s", "train_s", "update_s")
     verify = [span["end"] - span["start"] for span in run.spans if span["name"] == "verify"]
@@ -117,10 +119,10 @@ def _medians(run: MeasuredRun) -> dict[str, float]:
 
 
 class _Integral:
-    """∫ of the number of intervals that cover a time, each with a weight that may grow linearly inside of it."""
+    """∫ of the number of intervals that cover a time, each with a weight that may grow linearly within the interval."""
 
     def __init__(self, starts: Array, ends: Array, first: Array, last: Array) -> None:
-        """The weights go from `first` to `last`."""
+        """The weights grow from `first` to `last`."""
         growth = (last - first) / np.maximum(ends - starts, 1e-9)
         self._parts = [
             (sign, *_sorted_sums(times, weight, growth))
@@ -157,9 +159,9 @@ def _columns(spans: Sequence[Any], names: Sequence[str]) -> list[Array]:
 
 
 def _decode(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], float]:
-    """Coefficients of decoding: a response of t tokens takes t steps, each with the mean load of its time, and waits
-    for the prompts that begin on its instance meanwhile. A step costs no less than a token of a prompt, since both are
-    a pass of the model: without this, a short run may say that decoding costs nothing."""
+    """Coefficients of decoding. A response of t tokens takes t steps, each with the mean load during its time, and
+    waits for the prompts that begin on its instance during that time. A step costs no less than a token of a prompt,
+    since both are a pass of the model; otherwise, a short run may suggest that decoding costs nothing."""
     parts = [_decoded(run, lane) for run in runs for lane in sorted({span["lane"] for span in run.sampled})]
     found, slowdown = _fit(*(np.concatenate(each) for each in zip(*parts, strict=True)))
     beyond_prefill, response, context, prefill = found
@@ -168,7 +170,7 @@ def _decode(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], float]:
 
 
 def _decoded(run: MeasuredRun, lane: str) -> tuple[Array, Array, Array]:
-    """Rows, seconds and shares of time in which the trainer computed, of an instance's responses. The columns: what a
+    """Rows, seconds, and shares of time in which the trainer computed, for an instance's responses. The columns: what a
     step costs beyond a token of a prompt, each response in flight, each token of context, a token of a prompt."""
     zero = run.sampled[0]["start"]
     spans = [span for span in run.sampled if span["lane"] == lane]
@@ -184,7 +186,7 @@ def _decoded(run: MeasuredRun, lane: str) -> tuple[Array, Array, Array]:
 
 
 def _prompts_between(spans: Sequence[Span], zero: float, starts: Array, ends: Array) -> Array:
-    """Prompt tokens of the groups that begin on the instance in each of the times."""
+    """Prompt tokens of the groups that begin on the instance within each of the times."""
     first: dict[tuple[int, int], tuple[float, int]] = {}
     for span in spans:
         group = (span["step"], span["group"])
@@ -204,7 +206,7 @@ def _windows(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], float]:
 
 
 def _trained(run: MeasuredRun) -> tuple[Array, Array, Array]:
-    """Rows, seconds and shares of time in which instances sampled, of a run's windows."""
+    """Rows, seconds, and shares of time in which instances sampled, for a run's windows."""
     zero = run.sampled[0]["start"]
     pipeline = run.config.parallel.pipeline
     squares: dict[tuple[int, int], float] = defaultdict(float)
@@ -234,12 +236,12 @@ def _busy(spans: Sequence[Span], zero: float) -> _Integral:
 
 
 def _fit(rows: Array, targets: Array, shares: Array) -> tuple[list[float], float]:
-    """Return coefficients ≥ 0 and a slow-down k with rows · coefficients · (1 + (k − 1) share) ≈ targets.
+    """Return coefficients ≥ 0 and a slowdown k with rows · coefficients · (1 + (k − 1) share) ≈ targets.
 
-    Least squares, each error relative to the figure that is predicted: relative to the target, the fit would lie below
-    the mean of times that scatter.
+    Least squares with each error relative to the predicted figure. With errors relative to the target, the fit would
+    lie below the mean of times that scatter.
     """
-    from scipy.optimize import nnls  # here, because it takes a second
+    from scipy.optimize import nnls  # imported here, because it takes a second
 
     scale = np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12)
     ridge = np.sqrt(RIDGE * len(rows)) * np.eye(rows.shape[1])

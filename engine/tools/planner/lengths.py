@@ -1,4 +1,4 @@
-"""How long prompts and responses are: as a run had them, or drawn from a log-normal distribution."""
+"""The lengths of prompts and responses: those of a run, or drawn from a log-normal distribution."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Z99 = 2.3263478740408408
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of whole groups. Steps draw groups from it, each step anew."""
+    """Tokens of whole groups. Each step draws its groups from these."""
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     """(prompt tokens, tokens of each response) of each known group."""
     source: str
-    """Where they come from, in words."""
+    """The source of the lengths, in words."""
 
     @property
     def mean(self) -> float:
@@ -35,8 +35,8 @@ class Lengths:
         return sum(prompt for prompt, _ in self.groups) / len(self.groups)
 
     def draw(self, count: int, size: int, seed: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return `count` groups of `size` responses: whole groups, since the responses to a hard problem are long
-        together. Responses of a group of another size are drawn from the group's."""
+        """Return `count` groups of `size` responses. Whole groups are drawn, because the responses to a hard problem
+        are all long. If a group has another size, responses are drawn from it."""
         chance = random.Random(seed)
         drawn = []
         for _ in range(count):
@@ -47,7 +47,7 @@ class Lengths:
         return drawn
 
     def scaled(self, factor: float, longest: int) -> Lengths:
-        """The lengths with each response so many times as long, at most `longest` tokens."""
+        """The lengths with each response `factor` times as long, but at most `longest` tokens."""
         return Lengths(
             tuple(
                 (prompt, tuple(min(longest, max(1, round(factor * one))) for one in responses))
@@ -58,7 +58,7 @@ class Lengths:
 
     @staticmethod
     def of_run(spans: Iterable[Span]) -> Lengths:
-        """The groups of a run, by its rollout spans. A response that was cut and continued is the sum of its parts.
+        """The groups of a run, from its rollout spans. A response that was cut and continued is the sum of its parts.
 
         Raises BadInput for a run that sampled nothing.
         """
@@ -76,13 +76,14 @@ class Lengths:
 
     @staticmethod
     def drawn(mean: float, p99: float, prompt: int, longest: int, count: int = 2048, seed: int = 0) -> Lengths:
-        """Log-normal lengths with this mean and 99 % quantile, cut at `longest`; a group shares half of the variance,
-        as the responses to one problem are alike. Raises BadInput if no log-normal distribution has these figures."""
+        """Log-normal lengths with this mean and 99 % quantile, cut at `longest`. Half of the variance is shared within
+        a group, because the responses to one problem are similar. Raises BadInput if no log-normal distribution has
+        these figures."""
         if p99 <= mean or mean < 1:
             raise BadInput(
                 f"response lengths: the mean is {mean:g}, the 99 % quantile {p99:g}; it must be above the mean"
             )
-        # ln(p99) = mu + z sigma and ln(mean) = mu + sigma^2 / 2: the smaller root for sigma
+        # ln(p99) = mu + z sigma and ln(mean) = mu + sigma^2 / 2 give two values of sigma; this is the smaller
         log = math.log(p99 / mean)
         if 2 * log > Z99**2:
             raise BadInput(
@@ -102,5 +103,5 @@ class Lengths:
 
 
 def mean_tokens(groups: Sequence[tuple[int, tuple[int, ...]]]) -> float:
-    """Mean tokens of a group, its prompt counted once."""
+    """Mean tokens of a group. The prompt counts once."""
     return sum(prompt + sum(responses) for prompt, responses in groups) / len(groups)

@@ -1,5 +1,5 @@
-"""A plan as pages that open offline: `plan.html`, and the simulated steps of the recipe and of the best setting as
-timelines."""
+"""A plan as pages that open offline: `plan.html`, and timelines of the simulated steps of the recipe and of the best
+setting."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.tools.planner.search import Ranked
 from engine.tools.timeline import draw_timeline
 
 SHOWN = 20
-"""Settings in the table."""
+"""Number of settings in the table."""
 WIDTH = 640
-"""Of the longest bar, in pixels."""
+"""Width of the longest bar in pixels."""
 LABEL = 190
-"""Space for a name, in pixels."""
+"""Space for a name in pixels."""
 BARS = (
     ("today", "the recipe", "#bab0ac"),
     ("chosen", "the plan's choice", "#4e79a7"),
@@ -26,7 +26,7 @@ BARS = (
 )
 """Field of `Sensitivity`, name, colour."""
 HEIGHT = 11
-"""Of a bar, in pixels."""
+"""Height of a bar in pixels."""
 STYLE = """body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 }
 td, th { text-align: left; padding: .2em 1em .2em 0; vertical-align: top }
@@ -34,7 +34,7 @@ th { border-bottom: 1px solid #999 } code { font-size: 13px } svg text { font-si
 
 
 def write_plan(plan: Planned, best: Ranked, changes: Sequence[Sensitivity], folder: Path) -> Path:
-    """Write the pages of a plan into a folder. Returns `plan.html`. best: the setting that is taken."""
+    """Write the pages of a plan to a folder. Return `plan.html`. best: the setting that is taken."""
     timelines = {"the recipe as it is": ("recipe", plan.today), "the best setting": ("best", best)}
     links = [
         f'<li><a href="{_timeline(one, folder / name).relative_to(folder)}">{escape(title)}</a>, simulated</li>'
@@ -81,7 +81,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _chart(changes: Sequence[Sensitivity]) -> str:
-    """Three bars for each change, with their seconds; the setting that would be best, where it is another."""
+    """Three bars with their seconds for each change: the recipe, the plan's choice, and the best setting."""
     longest = max(getattr(change, field).step_s for change in changes for field, _, _ in BARS)
     step = HEIGHT * len(BARS) + 12
     drawn = []

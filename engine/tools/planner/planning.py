@@ -1,7 +1,7 @@
-"""From runs, or from arithmetic alone, to the best settings of a recipe: what `metronome plan` does.
+"""Finds the best settings of a recipe from runs, or from arithmetic alone: the work of `metronome plan`.
 
 Costs by arithmetic are for devices and layouts that were not measured. They are estimates: the efficiencies below are
-assumptions, and only ratios between layouts of one device are used where a run was measured.
+assumptions. If a run was measured, only ratios between layouts of one device are used.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from engine.tools.planner.search import (
 )
 
 TRAINING = 0.35
-"""Share of the peak that matrix products of training reach (an assumption)."""
+"""Share of the peak that matrix products reach in training (an assumption)."""
 DECODING = 0.4
-"""The same of decoding."""
+"""The same share in decoding."""
 READING = 0.7
 """Share of the memory's bandwidth that decoding and the optimizer reach (an assumption)."""
 NETWORK = 25e9
 """Bytes/s between nodes, for weights and gradients (a 200 Gbit/s port)."""
 LAUNCH_S = 5e-6
-"""A kernel's launch."""
+"""Seconds to launch a kernel."""
 KERNELS = 72
-"""Kernels of a layer's forward and backward pass (benchmarks/launches.py)."""
+"""Number of kernels in a layer's forward and backward pass (benchmarks/launches.py)."""
 ALL_REDUCE_S = 2e-5
-"""Least time of an all-reduce within a node."""
+"""Minimum seconds of an all-reduce within a node."""
 SYNC_S = 0.5
-"""What a weight sync takes beside its bytes."""
+"""Seconds of a weight sync apart from the transfer of its bytes."""
 
 
 def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
-    """Return the costs of the layout by arithmetic. All figures are of one instance and one unit of the trainer."""
+    """Return the costs of the layout by arithmetic. All figures are for one instance and one unit of the trainer."""
     parallel = config.parallel
     total = total_parameters(shape)
     active = total - _inactive(shape)
@@ -76,7 +76,7 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
         window=KERNELS * LAUNCH_S,
         micro_batch=shape.layers * KERNELS * LAUNCH_S * (1 + frozen_copies(config) / 3),
         token=passes * active / shared / (device.flops * TRAINING) + exchanged / parallel.context,
-        # scores and values of half of the keys, in a forward and a backward pass of twice its work
+        # scores and values of half of the keys; the backward pass is twice the work of the forward pass
         square=passes / 2 * 2 * shape.layers * heads / shared / (device.flops * TRAINING),
         update=reduced + 28 * stage / split / (device.bandwidth * READING),
         sync=SYNC_S + 2 * total / NETWORK,
@@ -86,7 +86,7 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
 
 
 def _inactive(shape: ModelShape) -> int:
-    """Parameters that a token does not use: embeddings, and the experts that it is not sent to."""
+    """Number of parameters that a token does not use: embeddings, and the experts to which it is not sent."""
     embedding = shape.vocabulary * shape.hidden
     if shape.experts is None:
         return embedding
@@ -95,8 +95,8 @@ def _inactive(shape: ModelShape) -> int:
 
 
 def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
-    """Return measured costs for another layout: each coefficient × its prior there over its prior where it was
-    measured. Those whose prior is 0 stay."""
+    """Return measured costs for another layout: each coefficient × its prior there ÷ its prior in the measured layout.
+    Coefficients whose prior is 0 are kept."""
     changed = {}
     for name, value in vars(measured).items():
         before = getattr(was, name)
@@ -107,8 +107,8 @@ def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
 
 
 def on_cores(measured: Costs, was: Config, now: Config) -> Costs:
-    """Return costs that were measured on a CPU for other numbers of cores: what is computed takes time in inverse
-    proportion to the threads."""
+    """Return costs that were measured on a CPU for other numbers of cores. The time of a computation is inversely
+    proportional to the threads."""
     training = was.trainer_threads / now.trainer_threads
     sampling = was.instance_threads / now.instance_threads
     factors = dict.fromkeys(("window", "micro_batch", "token", "square", "update"), training)
@@ -127,25 +127,25 @@ SENSITIVITY = (
     ("trainer 20 % slower", 1.0, 1.0, 1.2),
     ("trainer 20 % faster", 1.0, 1.0, 0.8),
 )
-"""Changes that a plan is tried under: (name, factor of lengths, of decoding, of training)."""
+"""Changes with which a plan is tried: (name, factor of lengths, of decoding, of training)."""
 ADVISED = 10
-"""Steps that an advice reads, and settings that it simulates."""
+"""Number of steps that the advice reads, and of settings that it simulates."""
 WORTHWHILE = 1.1
-"""Least ratio of step times that is worth an advice."""
+"""Minimum ratio of step times for which a setting is advised."""
 COMPARED = 5
-"""How many of the best settings are tried under each."""
+"""Number of the best settings that are tried with each change."""
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a plan is computed from."""
+    """The input of a plan."""
 
     config: Config
     shape: ModelShape
     costs_of: CostsOf
     lengths: Lengths
     assumptions: dict[str, str]
-    """Each thing that the plan rests on, with its source."""
+    """Each assumption of the plan, with its source."""
 
 
 @dataclass(frozen=True)
@@ -156,33 +156,33 @@ class Planned:
     today: Ranked
     """The recipe as it is."""
     best: list[Ranked]
-    """The fastest first."""
+    """The best settings, fastest first."""
     looked: int
-    """Number of settings that were looked at."""
+    """Number of settings that were considered."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a plan would be if something were otherwise."""
+    """How the plan would change under another assumption."""
 
     name: str
     today: Ranked
-    """The recipe as it is, then."""
+    """The unchanged recipe, under that assumption."""
     chosen: Ranked
-    """The setting that the plan chose, then."""
+    """The setting that the plan chose, under that assumption."""
     best: Ranked
-    """The fastest of the plan's few best, then."""
+    """The fastest of the plan's few best settings, under that assumption."""
 
     @property
     def gain(self) -> float:
-        """How many times as long the chosen setting takes as the best one."""
+        """The time of the chosen setting divided by that of the best one."""
         return self.chosen.step_s / self.best.step_s
 
 
 def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device | None) -> StepModel:
     """Return the model of a recipe from runs of it. `device`: for layouts that were not run; None on a CPU.
 
-    Raises BadInput for runs of another model, and for layouts of accelerators without a device.
+    Raises BadInput for runs of another model, and for other layouts of accelerators if no device is given.
     """
     shape, _ = shape_of(config.model.path)
     for run in runs:
@@ -216,7 +216,7 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
 
 
 def prior_model(config: Config, device: Device, lengths: Lengths) -> StepModel:
-    """Return the model of a recipe that was not run: arithmetic alone."""
+    """Return the model of a recipe that was not run, by arithmetic alone."""
     shape, source = shape_of(config.model.path)
     costs = prior_costs(shape, config, device)
     return StepModel(
@@ -229,8 +229,8 @@ def prior_model(config: Config, device: Device, lengths: Lengths) -> StepModel:
 
 
 def find_plan(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
-    """Return the best settings on at most `count` devices, or with OWN_LAYOUT of the recipe's layout. `kept`: how many
-    are simulated."""
+    """Return the best settings on at most `count` devices, or, with OWN_LAYOUT, of the recipe's layout. `kept`: the
+    number of settings that are simulated."""
     config = model.config
     best, looked = search_settings(
         config, model.shape, count, costs_of=model.costs_of, lengths=model.lengths, kept=kept
@@ -240,7 +240,7 @@ def find_plan(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
 
 
 def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
-    """Yield what each of SENSITIVITY changes."""
+    """Yield the effect of each change in SENSITIVITY."""
     for name, longer, decoding, training in SENSITIVITY:
         lengths = plan.model.lengths.scaled(longer, plan.model.config.rollout.max_new_tokens)
         costs_of = _slower(plan.model.costs_of, decoding, training)
@@ -254,10 +254,10 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
 
 
 def run_advice(folder: Path) -> str:
-    """Return in a line what the last steps of a run were bound by, and what a plan from them would change.
+    """Return a line that says what the last steps of a run were bound by, and what a plan from them would change.
 
-    Other layouts are not looked at: only a plan with the kind of device can compare them. Raises BadInput for a run
-    that is too short to say.
+    Other layouts are not considered, because a plan can compare them only if it knows the kind of device. Raises
+    BadInput for a run that is too short to tell.
     """
     run = read_run(folder, ADVISED)
     seconds = sum(line["step_s"] for line in run.steps)

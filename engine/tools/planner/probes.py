@@ -1,4 +1,4 @@
-"""The short runs that a plan is measured with."""
+"""The short runs from which a plan is measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.run.folder import RunFolder
 from engine.tools.planner.search import change_config
 
 STEPS = 6
-"""Steps of a probe. The first is not counted."""
+"""Number of steps of a probe. The first is not counted."""
 
 
 def probe_settings(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each probe: four occupancies of the instances, two sizes of windows, both sides alone and at
-    once. Costs that one run has always together are told apart by them."""
+    """Yield the keys of each probe: four occupancies of the instances, two sizes of windows, both sides one at a time
+    and at once. Together they separate costs that always occur together in a single run."""
     places = config.rollout.concurrency
     half = config.train.micro_batch_tokens // 2
     small = {"train.micro_batch_tokens": half} if half >= config.rollout.max_context else {}
@@ -28,7 +28,7 @@ def probe_settings(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def probe_run(config: Config, keys: dict[str, Any], name: str) -> Config:
-    """Return a short run of the recipe with other keys: nothing but steps."""
+    """Return the config of a short run of the recipe with other keys, without checkpoints and evaluations."""
     rest = {
         "run.name": name,
         "train.steps": STEPS,
@@ -41,5 +41,5 @@ def probe_run(config: Config, keys: dict[str, Any], name: str) -> Config:
 
 
 def measured_step_s(config: Config) -> float:
-    """Return the median seconds of the steps of a run that has ended, without the first."""
+    """Return the median seconds of the steps of a finished run, without the first."""
     return float(median(line["step_s"] for line in list(read_lines(RunFolder(config.folder).steps))[1:]))

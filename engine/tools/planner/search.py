@@ -21,15 +21,15 @@ from engine.tools.planner.simulated import Simulated
 from engine.tools.planner.simulation import simulate_run
 
 OWN_LAYOUT = 0
-"""In place of a number of devices: settings of the layout that the configuration has."""
+"""Value in place of a number of devices: only settings with the configuration's own layout."""
 SIMULATED = 50
-"""Settings that are simulated, those of the best bounds."""
+"""Number of settings that are simulated: those with the best bounds."""
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 SEEDS = 2
-"""Simulations of a setting, with other groups; the mean counts."""
+"""Number of simulations of a setting, each with other groups. Their mean is used."""
 
 CostsOf = Callable[[Config], Costs]
-"""The costs of a configuration's layout."""
+"""Returns the costs of a configuration's layout."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Candidate:
     """A setting of the run."""
 
     changes: dict[str, Any]
-    """The keys that differ from the recipe's, as of --set."""
+    """The keys that differ from the recipe's, in the form of --set."""
     config: Config
     bound_s: float
-    """Least seconds of a step, by the rates alone."""
+    """Lower bound of the step time in seconds, from the rates alone."""
 
     def __str__(self) -> str:
-        """The keys that the setting changes, as of --set."""
+        """The keys that the setting changes, in the form of --set."""
         return " ".join(f"{key}={json.dumps(value)}" for key, value in self.changes.items()) or "as the recipe"
 
 
@@ -58,12 +58,12 @@ class Ranked:
 
     @property
     def devices(self) -> int:
-        """Devices of training, scoring and rollouts."""
+        """Number of devices for training, scoring and rollouts."""
         return count_devices(self.candidate.config)
 
 
 def count_devices(config: Config) -> int:
-    """The devices that a configuration uses."""
+    """The number of devices that a configuration uses."""
     instances = config.rollout.instances + config.dry_run.joining
     return config.parallel.ranks + config.scorer_ranks + instances * config.rollout.tensor
 
@@ -71,9 +71,9 @@ def count_devices(config: Config) -> int:
 def search_settings(
     config: Config, shape: ModelShape, count: int, costs_of: CostsOf, lengths: Lengths, kept: int = SIMULATED
 ) -> tuple[list[Ranked], int]:
-    """Return the best settings for at most `count` devices, the fastest first, and how many were looked at.
+    """Return the best settings for at most `count` devices, fastest first, and the number of settings considered.
 
-    Raises BadInput if none fits, with the reason of the last.
+    Raises BadInput if none fits, with the last one's reason.
     """
     best: list[tuple[float, int, Candidate]] = []
     looked = 0
@@ -91,7 +91,7 @@ def search_settings(
             continue
         try:
             if made.platform.device in ("cuda", "npu"):
-                plan_run(made)  # what does not fit into memory, among others
+                plan_run(made)  # rejects settings that do not fit into memory, among others
         except BadInput as error:
             reason = str(error)
             continue
@@ -124,13 +124,13 @@ def change_config(config: Config, keys: dict[str, Any]) -> Config:
 
 
 def differing_keys(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the keys that have another value than the configuration."""
+    """Return the keys whose value differs from the configuration's."""
     return {key: value for key, value in keys.items() if attrgetter(key)(config) != value}
 
 
 def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each setting of at most `count` devices that uses as many of them as its layout can; with
-    OWN_LAYOUT those that leave the layout as it is."""
+    """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. With
+    OWN_LAYOUT, only settings that keep the layout."""
     if count == OWN_LAYOUT or config.platform.device in ("auto", "cpu"):
         layouts: Iterator[dict[str, Any]] = iter([{}])
     else:
@@ -173,8 +173,8 @@ def _layouts(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str
 
 
 def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
-    """The seconds of a step if nothing ever waited inside of training and of generation: their sum in "sync", the
-    larger one in the other modes."""
+    """Lower bound of the step time in seconds, assuming no waiting within training or generation: their sum in "sync",
+    the larger one in the other modes."""
     rollout = config.rollout
     train = config.train
     size = rollout.group_size

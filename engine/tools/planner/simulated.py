@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""The results of a simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class SimulatedStep:
-    """Seconds of a step; of the trainer's they are unit 0's."""
+    """Times of a step in seconds. Those of the trainer are unit 0's."""
 
     began: float
     seconds: float = 0.0
@@ -18,12 +18,12 @@ class SimulatedStep:
     train_s: float = 0.0
     update_s: float = 0.0
     rollout_s: float = 0.0
-    """From the first prompt sent to the last group in the table."""
+    """From the first prompt that is sent to the last group in the table."""
 
 
 @dataclass
 class Simulated:
-    """What the simulated steps took, without the first."""
+    """Times of the simulated steps, without the first."""
 
     steps: list[SimulatedStep]
     instances_busy: float
@@ -31,7 +31,7 @@ class Simulated:
     orchestrator_busy: float
     """Share of the time in which the orchestrator's core computed."""
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """For the timeline page, as a run's trace."""
+    """Spans in the form of a run's trace, for the timeline page."""
 
     def mean(self, name: str) -> float:
         """Mean of a figure of `SimulatedStep`."""

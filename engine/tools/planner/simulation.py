@@ -1,8 +1,8 @@
-"""Simulates the steps of a run on a clock of its own: the schedule, the table of rows and the choice of an instance are
-the run's own (`engine.schedule`, `engine.orchestrator.table`, `engine.orchestrator.pool.dispatch`), times are `Costs`.
-In a `SimulatedInstance` the responses in flight share its decode steps.
+"""Simulates the steps of a run on a simulated clock. The schedule, the table of rows and the choice of an instance are
+the run's own (`engine.schedule`, `engine.orchestrator.table`, `engine.orchestrator.pool.dispatch`); times come from
+`Costs`. In a `SimulatedInstance` the responses in flight share its decode steps.
 
-What the simulation leaves out: faults, dynamic sampling, evaluations, checkpoints and early scoring.
+The simulation leaves out faults, dynamic sampling, evaluations, checkpoints and early scoring.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class SampledGroup:
     step: int
     index: int
     prompt: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
     lengths: tuple[int, ...]
-    """Tokens of each response."""
+    """Number of tokens of each response."""
     left: int = field(init=False)
-    """Responses that are not finished."""
+    """Number of unfinished responses."""
     began: float = 0.0
     beside: int = 0
-    """Groups on the instance when it began, itself included."""
+    """Number of groups on the instance when this one began, including itself."""
     versions: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -56,10 +56,10 @@ class SampledGroup:
 
 
 class SimulatedInstance:
-    """Decodes all its responses a token at a time. Its clock is moved by `advance`.
+    """Decodes all its responses one token at a time. `advance` moves its clock.
 
-    Between two changes of what is in flight, with n responses and a context of S tokens together, a step costs
-    a + b n + c S, and S grows by n with each step; so k steps take (a + b n + c S) k + c n k² / 2 seconds.
+    As long as the responses in flight stay the same, n responses with a total context of S tokens make a step cost a +
+    b n + c S, and S grows by n with each step. So k steps take (a + b n + c S) k + c n k² / 2 seconds.
     """
 
     def __init__(self, name: str, costs: Costs) -> None:
@@ -68,31 +68,31 @@ class SimulatedInstance:
         self.open = True
         """Whether it takes groups."""
         self.groups = 0
-        """Groups in flight."""
+        """Number of groups in flight."""
         self.group_s: float | None = None
         self.slowdown = 1.0
         self.busy_s = 0.0
         """Seconds with responses in flight."""
         self.event = 0
-        """Number of the last event that was planned for it; earlier ones are void."""
+        """Number of the last event planned for it. Earlier events are void."""
         self._costs = costs
         self._now = 0.0
         self._steps = 0.0
-        """Decode steps made."""
+        """Number of decode steps made."""
         self._context = 0.0
         self._stall = 0.0
-        """Seconds of prefill that decoding waits for."""
+        """Seconds of prefill for which decoding waits."""
         self._active: list[tuple[float, int, int, SampledGroup]] = []
-        """Heap of (decode step at which it is finished, order of arrival, number in its group, group)."""
+        """Heap of (decode step at which it finishes, order of arrival, number in its group, group)."""
         self._arrived = 0
 
     @property
     def active(self) -> int:
-        """Responses in flight."""
+        """Number of responses in flight."""
         return len(self._active)
 
     def begin(self, group: SampledGroup, now: float) -> None:
-        """Take a group in flight."""
+        """Start a group."""
         self.advance(now)
         self.groups += 1
         group.began = now
@@ -105,7 +105,7 @@ class SimulatedInstance:
             heapq.heappush(self._active, (self._steps + length, self._arrived, number, group))
 
     def advance(self, now: float) -> None:
-        """Let the time until `now` pass."""
+        """Move the clock to `now`."""
         elapsed = now - self._now
         self._now = now
         if not self._active or elapsed <= 0:
@@ -118,13 +118,13 @@ class SimulatedInstance:
         count = len(self._active)
         first = self._costs.decode_s(count, self._context)
         growth = self._costs.decode_context * count
-        # the root of growth k²/2 + first k = elapsed, in the form that is exact for a growth of 0
+        # the root of growth k²/2 + first k = elapsed, in a form that also holds for growth = 0
         steps = 2 * elapsed / (first + math.sqrt(first**2 + 2 * growth * elapsed)) if elapsed else 0.0
         self._steps += steps
         self._context += steps * count
 
     def next_finish(self) -> float | None:
-        """When the next response is finished, if nothing changes before; None if none will be."""
+        """When the next response finishes if nothing changes before; None if none will finish."""
         if not self._active or math.isinf(self.slowdown):
             return None
         count = len(self._active)
@@ -134,11 +134,11 @@ class SimulatedInstance:
         return self._now + (self._stall + seconds) * self.slowdown
 
     def finish(self, now: float) -> tuple[SampledGroup, int]:
-        """Take out the response that is finished now. Return its group and number; with the last, the group's room is
-        free again."""
+        """Remove the response that finishes now. Return its group and number. The last response of a group frees the
+        group's room."""
         self.advance(now)
         at, _, number, group = heapq.heappop(self._active)
-        self._steps = max(self._steps, at)  # rounding may have stopped short of it
+        self._steps = max(self._steps, at)  # rounding may leave the count just below it
         context = group.prompt + group.lengths[number]
         self._context = max(0.0, self._context - context) if self._active else 0.0
         group.left -= 1
@@ -154,12 +154,12 @@ class SimulatedInstance:
 
 
 STEPS = 4
-"""Steps that are simulated; the first, in which nothing overlaps with the step before, does not count."""
+"""Number of steps that are simulated. The first is not counted, because it does not overlap with a step before it."""
 
 
 def simulate_run(config: Config, costs: Costs, lengths: Lengths, seed: int = 0, steps: int = STEPS) -> Simulated:
     """Simulate the first `steps` steps of a run. Raises MetronomeError for a configuration whose steps never end, and
-    for a response of a version that the schedule does not accept: either is a mistake of the simulation."""
+    for a response of a version that the schedule does not accept. Either is a bug of the simulation."""
     return _Simulation(config=config, costs=costs, lengths=lengths, seed=seed, steps=steps).run()
 
 
@@ -190,15 +190,17 @@ class _Simulation:
         self._step = 0
         self._steps: list[SimulatedStep] = []
         self._blocked: Callable[[], bool] | None = None
-        """Tries what the trainer waits for before a publish, once anything has changed."""
+        """Tries the publish for which the trainer waits, whenever something has changed. Returns whether it
+        succeeded.
+        """
         self._swapping: Callable[[], bool] | None = None
-        """Tries the swap in the background, likewise."""
+        """Tries the swap in the background, in the same way."""
         self._to_fill: deque[int] = deque()
         """Batches that wait for the swap."""
         self._idle: dict[int, float] = {}
-        """Units without a window, and since when."""
+        """Units without a window, each with the time since when it has none."""
         self._training = 0
-        """Units that compute."""
+        """Number of units that compute."""
         self._held: list[float] = [0.0] * self._units
         """Seconds of the windows that each unit holds for the step's updates."""
         self._orchestrator_free = 0.0
@@ -240,7 +242,7 @@ class _Simulation:
         for instance in self._instances:
             instance.open = False
         if not self._config.rollout.partial and any(instance.groups for instance in self._instances):
-            return False  # what is in flight is finished first
+            return False  # groups in flight are finished first
         self._set_pace(math.inf)
         self._at(self._now + self._costs.sync, self._published)
         return True
@@ -260,7 +262,7 @@ class _Simulation:
         self._start_training()
 
     def _sent(self) -> None:
-        """The weights lie staged on the instances, which go on."""
+        """The weights are staged on the instances, which continue."""
         version = self._step
         before = self._table.steps
         turn = deque(self._instances)
@@ -270,7 +272,7 @@ class _Simulation:
                 return False
             while turn:
                 if self._in_turn:
-                    turn[0].open = False  # the others go on with the old weights
+                    turn[0].open = False  # the others continue with the old weights
                     if turn[0].groups:
                         return False
                 self._serve(turn.popleft(), version)
@@ -300,7 +302,7 @@ class _Simulation:
             self._waiting.append(SampledGroup(step, index, prompt, lengths))
 
     def _changed(self) -> None:
-        """Do what has become possible."""
+        """Do everything that has become possible."""
         if self._swapping is not None and self._swapping():
             self._swapping = None
         if self._blocked is not None and self._blocked():
@@ -331,7 +333,7 @@ class _Simulation:
         return self._schedule.accepted(step).start if self._config.train.mode == "bounded" else 0
 
     def _plan(self, instance: SimulatedInstance) -> None:
-        """Plan the instance's next finished response anew."""
+        """Plan the instance's next finished response again."""
         instance.event += 1
         when = instance.next_finish()
         if when is not None:
@@ -404,7 +406,7 @@ class _Simulation:
             self._end_step()
 
     def _rows(self, window: Sequence[Row]) -> list[RowSize]:
-        """The micro-batches of a unit's replica that computes most, as `Packing.rows` makes them."""
+        """The micro-batches of the replica of a unit that computes most, built like those of `Packing.rows`."""
         config = self._config
         budget = config.train.micro_batch_tokens
         shared = config.attention.shared_prompt
@@ -423,7 +425,7 @@ class _Simulation:
         return rows[:: config.parallel.lockstep]
 
     def _compute(self, change: int) -> None:
-        """So many more units compute."""
+        """Change the number of computing units by `change`."""
         before = self._rollout_slowdown()
         self._training += change
         if self._rollout_slowdown() != before:
