@@ -60,7 +60,7 @@ class GroupedExperts(MegatronModule):
         """[experts, 2·f, hidden]: gate, then up projection."""
         self.linear_fc2 = _weights(config, num_local_experts, config.hidden_size, inner)
         """[experts, hidden, f]."""
-        self._activation = submodules.activation_func(config)
+        self.activation_func = submodules.activation_func(config)
         self._groups = pg_collection
 
     def forward(
@@ -95,7 +95,7 @@ class GroupedExperts(MegatronModule):
 
     def activate(self, joint: Tensor, shares: Tensor) -> Tensor:
         """SwiGLU of all experts, [T, 2·f] → [T, f], times the router's shares [T]."""
-        inner: Tensor = self._activation(joint)
+        inner: Tensor = self.activation_func(joint)
         return (inner * shares.unsqueeze(-1)).to(inner.dtype)
 
 

@@ -110,7 +110,7 @@ _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-
 def canonical_latex(latex: str) -> str:
     r"""One spelling of the same LaTeX: no layout, no blanks, \frac{a}{b}, \sqrt{a}, x^2, no full stop at the end.
 
-    A number such as 3e6 becomes 3E6, which cannot be a formula (`quantities.number`).
+    A number such as 3e6 becomes 3E6, which cannot be a formula (`equality.read_number`).
     """
     text = _DOTS.sub(r"\\dots ", _typed(latex)).strip().rstrip(".,;").strip()
     text = _SCIENTIFIC.sub(r"\1E\2", strip_delimiters(text))

@@ -236,13 +236,13 @@ def test_the_product_of_all_experts_is_that_of_each(dtype, bound, sizes, on_npu)
 def test_the_comparisons_of_the_doctor_pass_on_these_operators(dtype, on_npu, monkeypatch):
     """Among them a whole model, built as for an NPU, and left on the host."""
     called = []
-    for name in ("add_rms_norm", "rms_norm", "rms_norm_gradient", "swiglu", "turned"):
+    for name in ("add_rms_norm", "rms_norm", "rms_norm_gradient", "npu_swiglu", "npu_rotate"):
         operator = vars(npu_operators)[name]
         monkeypatch.setattr(npu_operators, name, lambda *a, _o=operator, _n=name: called.append(_n) or _o(*a))
     found = [*comparisons.compare_attention("npu", HOST, dtype), *comparisons.compare_operations(HOST, dtype)]
     found += [*comparisons.compare_experts(HOST, dtype)]
     assert "experts" in [one.what for one in found]
-    assert set(called) == {"rms_norm", "turned", "swiglu"}
+    assert set(called) == {"rms_norm", "npu_rotate", "npu_swiglu"}
     called.clear()
     plain = build.build_model
     as_on_npu = SimpleNamespace(type="npu")
@@ -251,7 +251,7 @@ def test_the_comparisons_of_the_doctor_pass_on_these_operators(dtype, on_npu, mo
     with platform.single_session(platform.get_platform("cpu"), seed=0):
         found += comparisons.compare_model("npu", HOST, dtype)
     assert [one for one in found if not one.right] == []
-    assert set(called) == {"add_rms_norm", "rms_norm", "rms_norm_gradient", "swiglu", "turned"}
+    assert set(called) == {"add_rms_norm", "rms_norm", "rms_norm_gradient", "npu_swiglu", "npu_rotate"}
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow  # pip fetches the build backend
 
 SHIPPED = ("engine", "tasks", "flows", "infra", "data")
 LOAD = """
-from engine.config.recipe import HOME, load
-print(HOME, (HOME / load("infra/recipes/quickstart.toml").data.train).exists())
+from engine.config.recipe import HOME, load_config
+print(HOME, (HOME / load_config("infra/recipes/quickstart.toml").data.train).exists())
 """
 
 

@@ -328,8 +328,8 @@ def test_who_does_not_come_in_time_is_named():
 
 MEMBER = """
 import sys, threading, torch
-from engine.wire.weights.groups import join
-group = join({"host": "127.0.0.1", "port": int(sys.argv[1])}, 1, 2, "gloo", 60.0, threading.Event())
+from engine.wire.weights.groups import join_group
+group = join_group({"host": "127.0.0.1", "port": int(sys.argv[1])}, 1, 2, "gloo", 60.0, threading.Event())
 print("in", flush=True)
 sys.stdin.read()
 """

@@ -159,7 +159,7 @@ def noted(process, number):
     os.write(notes, f"{number.name} {process}\\n".encode())
     send(process, number)
 guardian._send = noted
-guardian.guard(os.open(os.devnull, os.O_RDONLY), 2)
+guardian.start_guardian(os.open(os.devnull, os.O_RDONLY), 2)
 for _ in range(5):
     if not os.fork():
         break

@@ -104,7 +104,7 @@ def test_torch_npu_without_cann_is_said_in_our_words(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     env = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    code = "from engine import platform; platform.get('npu')"
+    code = "from engine import platform; platform.get_platform('npu')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=env | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},

@@ -169,8 +169,8 @@ def test_many_lanes_and_steps_share_bars_and_none_reaches_over_the_steps_that_ar
 MEASURE = """
 import re, sys
 from pathlib import Path
-from engine.tools.timeline import draw
-draw(Path(sys.argv[1]))
+from engine.tools.timeline import draw_timeline
+draw_timeline(Path(sys.argv[1]))
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """
 """Prints the peak of its own memory. That of `resource` includes the process that started it."""

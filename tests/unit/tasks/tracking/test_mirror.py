@@ -243,7 +243,7 @@ def test_where_to_look(monkeypatch):
 ATTEMPT = """
 import json, sys, time
 from engine.config import Config, Run
-from engine.run.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from tasks.tracking import mirror, tracked_run
@@ -254,7 +254,7 @@ config = Config(run=Run(name="killed", output=output))
 folder = RunFolder(config.folder)
 with tracked_run.tracked(config):
     print("tracked", flush=True)
-    checkpoint = latest(folder.checkpoints)
+    checkpoint = latest_checkpoint(folder.checkpoints)
     first = 0 if checkpoint is None else step_of(checkpoint)
     folder.cut(first)
     (folder.path / "evaluations").mkdir(exist_ok=True)
