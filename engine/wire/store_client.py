@@ -58,7 +58,7 @@ class StoreClient:
         """Close the sockets. No call may be in progress."""
         self._client.close()
 
-    # these repeat async_kv_batch_put, async_kv_batch_get and async_kv_clear, which take no client
+    # these do what async_kv_batch_put, async_kv_batch_get and async_kv_clear do, with a given client
 
     async def _put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
         import torch
@@ -102,8 +102,8 @@ async def _within(limit_s: float, what: str, call: Awaitable[T]) -> T:
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """Return the errors that TransferQueue's client raises. zmq is imported here because only that extra installs
-    it."""
+    """Return the errors that TransferQueue's client raises. zmq is imported here because it is installed only together
+    with TransferQueue."""
     import zmq
 
     return RuntimeError, ValueError, LookupError, zmq.ZMQError
