@@ -1,7 +1,7 @@
 """Attention with a shared prompt, computed in two parts that are merged, without copying the prompt for each response.
 
 A query sees its own run up to itself and, after the first response, the whole prompt before the run.
-Each is one call of a kernel that takes sequences of variable length:
+Each part is one call of a kernel that takes sequences of variable length:
 
 - own part: every `Part` of the row with the keys of its run, causal from the lower right corner. Keys and values of
   the whole row are read in place; a shard gathers those that its queries see.
