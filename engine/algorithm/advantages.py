@@ -45,13 +45,14 @@ class Advantage:
 
 
 ADVANTAGES: dict[str, Advantage] = {}
-"""The advantages by their names in `algorithm.advantage`."""
+"""The advantages by name, as in `algorithm.advantage`."""
 
 
 def advantage(
     name: str, least: int = 2, scope: Literal["group", "batch"] = "group", only_unequal: bool = False
 ) -> Callable[[Compute], Compute]:
-    """Register a function as the advantage `name`. The other arguments are the fields of `Advantage`."""
+    """Decorator that registers a function as the advantage `name`. The other arguments are the fields of
+    `Advantage`."""
 
     def register(compute: Compute) -> Compute:
         ADVANTAGES[name] = Advantage(compute, least, scope, only_unequal)

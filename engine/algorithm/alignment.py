@@ -94,11 +94,11 @@ Control = Callable[[Step], float | None]
 the update."""
 
 CONTROLS: dict[str, Control] = {}
-"""The gradient controls by their names in `algorithm.gradient_control`."""
+"""The gradient controls by name, as in `algorithm.gradient_control`."""
 
 
 def control(name: str) -> Callable[[Control], Control]:
-    """Register a function as the gradient control `name`."""
+    """Decorator that registers a function as the gradient control `name`."""
 
     def register(decide: Control) -> Control:
         CONTROLS[name] = decide

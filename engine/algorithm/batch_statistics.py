@@ -101,7 +101,7 @@ def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[flo
 
 
 def positive_share(tokens: BatchTokens, low: float, high: float) -> float:
-    """P / (P + N): P = Σ over A > 0 of min(r, high) A, N = Σ over A < 0 of max(r, low) |A|; 1 where both are 0."""
+    """P / (P + N): P = Σ over A > 0 of min(r, high) A, N = Σ over A < 0 of max(r, low) |A|; 1 if both are 0."""
     ratio = ratio_of(tokens.log_ratios.double())
     advantages = tokens.advantages.double()
     gains = advantages * torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))

@@ -43,4 +43,4 @@ def unbounded_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 KL = {"k1": k1, "k2": k2, "k3": k3}
-"""The estimators by their names in `algorithm.kl_estimator`."""
+"""The estimators by name, as in `algorithm.kl_estimator`."""

@@ -224,7 +224,7 @@ class PolicyLoss:
 
 
 LOSSES: dict[str, PolicyLoss] = {}
-"""The losses by their names in `algorithm.loss`."""
+"""The losses by name, as in `algorithm.loss`."""
 
 
 def loss(
@@ -233,7 +233,8 @@ def loss(
     statistics: Statistics | None = None,
     ratio: Callable[[Terms], Tensor] = operator.attrgetter("ratio"),
 ) -> Callable[[Gain], Gain]:
-    """Register a function as the loss `name`; with `statistics` its scope is the batch (`PolicyLoss`)."""
+    """Decorator that registers a function as the loss `name`. With `statistics`, its scope is the batch
+    (`PolicyLoss`)."""
 
     def register(gain: Gain) -> Gain:
         LOSSES[name] = PolicyLoss(gain, aggregation, statistics, ratio)

@@ -88,7 +88,7 @@ TOKENS_ONLY = "this instance takes token ids only; `metronome serve --model FOLD
 
 
 class TextRoutes(Protocol):
-    """The routes with text, for clients of OpenAI's API (docs/serving.md)."""
+    """Text routes, for clients of OpenAI's API (docs/serving.md)."""
 
     name: str
     """The model's name in requests and replies."""
@@ -116,7 +116,7 @@ class _Content:
 
     body: bytes
     kind: str
-    """Its media type."""
+    """Media type of the body."""
 
 
 Handler = Callable[[_Request], Awaitable[JsonObject | _Content | None]]
@@ -137,7 +137,7 @@ class InstanceApp:
         self._open = 0
         self._updates = 0
         self._numbers = itertools.count()
-        # most token ids in a request: the longest prompt, and every token as a stop token
+        # most token ids in a request: the longest prompt, plus every token as a stop token
         ids = backend.limits.max_context + backend.limits.vocabulary
         longest = OTHER_BYTES + TOKEN_BYTES * ids
         self._routes: dict[tuple[str, str], tuple[Handler, int]] = {
@@ -200,7 +200,7 @@ class InstanceApp:
             raise self._route_refusal(route)
         handler, limit = self._routes[route]
         counts = route in (COMPLETION, CHAT)
-        if counts and self._open >= self._open_requests:  # the client may send it again later, or elsewhere
+        if counts and self._open >= self._open_requests:  # the client may retry later, or elsewhere
             raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
         self._open += counts
         try:

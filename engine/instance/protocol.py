@@ -89,7 +89,7 @@ def parse_object(body: bytes | bytearray) -> JsonObject:
 
 
 def has_text(body: Mapping[str, Any]) -> bool:
-    """Whether the prompt of a /v1/completions body is a text or a list that begins with one."""
+    """Whether the prompt of a /v1/completions body is text, or a list that begins with text."""
     prompt = body.get("prompt")
     return isinstance(prompt, str) or (isinstance(prompt, list) and prompt[:1] != [] and isinstance(prompt[0], str))
 

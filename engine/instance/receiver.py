@@ -203,7 +203,7 @@ class Receiver:
         `places`: tensors by name; broadcast tensors that fit are received directly into them. The others are received
         into two alternating buffers, so that the next bucket may be fetched while this one is verified and loaded.
         """
-        # taken out of the list: if this transfer is cancelled, it may still write into its buffer
+        # remove the buffer from the list: a cancelled transfer may still write into it
         buffer = self._buffers[0]
         self._buffers = [self._buffers[1], NOTHING]
         specs, tensors, checksums, buffer = self._receive_bytes(update_info, buffer, places=places or {})

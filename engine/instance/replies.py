@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class Result:
-    """The response to a request. All tokens were sampled by `version`."""
+    """The response to a request. `version` sampled all of its tokens."""
 
     token_ids: list[int]
     logprobs: list[float]

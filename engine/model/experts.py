@@ -115,11 +115,9 @@ def _weights(config: TransformerConfig, *sizes: int) -> torch.nn.Parameter:
 
 
 def grouped_product(product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:
-    """x [T, k], of which `sizes` tokens belong to each expert, and the experts' weights [experts, n, k] → [T, n].
-
-    Without a `product` the experts are computed one after the other. Their gradients are then added to the weights'
-    `main_grad`, if they have one of their dtype, and autograd gets None.
-    """
+    """x [T, k], with `sizes` tokens for each expert, and the experts' weights [experts, n, k] → [T, n]. Without a
+    `product` the experts are computed one after the other. Their gradients are then added to the weights' `main_grad`,
+    if it exists and has their dtype, and autograd gets None."""
     out: Tensor = _Grouped.apply(product, sizes, x, weights)
     return out
 

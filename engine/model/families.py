@@ -112,7 +112,7 @@ def transformer_settings(shape: ModelShape) -> dict[str, object]:
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": shape.norm_eps,
         "add_bias_linear": False,
-        "moe_token_dispatcher_type": "alltoall",  # for dense models too: the default refuses variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # also for dense models, because the default refuses variable lengths
     }
     mixture = _mixture(shape.experts, shape.layers) if shape.experts else {}
     return {**sizes, **_family(shape).settings, **mixture}

@@ -50,7 +50,7 @@ def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared
         shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)
         separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)
     """
-    from engine.model.layout import Segment  # here, because importing torch takes seconds
+    from engine.model.layout import Segment  # imported here, because importing torch takes seconds
 
     if shared:
         return training_flops(sizes, [Segment(0, prompt, (response,) * group)])

@@ -39,7 +39,7 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         rows = x.flatten(0, -2)
-        if x.device.type == "cuda":  # without a copy of the weight in fp32
+        if x.device.type == "cuda":  # avoids an fp32 copy of the weight
             out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         else:
             out = rows.float().mm(weight.float().t())

@@ -24,7 +24,7 @@ CHUNK_BYTES_ELSEWHERE = 1 << 28
 
 @dataclass(frozen=True)
 class Slice:
-    """This tensor rank's part of the vocabulary: `size` real entries from `start` on."""
+    """This tensor rank's part of the vocabulary: `size` real entries, starting at `start`."""
 
     start: int
     size: int

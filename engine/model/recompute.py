@@ -74,7 +74,7 @@ class _CheapOutputs:
         _, again = self._made.get(saved.untyped_storage().data_ptr(), (None, None))
         if again is not None and saved.numel():
             return _Dropped(again, saved.size(), saved.stride(), int(saved.storage_offset()))
-        # a parameter stays itself: Megatron sets attributes of it in the backward pass
+        # keep a parameter itself, because Megatron sets its attributes in the backward pass
         return saved if saved.is_leaf else saved.detach()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import BadInput
 
 SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures that can be trained, as `architectures` in config.json names them."""
+"""Architectures that can be trained, by their names in `architectures` of config.json."""
 
 UNDECLARED_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 """Architecture → transformers' default if config.json has no `head_dim`; for all others it is hidden // heads."""
@@ -83,7 +83,7 @@ class ModelShape:
     tied: bool
     """Whether the output layer shares the embedding's weight."""
     rope_scaling: Llama3Scaling | None = None
-    """Scaling of the rotary embedding; None: none."""
+    """Scaling of the rotary embedding; None if there is none."""
     experts: Experts | None = None
     """Mixture of experts; None: a dense model."""
 
@@ -161,7 +161,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scalin
 
 
 def _experts(config: Mapping[str, Any]) -> Experts:
-    """The mixture of experts; transformers 5 writes `num_local_experts`, 4 wrote `num_experts`."""
+    """Return the mixture of experts. transformers 5 writes `num_local_experts`, 4 wrote `num_experts`."""
     step = int(config.get("decoder_sparse_step", 1))
     dense = config.get("mlp_only_layers") or ()
     return Experts(
@@ -233,7 +233,7 @@ def from_hub(folder: Path, option: str) -> str:
 
 
 def content_hash(folder: Path) -> str:
-    """Return a hash (hex) over config.json and the weights of a model folder: the identity of a base model or
+    """Return a hash (hex) over config.json and the weights of a model folder. It identifies a base model or a
     reference."""
     digest = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):

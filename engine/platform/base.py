@@ -46,7 +46,7 @@ class Platform(ABC):
 
     @abstractmethod
     def set_device(self, local_rank: int) -> torch.device:
-        """Make the device of that rank the process's current device, and return it."""
+        """Make that rank's device the process's current device, and return it."""
 
     @abstractmethod
     def device_name(self, number: int) -> str:

@@ -58,7 +58,7 @@ class Cpu(Platform):
         return peak if sys.platform == "darwin" else peak * 1024
 
     def held_bytes(self) -> int:
-        """Return the resident memory of the process in bytes. Without /proc it is the peak."""
+        """Return the resident memory of the process in bytes. Without /proc, return the peak."""
         return _status_bytes("VmRSS") if STATUS.exists() else self.peak_bytes()
 
     def memory_summary(self) -> str:

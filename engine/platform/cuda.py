@@ -14,7 +14,7 @@ from engine.platform.near_cores import SYSFS, cores_near_pci
 
 
 class Cuda(Accelerator):
-    """One GPU per rank. Transformer Engine and Apex are not needed."""
+    """One GPU per rank. Does not need Transformer Engine or Apex."""
 
     name = "cuda"
     backend = "nccl"

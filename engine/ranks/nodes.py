@@ -33,7 +33,7 @@ def follow_invitations(folder: Path, wait_s: float) -> None:
 
 
 def _run_invited_ranks(invitation: Invitation) -> int:
-    from engine.ranks.agent import run_ranks  # imports torch: seconds
+    from engine.ranks.agent import run_ranks  # imports torch, which takes seconds
 
     os.environ |= {
         TOKEN: invitation.token,

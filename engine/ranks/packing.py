@@ -27,13 +27,13 @@ class GroupPart:
 
     group: Group
     numbers: tuple[int, ...]
-    """Numbers of the responses in the group, ascending."""
+    """Indices of the responses in the group, ascending."""
     size: int
     """Tokens that a row computes for this part."""
 
     @property
     def responses(self) -> list[Response]:
-        """The responses."""
+        """The responses of this part."""
         return [self.group.responses[number] for number in self.numbers]
 
 
@@ -135,7 +135,7 @@ class Sized(Protocol):
 
     @property
     def size(self) -> int:
-        """Tokens that a row computes for it."""
+        """Number of tokens that a row computes for it."""
 
 
 P = TypeVar("P", bound=Sized)

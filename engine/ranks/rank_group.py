@@ -29,7 +29,7 @@ class RankGroup(HostRanks):
         data = state.get_data_parallel_rank()
         self.lockstep = lockstep
         self.share = data % lockstep
-        """Number of this rank's replica in the unit."""
+        """Index of this rank's replica in the unit."""
         self.unit = data // lockstep
         self.units = state.get_data_parallel_world_size() // lockstep
         first = state.get_tensor_model_parallel_rank() == 0 and state.get_context_parallel_rank() == 0

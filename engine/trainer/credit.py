@@ -126,7 +126,7 @@ def _lengths(group: Group) -> Tensor:
 
 
 def coefficients_of(config: Config) -> Coefficients:
-    """Return the numbers of the loss that a config sets."""
+    """Return the loss coefficients that a config sets."""
     algorithm = config.algorithm
     return Coefficients(
         clip_low=algorithm.clip_low,

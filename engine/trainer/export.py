@@ -40,7 +40,7 @@ def export_policy(
             write_sharded(partial / f"stage-{ranks.stage:03d}", tensors)
         else:
             for _ in tensors:
-                pass  # gives its shards to the rank that writes
+                pass  # sends its shards to the rank that writes
     ranks.barrier()
     if ranks.rank == 0:
         join_folders(partial, sorted(partial.glob("stage-*")))

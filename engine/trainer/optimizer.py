@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule, with the settings of the config."""
+"""Megatron's optimizer and learning-rate schedule, configured by the config."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         [ddp],
         use_gloo_process_groups=False,
     )
-    for group in optimizer.param_groups:  # read by torch's AdamW only
+    for group in optimizer.param_groups:  # only torch's AdamW reads these
         group["foreach"] = False
         group["fused"] = all(main.device.type == "cuda" for main in group["params"])
     return optimizer
 
 
 def _clip_in_few_calls() -> None:
-    """Have Megatron compute and scale the gradient norm with one call for all parameters. Its fallback without Apex
+    """Make Megatron compute and scale the gradient norm with one call for all parameters. Its fallback without Apex
     waits for the device once per parameter; the results are bit-identical."""
     vars(clip_grads).update(multi_tensor_applier=_of_all, l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
 
@@ -87,7 +87,7 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
         end_wd=train.weight_decay,
         wd_incr_steps=updates,
         wd_incr_style="constant",
-        # a resumed run takes the position from its checkpoint and these settings from its config
+        # a resumed run restores the position from its checkpoint, but these settings from its config
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

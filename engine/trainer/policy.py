@@ -246,7 +246,7 @@ class Policy(Trainer):
         return self.models.probe(token_ids)
 
     def add_wait(self, seconds: float) -> None:
-        """Count seconds blocked on the table."""
+        """Count the seconds that the loop waited for groups."""
         self.metrics.add_wait(seconds)
 
     def _start_update(self) -> None:

@@ -218,7 +218,7 @@ class LiveRollouts:
             if isinstance(reply, Window) and self._ahead:
                 coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
-            if opened:  # else a sign of life: ask again
+            if opened:  # otherwise the reply is a sign of life: ask again
                 yield opened
                 last = time.monotonic()
                 done += (reply.lease,) if isinstance(reply, Window) else ()
@@ -278,7 +278,7 @@ class LiveRollouts:
                 file=sys.stderr,
                 flush=True,
             )
-            return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was said
+            return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was already acknowledged
         self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
         return StillWaiting()
 
@@ -329,7 +329,7 @@ class ReplayedRollouts:
         """Do nothing: there is nothing to start."""
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the unit's recorded work of the step in the recorded order, then wait until all units are done."""
+        """Yield the unit's recorded work of the step in recorded order, then wait until all units are done."""
         for work in self._replay.work(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
             yield work

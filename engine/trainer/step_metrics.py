@@ -79,7 +79,7 @@ class StepMetrics:
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
-        """Count seconds blocked on the table."""
+        """Count the seconds that the loop waited for groups."""
         if not self.lengths:
             self.wait_first_s += seconds
         self.wait_s += seconds

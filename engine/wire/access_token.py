@@ -46,7 +46,8 @@ def authorization_headers(token: str | None) -> dict[str, str]:
 
 
 def is_authorized(header: str | bytes | None, token: str | None) -> bool:
-    """Whether an Authorization header (None: the request has none) carries the token, compared in constant time.
+    """Whether an Authorization header (None: the request has none) carries the token. The comparison takes constant
+    time.
 
     Without a token every request is authorized, because the server then listens on loopback only (check_address).
     """

@@ -42,7 +42,7 @@ class Invitation(msgspec.Struct):
     ranks: int
     """Ranks per node."""
     arguments: list[str]
-    """Command line of a rank."""
+    """Command-line arguments of a rank."""
     token: str
     """Token that the orchestrator's server requires."""
     certificate: str

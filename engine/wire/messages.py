@@ -43,7 +43,7 @@ CONTENT_TYPE = "application/msgpack"
 TRAIN = "train"
 """The stage that consumes the rows and updates the weights."""
 
-# rows, as a stage goes through them ---------------------------------------------------------------
+# how a stage works through rows -------------------------------------------------------------------
 
 
 class Window(Message):
@@ -251,7 +251,7 @@ def is_of_trainer(request: Request[Any]) -> bool:
     return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion | IsSnapshotWanted)
 
 
-# among a stage's ranks ---------------------------------------------------------------------------
+# between a stage's ranks -------------------------------------------------------------------------
 
 
 class CheckpointDue(Message):

@@ -172,5 +172,5 @@ def check_record(path: Path, config: Config) -> None:
 def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
     recorded = next(_unpack_items(path))["plan"]
     for key, value in record_settings(config).items():
-        if json.dumps(recorded.get(key)) != json.dumps(value):  # tells true from 1, as train.recompute needs
+        if json.dumps(recorded.get(key)) != json.dumps(value):  # distinguishes true from 1, as train.recompute needs
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

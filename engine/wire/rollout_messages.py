@@ -118,7 +118,7 @@ class InstanceRequest(msgspec.Struct, Generic[Reply]):
 
     @property
     def path(self) -> str:
-        """The route with its query."""
+        """The route, with its query."""
         return self.route
 
 
@@ -139,7 +139,7 @@ class GetLoad(InstanceRequest[Load]):
 
 
 class GetWeightVersion(InstanceRequest[WeightVersion]):
-    """Asks for the weight version that the instance's workers hold."""
+    """Asks for the weight version held by the instance's workers."""
 
     method = "GET"
     route = "/weight_version"
@@ -188,7 +188,7 @@ class Pause(InstanceRequest[Acknowledged]):
 
     @property
     def path(self) -> str:
-        """The route with the mode as its query."""
+        """The route, with the mode as query."""
         return f"{self.route}?mode={self.mode}"
 
 
@@ -282,7 +282,7 @@ class Join(InstanceRequest[PoolState], kw_only=True):
     url: str
     """URL at which the orchestrator reaches the instance."""
     again: bool
-    """Whether it was in the pool before."""
+    """Whether the instance was in the pool before."""
 
 
 class Leave(InstanceRequest[PoolState]):
@@ -315,7 +315,7 @@ class GetStatus(InstanceRequest[PoolStatus]):
 
 
 class FinishUpdate(InstanceRequest[Acknowledged]):
-    """Ends the update: the instance's weights are this version now."""
+    """Ends the update: the instance's weights now have this version."""
 
     route = "/finish_weight_update"
 

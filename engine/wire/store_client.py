@@ -112,7 +112,7 @@ def _faults() -> tuple[type[Exception], ...]:
 def _load() -> None:
     """Import the library, which reads its environment variables at import."""
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TQ_NUM_THREADS", "1")  # it would warn of more in each call
+    os.environ.setdefault("TQ_NUM_THREADS", "1")  # with more, it would print a warning in each call
     import transfer_queue.client  # noqa: F401
 
 

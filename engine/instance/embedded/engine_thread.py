@@ -35,7 +35,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; running requests get no reply. Raise DeadlineError after STOP_S."""
+        """End the thread after its current step. Running requests get no reply. Raise DeadlineError after STOP_S."""
         self._calls.put(None)
         self._thread.join(STOP_S)
         if self._thread.is_alive():

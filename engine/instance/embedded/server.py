@@ -61,7 +61,7 @@ class EngineServer(uvicorn.Server):
         )
 
     def end(self) -> None:
-        """Make `serve` return soon. Open requests are cut off."""
+        """Make `serve` return soon. Open requests are aborted."""
         self.should_exit = True
         self.force_exit = True
 

@@ -80,7 +80,7 @@ those for devices there."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then return 0. Return 2 on bad input, 1 on failure."""
     options = _parser().parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM sets its own handlers, when it serves
+    for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM sets its own handlers when it starts serving
         signal.signal(number, lambda *_: _exit_now(0))
     # ends only this process, not its group, so that Python's resource tracker can free the shared memory
     watch_lifeline(lambda: _exit_now(1))

@@ -33,7 +33,7 @@ class Plan:
     """The calls for a layout. Queries and keys of all calls are gathered at once."""
 
     batches: tuple[AttentionCall, ...]
-    """The calls; their queries, one after another, are a permutation of the rows."""
+    """The calls. Their queries, concatenated, are a permutation of the rows."""
     queries: Tensor | None
     """[S] indices of the rows in the order of the calls; None if that is the rows' own order."""
     keys: Tensor | None
@@ -125,7 +125,7 @@ def _block_cost(parts: tuple[Part, ...], call_cost: int) -> int:
 
 
 def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((first, end) of the parts' consecutive rows, (first, end) of the keys that any of them sees)."""
+    """Return ((first, end) of the parts' consecutive rows, (first, end) of the keys that any of them sees)."""
     last = parts[-1]
     return (parts[0].query, last.query + last.length), (
         min(part.start for part in parts),
@@ -134,13 +134,13 @@ def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _block_call(layout: Layout, parts: tuple[Part, ...]) -> AttentionCall:
-    """One call for consecutive parts, under the layout's mask."""
+    """Return one call for consecutive parts, under the layout's mask."""
     queries, keys = (torch.arange(*extent, device=layout.rows.device) for extent in _extent(parts))
     return AttentionCall(queries[None], keys[None], layout.visible(layout.rows[queries], keys))
 
 
 def _batch_call(parts: list[Part], device: torch.device) -> AttentionCall:
-    """One call for parts of equal shape."""
+    """Return one call for parts of equal shape."""
     length = parts[0].length
     prefix = parts[0].prefix
     queries = torch.tensor([part.query for part in parts])[:, None] + torch.arange(length)

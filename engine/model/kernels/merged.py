@@ -100,9 +100,9 @@ class Call:
     """One call of the kernel."""
 
     queries: Where
-    """Among the layout's rows."""
+    """Positions among the layout's rows."""
     keys: Where
-    """In the whole row."""
+    """Positions in the whole row."""
     sequences: Sequences
 
 
@@ -111,7 +111,7 @@ class TwoParts:
     """The calls for a layout."""
 
     own: Call
-    """All rows with the keys of their own runs."""
+    """All rows, with the keys of their runs."""
     prompt: Call | None
     """The rows that see a prompt before their run, with the prompts; None if there are none."""
 

@@ -91,14 +91,14 @@ def take_snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
 
 
 class _Planning(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to the point where files would be written."""
+    """Megatron's save strategy, stopped before any file is written."""
 
     def __init__(self) -> None:
         super().__init__(*BACKEND)
         self.snapshot: Snapshot | None = None
 
     def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: str) -> AsyncRequest:
-        """Plan the save and keep the copy in `take_snapshot`. Return an empty request."""
+        """Plan the save and keep the plan and the copied tensors in `snapshot`. Return an empty request."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self.snapshot = Snapshot(checkpoint_dir)
@@ -221,9 +221,10 @@ class Checkpoints:
         self._step: int | None = None
         """Step of the checkpoint saved or loaded last."""
         self.prompt_position: int | None = None
-        """Prompts used before the next step, with algorithm.dynamic_sampling; else None: the step determines them."""
+        """Number of prompts used before the next step, with algorithm.dynamic_sampling; else None, because the step
+        determines it."""
         self.prompts: str | None = None
-        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): the checkpoint's, then the run's."""
+        """Fingerprint of the prompts in order (`PromptLoader.fingerprint`): first the checkpoint's, then the run's."""
 
     def save(self, step: int, figures: Mapping[str, object] | None = None) -> None:
         """Take the checkpoint before step `step`; return once the tensors are copied.
@@ -336,7 +337,7 @@ class Checkpoints:
         }
 
     def _write(self, taken: Snapshot, target: Path, state: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Write this rank's part; on rank 0 then complete the checkpoint. Runs in the background."""
+        """Write this rank's part; on rank 0, then complete the checkpoint. Runs in the background."""
         taken.write()
         if taken.rank_in_world:
             return
@@ -356,7 +357,7 @@ class Checkpoints:
             store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check)
             try:
                 store.prune_published(self._place, keep.keep_last, keep.keep_best, self._run)
-            except CheckpointError as error:  # old ones stay and take space; the next save deletes them
+            except CheckpointError as error:  # old checkpoints remain and take space; the next save deletes them
                 self._print_on_rank_0(f"warning: {error}")
 
     def _find_checkpoint(self) -> CheckpointFound:

@@ -25,7 +25,7 @@ POLL_S = 0.0005
 
 @dataclass(frozen=True)
 class Membership:
-    """A member's place in a group."""
+    """A member's position in a group."""
 
     store: dist.Store
     rank: int
@@ -60,7 +60,7 @@ class GroupBackend(ABC):
 
 
 class Gloo(GroupBackend):
-    """From host memory to host memory."""
+    """Sends from host memory to host memory."""
 
     device = "cpu"
 
@@ -96,7 +96,7 @@ class DeviceBackend(GroupBackend):
 
 
 class Nccl(DeviceBackend):
-    """Between CUDA devices."""
+    """Sends between CUDA devices."""
 
     device = "cuda"
 
@@ -114,7 +114,7 @@ class Nccl(DeviceBackend):
 
 
 class Hccl(DeviceBackend):
-    """Between NPUs."""
+    """Sends between NPUs."""
 
     device = "npu"
 
@@ -151,7 +151,7 @@ class Hccl(DeviceBackend):
 
 
 BACKENDS: dict[str, GroupBackend] = {"gloo": Gloo(), "nccl": Nccl(), "hccl": Hccl()}
-"""The backends by their name in `weights.transport`."""
+"""The backends by name, as in `weights.transport`."""
 
 
 def use_device(device: torch.device) -> None:

@@ -215,7 +215,7 @@ def own_address(loopback: bool, interface: str = "", towards: str = "") -> str:
 
 
 def _interface_address(name: str) -> str:
-    import psutil  # here, because instances load this module in their own environment
+    import psutil  # imported here, because instances load this module in their own environment
 
     known = psutil.net_if_addrs()
     found = [one.address for one in known.get(name, []) if one.family == socket.AF_INET]
