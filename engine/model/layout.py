@@ -1,4 +1,5 @@
-"""Micro-batches without padding: where each token is placed, what it may see, and which positions are scored.
+"""Micro-batches of native length (not padded to a common length): where each token is placed, what it may see, and
+which positions are scored.
 
 A micro-batch is one row of tokens made of *segments*: a prompt once, then any number of its responses (Periodic
 Asynchrony §4.2, eq. 10–11). With the shared prompt turned off, every response is a separate segment. The only padding

@@ -1,4 +1,4 @@
-"""Packs a window's groups into rows without padding between them, one row per micro-batch.
+"""Packs a window's groups into rows of native length (not padded to a common length), one row per micro-batch.
 
 The rows depend only on the groups, so order and time of arrival can't change them (docs/architecture.md, Asynchrony
 changes no number). The trainer and the scorers pack in the same way.

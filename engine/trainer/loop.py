@@ -50,8 +50,8 @@ class Trainer:
         raise NotImplementedError
 
     def update(self, responses: int) -> Mapping[str, Any]:
-        """Make the step's updates and return their figures. The gradient of each update is averaged over `responses`
-        responses."""
+        """Make the step's updates and return their figures. `responses`: number of responses of each update, which
+        determines the divisor of its gradient."""
         raise NotImplementedError
 
     def start_step(self, step: int) -> None:

@@ -1,5 +1,4 @@
-"""The trainer's micro-batches: packed rows (engine.ranks.packing) with the values that the loss needs for each
-token."""
+"""The trainer's micro-batches: packed rows (engine.ranks.packing) with the values the loss needs for each token."""
 
 from __future__ import annotations
 

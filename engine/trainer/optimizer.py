@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule, configured by the config."""
+"""Megatron's optimizer and learning-rate schedule, with the settings of the config."""
 
 from __future__ import annotations
 

@@ -127,6 +127,6 @@ class StepSums:
 
 def sum_over_context(sums: Tensor) -> Tensor:
     """Turn sums over this context rank's tokens into sums over the tokens of the whole row."""
-    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # these ranks hold equally many
+    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # these ranks hold equally many sums
         dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return sums

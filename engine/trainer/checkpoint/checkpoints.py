@@ -7,9 +7,9 @@ and hash). All ranks save it at once; any layout can load it. Each rank copies i
 a separate thread writes them. Rank 0's thread then writes the index, renames the folder, writes the marker last,
 deletes old checkpoints and uploads the new one to `checkpoint.path`. All ranks must see the same run folder.
 
-Megatron's asynchronous save is not used: it forks the trainer, keeps a manager process per rank that survives a `kill
--9` of the rank, and finishes with collectives. Here a thread writes, and each rank reports by a file that it is done,
-so no collective runs concurrently with those of training.
+Megatron's asynchronous save is not used: it forks the trainer, keeps a manager process per rank that survives a
+`kill -9` of the rank, and finishes with collectives. Here a thread writes, and each rank reports by a file that it is
+done, so no collective runs concurrently with those of training.
 
 Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers only to the
 types that an index consists of (`checkpoint_files.check_checkpoint`). So a downloaded checkpoint can't run code.
