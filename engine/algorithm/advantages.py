@@ -1,4 +1,4 @@
-"""Advantages: how much better a response is than the others of its group. A new one is a function with the decorator
+"""Advantages: how much better a response is than the others of its group. To add one, decorate a function with
 `advantage`."""
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ EPSILON = 1e-6
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rewards, lengths of the responses in tokens) → advantages, in fp64. All are [G] for one prompt or, with scope
-"batch", [N, G] for the step's prompts."""
+"batch", [N, G] for the prompts of the step."""
 
 
 @dataclass(frozen=True)
 class Advantage:
-    """An advantage with its scope. With scope "group" a group can be trained as soon as it is complete, with "batch"
-    only once all groups are."""
+    """An advantage with its scope. With scope "group" a group can be trained once it is complete, with "batch" only
+    once all groups are."""
 
     compute: Compute
     least: int = 2
-    """Smallest number of responses in a group for which it is defined."""
+    """Smallest group size for which it is defined."""
     scope: Literal["group", "batch"] = "group"
-    """What its statistics are taken over. "batch" is refused where groups are trained as they arrive."""
+    """The set over which its statistics are computed. "batch" is rejected in modes that train groups as they arrive."""
     only_unequal: bool = False
-    """Whether the step's gradient is divided, at the step's end, by the share of groups with unequal rewards."""
+    """Whether the step's gradient is divided, at the end of the step, by the share of groups with unequal rewards."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Return the advantages, in the shape and type of the rewards; they are computed in fp64. Raises ValueError for
-        groups that are too small, and for a result of another shape or with a value that is not finite."""
+        """Return the advantages, in the shape and dtype of the rewards; they are computed in fp64. Raises ValueError
+        for groups that are too small, and for a result with another shape or a value that is not finite."""
         if rewards.shape[-1] < self.least:
             raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.shape[-1]}")
         found = self.compute(rewards.double(), lengths.double()).to(rewards.dtype)
@@ -45,13 +45,14 @@ class Advantage:
 
 
 ADVANTAGES: dict[str, Advantage] = {}
-"""The advantages by their names in `algorithm.advantage`."""
+"""The advantages by name, as in `algorithm.advantage`."""
 
 
 def advantage(
     name: str, least: int = 2, scope: Literal["group", "batch"] = "group", only_unequal: bool = False
 ) -> Callable[[Compute], Compute]:
-    """Register a function as the advantage `name`. The other arguments are the fields of `Advantage`."""
+    """Decorator that registers a function as the advantage `name`. The other arguments are the fields of
+    `Advantage`."""
 
     def register(compute: Compute) -> Compute:
         ADVANTAGES[name] = Advantage(compute, least, scope, only_unequal)
@@ -61,7 +62,7 @@ def advantage(
 
 
 def _centred(rewards: Tensor, baseline: Tensor) -> Tensor:
-    """R − b; exactly 0 if all rewards are equal, where rounding would push all of them one way."""
+    """R − b; exactly 0 if all rewards are equal, where rounding would shift all of them in one direction."""
     return torch.zeros_like(rewards) if are_equal(rewards.tolist()) else rewards - baseline
 
 
@@ -89,8 +90,8 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("opo")
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A = R − Σ l R / Σ l with lengths l: the baseline of least variance if the squared norm of a response's gradient
-    is proportional to its length (OPO, arXiv:2505.23585).
+    """A = R − Σ l R / Σ l with lengths l: the baseline with the least variance if the squared norm of a response's
+    gradient is proportional to its length (OPO, arXiv:2505.23585).
 
     0 for a group whose responses are all empty.
     """
@@ -105,7 +106,7 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     """(largest − second largest R) / (std + 1e-6) for the best response, 0 for the others.
 
     Tang et al. 2025, arXiv:2503.19595, §4 with k = G: the difference gives an unbiased gradient of max R, which is
-    pass@G. It is divided by the group's standard deviation as in verl's estimator of this name. All get 0 if two
+    pass@G. It is divided by the group's standard deviation, as in verl's estimator with this name. All get 0 if two
     responses share the largest reward.
     """
     best = rewards.topk(2).values
@@ -117,20 +118,20 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("gpg", only_unequal=True)
 def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A = R − mean. The gradient is multiplied by B / (B − M), if M of the B groups have equal rewards (GPG,
+    """A = R − mean. The gradient is multiplied by B / (B − M) if M of the B groups have equal rewards (GPG,
     arXiv:2504.02546, eq. 6).
 
-    The factor is applied once at the step's end, so groups can be trained as they arrive.
+    The factor is applied once at the end of the step, so groups can be trained as they arrive.
     """
     return _centred(rewards, rewards.mean())
 
 
 @advantage("reinforce_plus_plus", least=1, scope="batch")
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """(R − mean) / std, with statistics over all tokens of the batch, each with its response's reward (REINFORCE++,
-    arXiv:2501.03262, eq. 9). [N, G] → [N, G].
+    """(R − mean) / std, with statistics over all tokens of the batch, where each token has its response's reward
+    (REINFORCE++, arXiv:2501.03262, eq. 9). [N, G] → [N, G].
 
-    The discount γ is 1, and the KL is a term of the loss, not of the reward.
+    The discount γ is 1, and the KL is a term of the loss instead of the reward.
     """
     return _whitened(rewards, lengths)
 
@@ -144,7 +145,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 def _whitened(values: Tensor, counts: Tensor) -> Tensor:
     """(x − mean) / √(variance + 1e-8), with unbiased statistics in which each value counts `counts` times; 0 for fewer
-    than two values, and where those that count are equal."""
+    than two values, and if the values that count are equal."""
     total = counts.sum()
     if total < 2 or are_equal(values[counts > 0].tolist()):
         return torch.zeros_like(values)

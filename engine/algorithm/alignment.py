@@ -1,6 +1,6 @@
-"""Gradient controls: what is done with a step's gradient, given its cosine with the gradient of the step before.
+"""Gradient controls: they decide how to change a step's gradient, given its cosine with the previous step's gradient.
 
-Gradient Alignment Control (GAC) is one of them. Only arithmetic on numbers, no tensors.
+Gradient Alignment Control (GAC) is one of them. This module does arithmetic on numbers only, without tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HIGH = 0.3
 Table 3 imply a c_low near 0.1 (docs/algorithms.md)."""
 
 WARM_UP = 10
-"""Number of cosines that "auto" thresholds are computed from. Until then every update is made."""
+"""Number of cosines from which "auto" thresholds are computed. Until then every update is made."""
 
 Regime = Literal["safe", "project", "skip"]
 
@@ -25,7 +25,8 @@ Regime = Literal["safe", "project", "skip"]
 def scale_of_parallel(cosine: float, low: float) -> float:
     """α = (c_low/|c|)·√((1−c²)/(1−c_low²)) (GAC eq. 4).
 
-    A gradient whose part along the last gradient is multiplied by α has the cosine ±c_low with it, with the sign of c.
+    If a gradient's component along the last gradient is multiplied by α, their cosine becomes ±c_low, with the sign of
+    c.
     """
     across = max(0.0, 1 - cosine**2)  # rounding may put a cosine of parallel gradients above 1
     return low / abs(cosine) * math.sqrt(across / (1 - low**2))
@@ -33,7 +34,7 @@ def scale_of_parallel(cosine: float, low: float) -> float:
 
 @dataclass
 class Thresholds:
-    """c_low and c_high of Algorithm 1, as given or, where None, computed from the first cosines of the run.
+    """c_low and c_high of Algorithm 1: given, or, if None, computed from the first cosines of the run.
 
     Computed: the mean of |c| over the first WARM_UP steps plus one standard deviation for c_low, plus four for c_high;
     at most 0.9 and 0.95, at least LOW and HIGH. Tiny models have on-policy cosines up to 0.6, at which the paper's
@@ -43,10 +44,10 @@ class Thresholds:
     low: float | None = LOW
     high: float | None = HIGH
     seen: list[float] = field(default_factory=list)
-    """|c| of the first steps, from which thresholds are computed."""
+    """|c| of the first steps, from which the thresholds are computed."""
 
     def now(self) -> tuple[float, float] | None:
-        """(c_low, c_high); None until WARM_UP cosines have been seen, unless both are given."""
+        """Return (c_low, c_high); None until WARM_UP cosines have been seen, unless both are given."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
         if len(self.seen) < WARM_UP:
@@ -58,8 +59,8 @@ class Thresholds:
         return low, max(low, high)
 
     def regime(self, cosine: float) -> Regime:
-        """Return "safe" if |c| ≤ c_low, "project" up to c_high, "skip" above it (Algorithm 1). While there are no
-        thresholds, keep the cosine in `seen` and return "safe"."""
+        """Return "safe" if |c| ≤ c_low, "project" up to c_high, "skip" above it (Algorithm 1). Without thresholds,
+        record the cosine in `seen` and return "safe"."""
         found = self.now()
         if found is None:
             self.seen.append(abs(cosine))
@@ -72,32 +73,32 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Step:
-    """What a gradient control is given about a step, before clipping and Adam."""
+    """Input of a gradient control for one step, before clipping and Adam."""
 
     cosine: float
-    """Cosine in [−1, 1] between the gradients of this step and of the one before, both whole and unchanged."""
+    """Cosine in [−1, 1] between the whole, unchanged gradients of this step and the previous one."""
     seen: Sequence[float]
-    """Cosines of all earlier steps of the run, oldest first (they are part of checkpoints)."""
+    """Cosines of all earlier steps of the run, oldest first. They are part of checkpoints."""
     low: float | None
     """`algorithm.gac_low`; None for "auto"."""
     high: float | None
     """`algorithm.gac_high`; None for "auto"."""
     skipped: int = 0
-    """Updates skipped in a row before this one."""
+    """Consecutive updates skipped before this one."""
     most_skips: int = 1
-    """`algorithm.gac_skips`: largest number of updates to skip in a row."""
+    """`algorithm.gac_skips`: largest number of consecutive updates to skip."""
 
 
 Control = Callable[[Step], float | None]
-"""Step → the factor by which the gradient's part along the last gradient is multiplied (1 leaves it, 0 removes it), or
-None to skip the update."""
+"""Step → the factor for the gradient's component along the last gradient (1 leaves it, 0 removes it), or None to skip
+the update."""
 
 CONTROLS: dict[str, Control] = {}
-"""The gradient controls by their names in `algorithm.gradient_control`."""
+"""The gradient controls by name, as in `algorithm.gradient_control`."""
 
 
 def control(name: str) -> Callable[[Control], Control]:
-    """Register a function as the gradient control `name`."""
+    """Decorator that registers a function as the gradient control `name`."""
 
     def register(decide: Control) -> Control:
         CONTROLS[name] = decide
@@ -116,8 +117,8 @@ def measure(step: Step) -> float | None:
 def gac(step: Step) -> float | None:
     """GAC, Algorithm 1. A |cosine| between c_low and c_high is reduced to c_low; above c_high the update is skipped.
 
-    After `most_skips` skips in a row it is reduced, too. Algorithm 1 has no such bound. It compares with the gradient
-    of a skipped update, so it skips a direction that persists as long as it persists.
+    After `most_skips` consecutive skips it is reduced instead. Algorithm 1 has no such bound: it compares with the
+    gradient of a skipped update, so it skips a persistent direction for as long as it persists.
     """
     thresholds = Thresholds(step.low, step.high, [abs(cosine) for cosine in step.seen[:WARM_UP]])
     regime = thresholds.regime(step.cosine)

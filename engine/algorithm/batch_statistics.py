@@ -1,4 +1,4 @@
-"""Statistics of a step's whole batch that the losses of batch scope need before the first backward pass."""
+"""Statistics of a step's whole batch, which losses of batch scope need before the first backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.algorithm.ratios import ratio_of
 
 TOLERANCE = 1e-6
-"""How far BAPO's share may be below its target. At ratio 1 and equal lengths the share is exactly a half, but for
+"""How far BAPO's share may be below its target. At ratio 1 and equal lengths the share is exactly a half, up to
 rounding."""
 
 
@@ -24,7 +24,7 @@ class BatchTokens:
     log_ratios: Tensor
     """[T] log π − log π_old, with π the policy at the start of the step."""
     advantages: Tensor
-    """[T] each token's advantage, which is that of its response."""
+    """[T] each token's advantage, which is its response's."""
 
 
 @dataclass(frozen=True)
@@ -34,36 +34,36 @@ class BatchLossSettings:
     second_moment: float = 0.04
     """M2PO: largest mean of (log ratio)² over outward tokens (τ)."""
     share: float = 0.5
-    """BAPO: least share of the surrogate that tokens with A > 0 are to contribute (ρ0)."""
+    """BAPO: smallest share of the surrogate that tokens with A > 0 should contribute (ρ0)."""
     low: tuple[float, float] = (0.6, 0.9)
-    """BAPO: lower bound of the ratio, from its start to its limit."""
+    """BAPO: lower bound of the ratio, from start to limit."""
     high: tuple[float, float] = (1.2, 3.0)
-    """BAPO: upper bound of the ratio, from its start to its limit."""
+    """BAPO: upper bound of the ratio, from start to limit."""
     step: float = 0.05
     """BAPO: amount by which a bound rises at a time."""
     mean: Literal["kept", "capped"] = "kept"
-    """M2PO: what τ bounds. "kept": the mean over the outward tokens that are not masked. "capped": the mean over all
-    outward tokens, in which a masked one counts as much as the largest that is kept."""
+    """M2PO: the mean that τ bounds. "kept": over the outward tokens that are not masked. "capped": over all outward
+    tokens, where a masked one counts as much as the largest that is kept."""
 
 
 Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
-"""Numbers that a loss needs of the whole batch. They must not depend on the order of the tokens."""
+"""Numbers about the whole batch that a loss needs. They must not depend on the order of the tokens."""
 
 
 def outward_mask(log_ratios: Tensor, advantages: Tensor) -> Tensor:
-    """[T] bool: whether the gradient moves a token's ratio further in the direction in which it has moved already
-    (A > 0 and r > 1, or A < 0 and r < 1). PPO's clip can act on these tokens only."""
+    """[T] bool: whether the gradient moves a token's ratio further in the direction in which it has already moved (A >
+    0 and r > 1, or A < 0 and r < 1). PPO's clip can only act on these tokens."""
     return log_ratios.sign() * advantages.sign() > 0  # the product of the values may be too small for a float
 
 
 def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
     """(limit,): outward tokens with a larger (log r)² are masked, so that its mean is at most τ.
 
-    The mean is that over the tokens kept (M2PO, Algorithm 1) or, with `limits.mean` "capped", that over all outward
-    tokens with values capped at the largest kept one (the authors' release, Infini-AI-Lab/M2PO, core_algos.py). The
-    capped mean masks at least as many tokens. The limit lies half-way between the last token kept and the first one
-    masked, so that rounding can't move a token across it; inf if all are kept. Tokens of equal value are all kept or
-    all masked, so their order does not matter.
+    The mean is over the tokens kept (M2PO, Algorithm 1) or, with `limits.mean` "capped", over all outward tokens with
+    values capped at the largest kept one (the authors' release, Infini-AI-Lab/M2PO, core_algos.py). The capped mean
+    masks at least as many tokens. The limit is half-way between the last token kept and the first one masked, so that
+    rounding can't move a token across it; inf if all are kept. Tokens with equal values are all kept or all masked, so
+    their order does not matter.
     """
     moments = tokens.log_ratios[outward_mask(tokens.log_ratios, tokens.advantages)].double().square().sort().values
     total = moments.cumsum(0)
@@ -82,7 +82,7 @@ def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple
 
 
 def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float, float]:
-    """Bounds (c_low, c_high) of the ratio with which tokens with A > 0 contribute the target share of the clipped
+    """Bounds (c_low, c_high) of the ratio at which tokens with A > 0 contribute the target share of the clipped
     surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1).
 
     They start at (a⁻, a⁺) and rise to at most (b⁻, b⁺), first c_high, then c_low. If both limits are reached, the share
@@ -101,7 +101,7 @@ def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[flo
 
 
 def positive_share(tokens: BatchTokens, low: float, high: float) -> float:
-    """P / (P + N): P = Σ over A > 0 of min(r, high) A, N = Σ over A < 0 of max(r, low) |A|; 1 where both are 0."""
+    """P / (P + N): P = Σ over A > 0 of min(r, high) A, N = Σ over A < 0 of max(r, low) |A|; 1 if both are 0."""
     ratio = ratio_of(tokens.log_ratios.double())
     advantages = tokens.advantages.double()
     gains = advantages * torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))

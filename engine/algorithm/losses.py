@@ -1,7 +1,7 @@
-"""The policy loss of a micro-batch: a sum, which is divided by the step's denominator at the step's end.
+"""The policy loss of a micro-batch: a sum, which the step's denominator divides at the end of the step.
 
-All terms (surrogate, KL, entropy) share one aggregation. A new loss is a function with the decorator `loss` that
-returns each token's gain. Gains may be weighted where the trainer's old policy and the instance give a token different
+All terms (surrogate, KL, entropy) share one aggregation. To add a loss, decorate a function with `loss` that returns
+each token's gain. Gains may be weighted if the trainer's old policy and the instance give a token different
 probabilities (`correction_weights`, `rejection_mask`).
 """
 
@@ -30,11 +30,11 @@ from engine.algorithm.ratios import bounded_log, ratio_of
 def correction_weights(log_ratio: Tensor, kind: str, limit: float) -> Tensor:
     """[T] weights of the tokens' gains, without gradient, from w = π_old / π_rollout.
 
-    `log_ratio`: [T] log w of each token, or of its response at each of its tokens (`Terms.of_response`).
+    `log_ratio`: [T] log w of each token, or of its response at each of its tokens (`Terms.at_level`).
 
     "truncate": min(w, limit) (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly
-    brings you off-policy RL training", eq. 4). "mask": w where 1/limit ≤ w ≤ limit, else 0 (masked importance sampling:
-    what is outside is dropped, not bounded). Raises ValueError for another `kind`.
+    brings you off-policy RL training", eq. 4). "mask": w if 1/limit ≤ w ≤ limit, else 0 (masked importance sampling:
+    values outside are dropped instead of bounded). Raises ValueError for another `kind`.
     """
     ratio = ratio_of(log_ratio).detach()
     if kind == "truncate":
@@ -45,7 +45,7 @@ def correction_weights(log_ratio: Tensor, kind: str, limit: float) -> Tensor:
 
 
 def rejection_mask(log_ratio: Tensor, limit: float) -> Tensor:
-    """[T] 1 where 1/limit ≤ w ≤ limit, else 0, without gradient; `log_ratio` as of `correction_weights`."""
+    """[T] 1 if 1/limit ≤ w ≤ limit, else 0, without gradient; `log_ratio` as in `correction_weights`."""
     ratio = ratio_of(log_ratio).detach()
     return torch.where(_inside(ratio, limit), torch.ones_like(ratio), torch.zeros_like(ratio))
 
@@ -55,8 +55,8 @@ def _inside(ratio: Tensor, limit: float) -> Tensor:
 
 
 Aggregation = Literal["response", "token", "constant"]
-"""How tokens are summed up. "response": mean over each response's tokens, then over responses. "token": mean over all
-tokens of the step. "constant": sum over tokens, divided by responses times the length limit."""
+"""How token values are combined. "response": mean over each response's tokens, then over responses. "token": mean over
+all tokens of the step. "constant": sum over tokens, divided by responses times the length limit."""
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,27 @@ class Terms:
     old: Tensor
     """Log-probabilities under the old policy, detached."""
     reference: Tensor | None
-    """Log-probabilities under the reference, detached; None when kl_coef is 0."""
+    """Log-probabilities under the reference, detached; None if kl_coef is 0."""
     entropy: Tensor
     """Entropy of the policy's distribution at each token, in nats."""
     advantages: Tensor
-    """Each token's advantage, which is that of its response."""
+    """Each token's advantage, which is its response's."""
     weights: Tensor
-    """Each token's weight in the sums: 0 where it is masked, else 1/|o_i| (aggregation "response") or 1."""
+    """Each token's weight in the sums: 0 if it is masked, else 1/|o_i| (aggregation "response") or 1."""
     rollout: Tensor
-    """Log-probabilities that the instance returned."""
+    """Log-probabilities returned by the instance."""
     response: Tensor
-    """int64: number of the token's response in the micro-batch, from 0."""
+    """int64: index of the token's response in the micro-batch."""
     responses: int
-    """R, number of responses in the micro-batch. It is the same on all context-parallel ranks, even on a rank that has
-    no token of some response."""
+    """R, number of responses in the micro-batch. It is the same on all context-parallel ranks, even on a rank without
+    tokens of some response."""
     whole: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Sums [R] over the responses' tokens on this rank → sums over all context-parallel ranks, without gradient. A
-    collective of these ranks."""
+    """Sums [R] over the responses' tokens on this rank → sums over all context-parallel ranks, without gradient.
+    Collective over these ranks."""
     statistics: tuple[float, ...] = ()
     """Result of the loss's `statistics` over the whole batch; () for a loss of group scope."""
     sampled: Tensor | None = None
-    """The trainer's log-probabilities in the numerator of w, detached; None: they are the policy's own."""
+    """The trainer's log-probabilities in the numerator of w, detached; None: use the policy's."""
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -97,10 +97,10 @@ class Terms:
 
     @cached_property
     def sequence_ratio(self) -> Tensor:
-        """[T] s_i = exp(Σ_t weight · log π/π_old), the sum over its response, with the gradient s_i ∇ log π_t (GSPO
-        eq. 14).
+        """[T] s_i = exp(Σ_t weight · log π/π_old), summed over its response, with the gradient s_i ∇ log π_t (GSPO eq.
+        14).
 
-        It is the mean over the response where the weights are 1/|o_i|. A collective of the context-parallel ranks.
+        This is the mean over the response if the weights are 1/|o_i|. Collective over the context-parallel ranks.
         """
         logs = (self.logprobs - self.old).detach()
         sums = torch.zeros(self.responses, dtype=logs.dtype, device=logs.device).index_add_(
@@ -110,9 +110,9 @@ class Terms:
         return torch.exp(bounded_log(mean + self.logprobs - self.logprobs.detach()))
 
     def at_level(self, logs: Tensor, level: str) -> Tensor:
-        """[T] log-ratios of tokens → those of `level` at each token: "token" as they are, "sequence" their sum over the
-        trained tokens of the response, "geometric" their mean over them. All but "token" is a collective of the
-        context-parallel ranks."""
+        """Convert [T] log-ratios of tokens to a `level`: "token" leaves them unchanged, "sequence" sums them over the
+        trained tokens of the response, "geometric" takes their mean over these. All levels but "token" are collectives
+        over the context-parallel ranks."""
         if level == "token":
             return logs
         trained = (self.weights > 0).to(logs.dtype)
@@ -134,15 +134,16 @@ class Coefficients:
     entropy: float
     """Weight of the entropy bonus (`entropy_coef`)."""
     dual_clip: float = 0.0
-    """Largest ratio with which a token with A < 0 counts; 0: no bound."""
+    """Largest ratio at which a token with A < 0 counts; 0: no bound."""
     kl_estimator: str = "k3"
     mismatch: str = "none"
-    """Kind of `correction_weights` that the gains are multiplied by ("truncate", "mask"); "none": no correction."""
+    """Kind of `correction_weights` that multiply the gains ("truncate", "mask"); "none": no correction."""
     mismatch_level: str = "token"
-    """Of which ratio it is ("token", "sequence")."""
+    """Level of the ratio that is corrected ("token", "sequence")."""
     mismatch_limit: float = 2.0
     mismatch_reject: str = "none"
-    """Of which ratio ("token", "sequence", "geometric") a value far from 1 drops a token; "none": of none."""
+    """Level of the ratio that drops a token if it is far from 1 ("token", "sequence", "geometric"); "none": no
+    rejection."""
     mismatch_reject_limit: float = 2.0
     limits: BatchLossSettings = field(default_factory=BatchLossSettings)
     """Constants of the losses of batch scope."""
@@ -150,18 +151,18 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Loss:
-    """Weighted sums over the micro-batch's tokens; the step divides them. Only `total` carries a gradient."""
+    """Weighted sums over the micro-batch's tokens, which the step divides. Only `total` carries a gradient."""
 
     total: Tensor
-    """Sum of the loss, with its KL and entropy terms."""
+    """Sum of the loss, including its KL and entropy terms."""
     kl: Tensor
     """Sum of the KL estimates, without their coefficient."""
     entropy: Tensor
     """Sum of the entropies in nats, without their coefficient."""
     clipped: Tensor
-    """Sum of the weights of the tokens at which the clip or the mask is active."""
+    """Summed weights of the tokens at which the clip or the mask is active."""
     dropped: Tensor
-    """Sum of the weights of the tokens whose gain the correction of the rollouts makes 0."""
+    """Summed weights of the tokens whose gain the correction for the rollouts sets to 0."""
     ratio_max: Tensor
     """Largest ratio of the loss among the micro-batch's tokens; 0 without tokens, NaN if any is NaN."""
 
@@ -177,15 +178,15 @@ class PolicyLoss:
     gain: Gain
     aggregation: Aggregation = "response"
     statistics: Statistics | None = None
-    """Numbers computed over the trained tokens of the step's whole batch, before the first backward pass, and given to
-    `gain` as `Terms.statistics`; None for a loss of group scope."""
+    """Computes numbers over the trained tokens of the step's whole batch, before the first backward pass; `gain` gets
+    them as `Terms.statistics`. None for a loss of group scope."""
     ratio: Callable[[Terms], Tensor] = operator.attrgetter("ratio")
     """The ratio that the loss bounds, [T]."""
 
     @property
     def scope(self) -> Literal["group", "batch"]:
-        """Return "batch" if the loss has statistics, else "group". A loss of batch scope is refused in `periodic`,
-        where groups are trained as they arrive."""
+        """Return "batch" if the loss has statistics, else "group". A loss of batch scope is rejected in `periodic`,
+        which trains groups as they arrive."""
         return "batch" if self.statistics is not None else "group"
 
     def __call__(self, terms: Terms, coefficients: Coefficients) -> Loss:
@@ -215,15 +216,15 @@ class PolicyLoss:
         )
 
     def denominator(self, responses: int, tokens: int, longest: int) -> float:
-        """Return what a step's sums are divided by: its responses (N·G), its trained tokens (at least 1), or N·G times
-        the length limit `longest`."""
+        """Return the divisor of a step's sums: its responses (N·G), its trained tokens (at least 1), or N·G times the
+        length limit `longest`."""
         return float(
             {"response": responses, "token": max(1, tokens), "constant": responses * longest}[self.aggregation]
         )
 
 
 LOSSES: dict[str, PolicyLoss] = {}
-"""The losses by their names in `algorithm.loss`."""
+"""The losses by name, as in `algorithm.loss`."""
 
 
 def loss(
@@ -232,7 +233,8 @@ def loss(
     statistics: Statistics | None = None,
     ratio: Callable[[Terms], Tensor] = operator.attrgetter("ratio"),
 ) -> Callable[[Gain], Gain]:
-    """Register a function as the loss `name`; with `statistics` its scope is the batch (`PolicyLoss`)."""
+    """Decorator that registers a function as the loss `name`. With `statistics`, its scope is the batch
+    (`PolicyLoss`)."""
 
     def register(gain: Gain) -> Gain:
         LOSSES[name] = PolicyLoss(gain, aggregation, statistics, ratio)
@@ -242,7 +244,8 @@ def loss(
 
 
 def _correction(terms: Terms, coefficients: Coefficients) -> Tensor | None:
-    """[T] what the gains are multiplied by to correct for the rollouts, without gradient; None: nothing."""
+    """Return the [T] factors of the gains that correct for the rollouts, without gradient; None if there is no
+    correction."""
     if coefficients.mismatch == coefficients.mismatch_reject == "none":
         return None
     sampled = terms.logprobs.detach() if terms.sampled is None else terms.sampled
@@ -259,13 +262,13 @@ def _correction(terms: Terms, coefficients: Coefficients) -> Tensor | None:
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and whether it is the clipped branch."""
+    """min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and whether the clipped branch is the minimum."""
     return _clipped_to(ratio, advantages, 1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
 
 
 def _dual_clipped(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """`_clipped` of the token ratios. With a dual clip c, max(that, c A) where A < 0 (Dual-clip PPO, arXiv:1912.09729):
-    PPO's clip leaves the ratio of such a token unbounded above."""
+    """`_clipped` of the token ratios. With a dual clip c, max(that, c A) if A < 0 (Dual-clip PPO, arXiv:1912.09729),
+    because PPO's clip leaves the ratio of such a token unbounded above."""
     gain, clipped = _clipped(terms.ratio, terms.advantages, coefficients)
     if not coefficients.dual_clip:
         return gain, clipped
@@ -275,7 +278,7 @@ def _dual_clipped(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Ten
 
 
 def _clipped_to(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, low, high) A), and whether it is the clipped branch."""
+    """min(r A, clip(r, low, high) A), and whether the clipped branch is the minimum."""
     plain = ratio * advantages
     bounded = ratio.clamp(low, high) * advantages
     return torch.minimum(plain, bounded), bounded < plain
@@ -283,14 +286,14 @@ def _clipped_to(ratio: Tensor, advantages: Tensor, low: float, high: float) -> t
 
 @loss("grpo")
 def grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate of token ratios, mean over the |o_i| tokens of a response, then over responses (Periodic
-    Asynchrony eq. 4–9, as implementations read them)."""
+    """Clipped surrogate of token ratios, averaged over the |o_i| tokens of a response, then over responses (Periodic
+    Asynchrony eq. 4–9, as commonly implemented)."""
     return _dual_clipped(terms, coefficients)
 
 
 @loss("dapo", aggregation="token")
 def dapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """The surrogate of `grpo`, mean over all tokens of the step (DAPO, arXiv:2503.14476, eq. 8; its clip-higher is
+    """The surrogate of `grpo`, averaged over all tokens of the step (DAPO, arXiv:2503.14476, eq. 8; its clip-higher is
     ε_high > ε_low)."""
     return _dual_clipped(terms, coefficients)
 
@@ -306,8 +309,8 @@ def dr_grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 def gspo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """Clipped surrogate of the sequence ratio s_i = exp(1/|o_i| Σ_t log π/π_old) (GSPO, arXiv:2507.18071, eq. 5–7).
 
-    Computed in the token form (eq. 14): each token has the value s_i and the gradient s_i ∇ log π_t, whose mean over t
-    is the gradient of s_i.
+    It is computed in the token form (eq. 14): each token has the value s_i and the gradient s_i ∇ log π_t, whose mean
+    over t is the gradient of s_i.
     """
     return _clipped(terms.sequence_ratio, terms.advantages, coefficients)
 
@@ -323,20 +326,20 @@ def cispo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 
 @loss("gpg", aggregation="token")
 def gpg(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """A log π: no ratio, no clip, no old policy, mean over all tokens of the step (GPG, arXiv:2504.02546; verl's loss
-    of this name). On data of other weights nothing corrects it."""
+    """A log π, without ratio, clip or old policy, averaged over all tokens of the step (GPG, arXiv:2504.02546; verl's
+    loss with this name). It does not correct for data sampled from other weights."""
     return terms.advantages * terms.logprobs, torch.zeros_like(terms.advantages, dtype=torch.bool)
 
 
 @loss("m2po", aggregation="token", statistics=second_moment_limit)
 def m2po(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """r A without a clip. Of the outward tokens (A > 0 and r > 1, or A < 0 and r < 1) those with the largest (log r)²
-    are masked, as many as needed for the mean (log r)² over the other outward tokens to be at most τ = 0.04.
+    """r A without a clip. Outward tokens (A > 0 and r > 1, or A < 0 and r < 1) with the largest (log r)² are masked, as
+    many as needed for the mean (log r)² over the other outward tokens to be at most τ = 0.04.
 
     Second-Moment Trust Policy Optimization, arXiv:2510.01161, its estimate of M_2 and Algorithm 1; the denominator
-    counts all valid tokens, masked ones too. The authors' release (Infini-AI-Lab/M2PO) has the same quadrants and τ. It
-    bounds the capped mean (`second_moment_limit`), and clips where this masks: the gradients are the same. Unconfirmed:
-    the paper's own text and equation numbers, which come from AReaL's documentation.
+    counts all valid tokens, including masked ones. The authors' release (Infini-AI-Lab/M2PO) has the same quadrants and
+    τ. It bounds the capped mean (`second_moment_limit`), and clips where this code masks: the gradients are the same.
+    Unconfirmed: the paper's text and equation numbers, which come from AReaL's documentation.
     """
     (limit,) = terms.statistics
     logs = (terms.logprobs - terms.old).detach()
@@ -353,7 +356,7 @@ def bapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     0.6 to 0.9 and c_high from 1.2 to 3.0 are the values of the authors' release (WooooDyy/BAPO). Unconfirmed: the step
     0.05 (that release's default config), and whether eq. 8 weights tokens by π_old (neither the release nor this code
     does). The release raises c_low first, the paper (according to Trinity-RFT issue 621) c_high; this code follows the
-    paper. Raising c_low can't raise the share as it is measured here, by the surrogate's value: if c_high = 3.0 is not
+    paper. Raising c_low can't raise the share as measured here, by the surrogate's value: if c_high = 3.0 is not
     enough, c_low ends at 0.9.
     """
     low, high = terms.statistics

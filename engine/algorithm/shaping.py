@@ -1,4 +1,4 @@
-"""Rewards: shaping that depends on a response's length, and when rewards are equal."""
+"""Shaping of rewards by the response's length, and the test whether rewards are equal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from engine.types import Score
 
 if TYPE_CHECKING:
-    from torch import Tensor  # takes seconds, which whoever asks for equal scores does not need
+    from torch import Tensor  # takes seconds to import, which a comparison of scores does not need
 
 ROUNDING = 1e-6
-"""Rewards are equal if they differ by no more than this share of the largest magnitude: a sum of the same terms in
-another order differs by less."""
+"""Rewards are equal if they differ by at most this fraction of the largest magnitude. Summing the same terms in another
+order causes a smaller difference."""
 
 
 def are_equal(rewards: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Replies over ASGI, and the client that may leave before one is there; the same for both engines."""
+"""Sends replies over ASGI and handles clients that disconnect early. Used by both engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class ClientLeft(Exception):
-    """The client has closed its connection, so there is no one to reply to."""
+    """The client has closed its connection, so there is nowhere to send the reply."""
 
 
 async def unless_client_leaves(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`. If the client leaves before it is there, cancel `work` and raise ClientLeft."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientLeft."""
     task = asyncio.current_task()
     assert task is not None
     watch = asyncio.ensure_future(_wait_until_client_leaves(receive))
@@ -60,7 +60,7 @@ def error_body(error: Refusal) -> JsonObject:
 async def send_body(
     send: Send, status: int, body: bytes, content_type: str = "application/json", more: Mapping[str, str] | None = None
 ) -> None:
-    """Send a whole reply."""
+    """Send a complete reply."""
     headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **(more or {})}
     await send_start(send, status, headers)
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""The interface that the HTTP routes need of an engine."""
+"""The interface through which the HTTP routes use an engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.types import JsonObject
 class Backend(Protocol):
     """An engine behind the routes (docs/protocol.md). The routes check completions before they call it.
 
-    A method that raises BadInput or Conflict has changed nothing, but a weight update may have ended. `complete` is
-    cancelled when its client leaves; every other call runs to its end.
+    A method that raises BadInput or Conflict has changed nothing, except that a weight update may have ended.
+    `complete` is cancelled when its client disconnects; every other call runs to its end.
     """
 
     model: str
@@ -33,37 +33,37 @@ class Backend(Protocol):
         """Return the version of the last finished update; 0 for the weights from disk."""
 
     async def load(self) -> dict[str, int]:
-        """Return the numbers of `running` and `waiting` responses, `prefills` (prompts computed from their first token)
-        and `generated_tokens` since the start, and the `weight_version`."""
+        """Return the numbers of `running` and `waiting` responses, of `prefills` (prompts computed from their first
+        token) and of `generated_tokens` since the start, and the `weight_version`."""
 
     async def metrics(self) -> bytes:
-        """Return the engine's own metrics in Prometheus' text format."""
+        """Return the engine's own metrics in Prometheus's text format."""
 
     async def pause(self, abort: bool) -> None:
-        """Admit nothing from now on, and return once nothing runs. With `abort` every request ends with the tokens it
-        has, waiting ones too; otherwise the running ones finish."""
+        """Stop admitting requests, and return once nothing runs. With `abort` every request, including waiting ones,
+        ends with the tokens it has; otherwise the running ones finish."""
 
     async def resume(self) -> None:
-        """Admit requests again. Raise Conflict while responses drain, and while the weights are not whole."""
+        """Admit requests again. Raise Conflict while responses drain, and while the weights are incomplete."""
 
     async def reset_prefix_cache(self) -> None:
         """Drop the cached prompts."""
 
     async def start_profile(self) -> None:
-        """Begin to record a profile in the folder of --profile. Raise BadInput if the instance was started without, and
-        Conflict if it records one already."""
+        """Start recording a profile in the folder of --profile. Raise BadInput if the instance was started without that
+        option, and Conflict if it is already recording."""
 
     async def stop_profile(self) -> None:
-        """Write the profile. Raise Conflict if none is recorded."""
+        """Write the profile. Raise Conflict if none is being recorded."""
 
     async def connect(self, init_info: JsonObject) -> None:
-        """Join the senders' groups (Receiver.connect). Cancel a transfer or a connect under way."""
+        """Join the senders' groups (Receiver.connect). Cancel a transfer or a connect in progress."""
 
     async def start_update(self) -> None:
-        """Begin a weight update, or begin it again. Raise Conflict unless paused and drained."""
+        """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
 
     async def update(self, update_info: JsonObject) -> None:
         """Receive and load a bucket, or begin to stage it."""
 
     async def finish_update(self, version: int) -> None:
-        """Give the new weights their version. Raise Conflict if they are not whole."""
+        """Give the new weights their version. Raise Conflict if they are incomplete."""

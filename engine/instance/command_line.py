@@ -1,6 +1,6 @@
-"""The part of the command line that both engines share: arguments, checks, the socket, the port file.
+"""The part of the command line shared by both engines: arguments, checks, the socket, the port file.
 
-It imports the standard library and light parts of the engine only: processes that vLLM spawns import it first.
+It imports only the standard library and light parts of the engine, because processes that vLLM spawns import it first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.wire.access_token import access_token, check_address
 from engine.wire.address import bracket_host
 
 KEEP_ALIVE_S = 75
-"""Seconds an idle connection is kept. The orchestrator keeps it for less (aiohttp: 15), so that the instance does not
-close a connection while the orchestrator sends."""
+"""Seconds that an idle connection is kept open. The orchestrator keeps it for less (aiohttp: 15), so that the instance
+does not close a connection while the orchestrator is sending."""
 LEAST = {"slots": 1, "threads": 1, "tensor": 1, "max_context": 2, "port": 0, "open_requests": 1, "read_timeout": 1}
 """Smallest value of each option."""
 
@@ -65,7 +65,7 @@ def _cores(text: str) -> list[int]:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise BadInput for options that cannot work."""
+    """Raise BadInput for options that can't work."""
     check_address(options.host, access_token())
     if not (Path(options.model) / "config.json").is_file():
         raise BadInput(f"--model {options.model}: there is no config.json; expected a Hugging Face folder")
@@ -98,7 +98,7 @@ def exit_code(error: MetronomeError) -> int:
 def bind_socket(options: argparse.Namespace) -> socket.socket:
     """Return a socket bound to --host and --port. Raise BadInput if it can't be bound."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # the protocol by name: only then asyncio sends a reply's parts at once (TCP_NODELAY), without it each waits 40 ms
+    # name the protocol: only then asyncio sets TCP_NODELAY; without it each part of a reply waits 40 ms
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -111,7 +111,7 @@ def bind_socket(options: argparse.Namespace) -> socket.socket:
 
 
 def announce_address(options: argparse.Namespace, port: int) -> None:
-    """Print the address that the instance serves at, and write the port file, whole or not at all."""
+    """Print the address that the instance serves at, and write the port file atomically."""
     url = f"http://{bracket_host(options.host)}:{port}"
     print(f"{options.name}: serving {options.model} on {url}", flush=True)
     if options.text:

@@ -1,5 +1,5 @@
-"""The HTTP routes of a rollout instance, the same for both engines: an ASGI application over a backend, and the metrics
-that both engines give.
+"""The HTTP routes of a rollout instance, shared by both engines: an ASGI application over a backend, and the metrics
+that both engines report.
 
 Token and limits are checked before a body is parsed. docs/protocol.md describes the routes.
 """
@@ -54,7 +54,7 @@ COUNTERS = {
 
 
 class _Figures(Collector):
-    """The figures of one scrape. The Counter class of prometheus_client would add its time of creation."""
+    """The figures of one scrape. The Counter class of prometheus_client would add its creation time."""
 
     def __init__(self, figures: Mapping[str, int]) -> None:
         self._figures = figures
@@ -67,17 +67,17 @@ class _Figures(Collector):
 
 
 def metrics_text(figures: Mapping[str, int]) -> bytes:
-    """Return the text for the figures of Backend.load and `updates`. The names of counters end in _total."""
+    """Return the metrics text for the figures of Backend.load and `updates`. The names of counters end in _total."""
     registry = CollectorRegistry()
     registry.register(_Figures(figures))
     return generate_latest(registry)
 
 
 WEIGHTS_BYTES = 16 * 2**20
-"""Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each;
+"""Largest body of a weight route. It carries names, shapes and checksums of a bucket's tensors, about 200 bytes each,
 never the tensors."""
 OTHER_BYTES = 2**16
-"""Largest body of any other route; a completion's may have its token ids on top."""
+"""Largest body of any other route, not counting a completion's token ids."""
 TOKEN_BYTES = 16
 """Bytes allowed for one token id in a JSON list, with its comma and spaces."""
 COMPLETION = ("POST", "/v1/completions")
@@ -88,21 +88,21 @@ TOKENS_ONLY = "this instance takes token ids only; `metronome serve --model FOLD
 
 
 class TextRoutes(Protocol):
-    """The routes with text, for clients of OpenAI's API (docs/serving.md)."""
+    """Text routes, for clients of OpenAI's API (docs/serving.md)."""
 
     name: str
     """The model's name in requests and replies."""
 
     async def __call__(self, scope: Message, body: JsonObject, receive: Receive, send: Send) -> None:
-        """Answer a request for MODELS, CHAT, or COMPLETION with a text, whose body was read and parsed.
+        """Answer a request for MODELS or CHAT, or for COMPLETION with a text prompt. Its body has been read and parsed.
 
-        An error that is raised before the reply has begun becomes the reply.
+        An error raised before the reply has begun becomes the reply.
         """
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A request that passed the checks of token, route and size."""
+    """A request that has passed the checks of token, route and size."""
 
     scope: Message
     body: JsonObject
@@ -112,23 +112,23 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Content:
-    """The body of a reply that is no JSON."""
+    """A reply body that is not JSON."""
 
     body: bytes
     kind: str
-    """Its media type."""
+    """Media type of the body."""
 
 
 Handler = Callable[[_Request], Awaitable[JsonObject | _Content | None]]
-"""It returns the reply's body; None means that it has replied."""
+"""Returns the reply's body, or None if it has already replied."""
 
 
 class InstanceApp:
     """The routes of one instance."""
 
     def __init__(self, backend: Backend, open_requests: int, read_s: float, text: TextRoutes | None = None) -> None:
-        """`open_requests`: most completions that wait or run at a time.
-        `read_s`: seconds a client may take to send a body. Without `text` the instance takes token ids only."""
+        """`open_requests`: most completions that may wait or run at a time. `read_s`: seconds a client may take to send
+        a body. Without `text` the instance takes token ids only."""
         self._backend = backend
         self._text = text
         self._token = access_token()
@@ -137,7 +137,7 @@ class InstanceApp:
         self._open = 0
         self._updates = 0
         self._numbers = itertools.count()
-        # most token ids in a request: the longest prompt, and every token as a stop token
+        # most token ids in a request: the longest prompt, plus every token as a stop token
         ids = backend.limits.max_context + backend.limits.vocabulary
         longest = OTHER_BYTES + TOKEN_BYTES * ids
         self._routes: dict[tuple[str, str], tuple[Handler, int]] = {
@@ -162,7 +162,7 @@ class InstanceApp:
             self._routes |= {CHAT: (self._answer_text, longest), MODELS: (self._answer_text, OTHER_BYTES)}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Reply to one request; a WebSocket is closed."""
+        """Reply to one request. A WebSocket is closed."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -180,7 +180,7 @@ class InstanceApp:
         except MetronomeError as error:
             if not begun:
                 await send_error(send, as_refusal(error))
-        except Exception as error:  # a fault of ours: the trace goes to the log
+        except Exception as error:  # a bug in this server: log the traceback
             logging.getLogger(__name__).exception("%s %s", scope["method"], scope["path"])
             if not begun:
                 await send_error(send, Refusal(500, f"{type(error).__name__}: {error}"))
@@ -193,14 +193,14 @@ class InstanceApp:
     # checks before the routes ---------------------------------------------------------------------
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> JsonObject | _Content | None:
-        """Return what the handler returns. The token is checked before any of the request's body is kept."""
+        """Return the handler's result. The token is checked before any of the request's body is kept."""
         route = (scope["method"], scope["path"])
         self._demand_token(scope, route)
         if route not in self._routes:
             raise self._route_refusal(route)
         handler, limit = self._routes[route]
         counts = route in (COMPLETION, CHAT)
-        if counts and self._open >= self._open_requests:  # the client may send it again later, or elsewhere
+        if counts and self._open >= self._open_requests:  # the client may retry later, or elsewhere
             raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
         self._open += counts
         try:
@@ -210,7 +210,7 @@ class InstanceApp:
             self._open -= counts
 
     def _demand_token(self, scope: Message, route: tuple[str, str]) -> None:
-        """Raise Refusal (401) unless the request has the token. GET /health needs none."""
+        """Raise Refusal (401) unless the request carries the token. GET /health needs none."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if route != HEALTH and not is_authorized(given[0] if len(given) == 1 else None, self._token):
             raise Refusal(
@@ -250,7 +250,7 @@ class InstanceApp:
     # the routes -----------------------------------------------------------------------------------
 
     async def _about(self, request: _Request) -> JsonObject:
-        """Say what this is, for a person who looks."""
+        """Describe this server to a person who opens it in a browser."""
         return {
             "what": "a rollout instance of Metronome: it samples responses of a language model",
             "model": self._backend.model,
@@ -268,7 +268,7 @@ class InstanceApp:
         await self._text(request.scope, request.body, request.receive, request.send)
 
     async def _complete(self, request: _Request) -> JsonObject | _Content | None:
-        """Sample one response to one prompt of token ids; a prompt of text is another route's."""
+        """Sample one response to one prompt of token ids. A text prompt goes to the text routes."""
         if protocol.has_text(request.body):
             if self._text is None:
                 raise Refusal(400, f"prompt is a text: {TOKENS_ONLY}", param="prompt")
@@ -286,7 +286,7 @@ class InstanceApp:
         return completion_reply(number, model, asked.prompt, result)
 
     async def _health(self, request: _Request) -> JsonObject:
-        """Give the protocol's version if the engine lives."""
+        """Return the protocol's version if the engine is alive."""
         await self._backend.check_health()
         return {"protocol": ROLLOUT_PROTOCOL}
 
@@ -328,7 +328,7 @@ class InstanceApp:
         return {"message": "the profile is written"}
 
     async def _connect(self, request: _Request) -> JsonObject:
-        """Join the groups of an init_info. Without one there is nothing to do: files need no groups."""
+        """Join the groups of an init_info. Without one, do nothing: files need no groups."""
         if info := protocol.parse_info(request.body, "init_info"):
             await self._backend.connect(info)
         return {"message": "ready for weights"}

@@ -1,5 +1,4 @@
-"""`metronome serve`: one instance in the foreground;
-with --join it joins a run under way, and leaves it in good order."""
+"""`metronome serve`: runs one instance in the foreground. With --join it joins a running run, and leaves it cleanly."""
 
 from __future__ import annotations
 
@@ -34,42 +33,42 @@ from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave
 
 CALL_S = 10.0
-"""What one call to the orchestrator may take."""
+"""Time limit of one call to the orchestrator, in seconds."""
 SOON_S = 1.0
-"""Time between two calls until it serves for the first time: whoever started it waits to read that."""
+"""Seconds between two calls until the instance serves for the first time: the user is waiting for that message."""
 TOO_EARLY = 425
-"""Status of an orchestrator that takes no instances yet."""
+"""Status with which an orchestrator answers while it takes no instances yet."""
 POLL_S = 0.2
-"""How often a leaving instance asks whether it is free to go."""
+"""Seconds between two checks of a leaving instance whether it may go."""
 
 Reply = TypeVar("Reply")
 Say = Callable[[str], None]
 
 
 class _Refused(NamedTuple):
-    """An answer of the orchestrator other than 200."""
+    """A reply of the orchestrator with a status other than 200."""
 
     status: int
     message: str
 
 
 class _Left(Exception):
-    """The orchestrator was told, by somebody else, that this instance leaves."""
+    """Someone else told the orchestrator that this instance leaves."""
 
 
 def default_name() -> str:
-    """Host and process id: unique among the instances that join a run."""
+    """Return host name and process id, unique among the instances that join a run."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def serve_alone(config: Config, name: str, host: str, port: int, text: str = "") -> int:
-    """One instance until it ends, or SIGTERM or Ctrl-C end it; its exit code. `text`: the model's name, if it is to
-    answer text."""
+    """Run one instance until it ends, or until SIGTERM or Ctrl-C. Return its exit code. `text`: the model's name, if
+    the instance shall answer text requests."""
     return _run(_serve(config=config, name=name, host=host, port=port, joins=None, text=text))
 
 
 def check_join(address: str) -> None:
-    """Raise BadInput unless it is a run folder, the address file of one, or host:port."""
+    """Raise BadInput unless it is a run folder, a run's address file, or host:port."""
     path = Path(address).expanduser()
     if path.is_dir() or path.name == ADDRESS_FILE:
         return
@@ -83,12 +82,12 @@ def check_join(address: str) -> None:
 
 
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:
-    """An instance that joins, stays until SIGTERM or Ctrl-C (the second one ends it at once), leaves, ends; the exit
-    code.
+    """Run an instance that joins the run, serves until SIGTERM or Ctrl-C, then leaves and ends. A second signal ends it
+    at once. Return the exit code.
 
-    `address` as for `check_join`. Raises BadInput for an orchestrator that refuses it, ProcessDied when the instance
-    ends, DeadlineError when the orchestrator does not answer: for rollout.timeout_s before the first time, so that an
-    instance may be started before its run, and for rollout.wait_s later.
+    `address` is as in `check_join`. Raises BadInput if the orchestrator refuses the instance, ProcessDied if the
+    instance ends, DeadlineError if the orchestrator does not answer. Before the first answer the limit is
+    rollout.timeout_s, so that an instance may be started before its run; later it is rollout.wait_s.
     """
     return _run(
         _serve(
@@ -145,7 +144,7 @@ async def _join_and_serve(
     except (BadInput, ProcessDied):
         if child.process.returncode < 0:
             raise
-        return int(child.process.returncode)  # it has said why
+        return int(child.process.returncode)  # the instance has printed the reason
     if address is not None and joins is not None:
         async with joins(http_url(*address)) as orchestrator:
             await orchestrator.stay(child, asked)
@@ -155,7 +154,7 @@ async def _join_and_serve(
 
 
 def _signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second one cancels this task."""
+    """Return an event that the first SIGTERM or SIGINT sets. The second one cancels this task."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     asked = asyncio.Event()
@@ -172,7 +171,7 @@ def _signals() -> asyncio.Event:
 
 
 async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
-    """The result of `work`; None when `asked` was set first."""
+    """Return the result of `work`, or None if `asked` is set first."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(asked.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +182,7 @@ async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
 
 
 class _OrchestratorClient:
-    """Calls to the orchestrator of the run."""
+    """Calls the orchestrator of the run."""
 
     def __init__(self, config: Config, address: str, name: str, url: str, say: Say) -> None:
         self._rollout = config.rollout
@@ -209,8 +208,8 @@ class _OrchestratorClient:
         await self._session.close()
 
     async def stay(self, child: Child, asked: asyncio.Event) -> None:
-        """Say every rollout.heartbeat_s that it is there, which makes an orchestrator that does not know it take it in;
-        then leave."""
+        """Send a sign of life every rollout.heartbeat_s until asked to stop, then leave. An orchestrator that does not
+        know the instance adds it."""
         try:
             while not asked.is_set():
                 child.check()
@@ -218,7 +217,7 @@ class _OrchestratorClient:
                 pause = self._rollout.heartbeat_s if self._served else min(SOON_S, self._rollout.heartbeat_s)
                 await _unless(asked, asyncio.sleep(pause))
         except _Left:
-            pass  # by somebody else's request
+            pass  # at someone else's request
         else:
             await self._leave(child)
         await self._drained(child)
@@ -242,7 +241,7 @@ class _OrchestratorClient:
             self._say(f"{self._name} at {self._advertised()} is {self._state} in the run at {self._address}")
 
     def _advertised(self) -> str:
-        """The URL under which the orchestrator reaches the instance."""
+        """Return the URL at which the orchestrator reaches the instance."""
         host, port = split_address(self._url.removeprefix("http://"), "url")
         return f"http://{bracket_host(reachable_host(host))}:{port}"
 
@@ -252,7 +251,7 @@ class _OrchestratorClient:
             await self._call(Leave(self._name))
 
     async def _drained(self, child: Child) -> None:
-        """Until the orchestrator no longer lists it, or is not there."""
+        """Wait until the orchestrator has dropped this instance or stopped responding."""
         deadline = time.monotonic() + self._rollout.timeout_s
         while child.alive and (reply := await self._call(GetStatus())) is not None:
             if isinstance(reply, _Refused) or self._name not in [one.name for one in reply.instances]:
@@ -265,13 +264,14 @@ class _OrchestratorClient:
 
     @property
     def _patience(self) -> tuple[float, str]:
-        """Seconds that the orchestrator may be silent, and the key that sets them."""
+        """Seconds for which the orchestrator may be silent, and the key that sets them."""
         return self._rollout.patience(self._met)
 
     async def _call(self, request: InstanceRequest[Reply]) -> Reply | _Refused | None:
-        """The orchestrator's reply, or its refusal; None when it does not answer.
+        """Return the orchestrator's reply or refusal; None if it does not answer.
 
-        Raises DeadlineError when it has not answered for rollout.wait_s, or for rollout.timeout_s since the start.
+        Raises DeadlineError if the orchestrator has been silent for rollout.wait_s, or, before its first answer, for
+        rollout.timeout_s.
         """
         data = msgspec.json.encode(request) if request.method == "POST" else None
         try:

@@ -1,6 +1,6 @@
-"""Parsers of the bodies of requests to an instance, the same for both engines. An error names the malformed key.
+"""Parsers for the request bodies of an instance, shared by both engines. An error names the malformed key.
 
-They need the standard library only, since they also run in vLLM's environment.
+They need only the standard library, since they also run in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ COMPLETION_KEYS = frozenset(
     }
 )
 FIXED = {"n": 1, "logprobs": 0, "return_token_ids": True, "prompt_logprobs": 0}
-"""The only value that is served for each of these keys. A key may also be absent or null."""
+"""The only supported value of each of these keys. A key may also be absent or null."""
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits that a model and an instance set to requests."""
+    """The limits that a model and an instance set for requests."""
 
     vocabulary: int
     max_context: int
     stop_ids: frozenset[int]
-    """End-of-sequence ids of the model: they end a response unless the request sets ignore_eos."""
+    """End-of-sequence ids of the model. They end a response unless the request sets ignore_eos."""
     routes: bool = False
-    """Whether the engine can say which experts computed a token."""
+    """Whether the engine can report which experts computed a token."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,21 @@ class Completion:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    """Most tokens to sample: at most what the context leaves room for."""
+    """Most tokens to sample; never more than the context has room for."""
     temperature: float
     top_p: float
     top_k: int
-    """0 switches it off."""
+    """0 turns it off."""
     seed: int | None
     stop_ids: frozenset[int]
-    """The response ends with the first of these ids; it has the model's own unless the request sets ignore_eos."""
+    """The first of these ids ends the response. They include the model's end-of-sequence ids unless the request sets
+    ignore_eos."""
     prompt_logprobs: bool
-    """Whether the log-probabilities of the prompt are asked for."""
+    """Whether the prompt's log-probabilities are requested."""
     continued: int = 0
-    """How many of the prompt's last tokens belong to the response: its random numbers continue after them."""
+    """Number of the prompt's last tokens that belong to the response: its random numbers continue after them."""
     routes: bool = False
-    """Whether the experts of each token are asked for."""
+    """Whether the experts of each token are requested."""
 
 
 def parse_object(body: bytes | bytearray) -> JsonObject:
@@ -79,7 +80,7 @@ def parse_object(body: bytes | bytearray) -> JsonObject:
         text = body.decode()
         value = json.loads(text)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be sent on to other processes
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be encoded for other processes
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -88,13 +89,14 @@ def parse_object(body: bytes | bytearray) -> JsonObject:
 
 
 def has_text(body: Mapping[str, Any]) -> bool:
-    """Whether the prompt of a /v1/completions body is a text or a list that begins with one."""
+    """Whether the prompt of a /v1/completions body is text, or a list that begins with text."""
     prompt = body.get("prompt")
     return isinstance(prompt, str) or (isinstance(prompt, list) and prompt[:1] != [] and isinstance(prompt[0], str))
 
 
 def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completion:
-    """Return a checked /v1/completions body. Raise BadInput that names the first key that can't be served as asked."""
+    """Return a checked /v1/completions body. Raise BadInput, which names the first key that can't be served as
+    requested."""
     if unknown := sorted(body.keys() - COMPLETION_KEYS):
         raise BadInput(f"unknown key {repr_short(unknown[0])}; known keys are {', '.join(sorted(COMPLETION_KEYS))}")
     _check_fixed_keys(body)

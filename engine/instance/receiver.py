@@ -1,8 +1,8 @@
-"""The instance's side of a weight sync, the same in the embedded engine and in vLLM's workers.
+"""The instance's side of a weight sync, shared by the embedded engine and vLLM's workers.
 
-`StagedVersion` holds weights that are received while the instance still generates with the old ones.
+`StagedVersion` holds weights received while the instance still generates with the old ones.
 
-It needs torch, safetensors and xxhash only, since it also runs in vLLM's environment.
+It needs only torch, safetensors and xxhash, since it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Named = tuple[str, Tensor]
 Job = Callable[[Tensor], tuple[list[Named], Tensor]]
-"""Receives a bucket into the given buffer, or a larger one of its own. Returns the tensors and the buffer used."""
+"""Receives a bucket into the given buffer, or into a newly allocated larger one. Returns the tensors and the buffer
+used."""
 
 
 class StagedVersion:
-    """Buckets of one version that are received in the background, one after the other."""
+    """Buckets of one version, received in the background one after the other."""
 
     def __init__(self, version: int, before: StagedVersion | None) -> None:
-        """`before`: the version staged last, whose memory is used again once its buckets are received."""
+        """`before`: the version staged last. Its memory is reused once its buckets have been received."""
         self.version = version
         self._before = before
         self._spare: list[Tensor] = []
@@ -58,7 +59,7 @@ class StagedVersion:
         self._running = False
 
     def add(self, receive: Job) -> None:
-        """Add a bucket; `receive` is called in the background, after those of the earlier buckets."""
+        """Add a bucket. `receive` is called in the background, after the earlier buckets."""
         with self._changed:
             self._jobs.append(receive)
             if not self._running:
@@ -66,7 +67,8 @@ class StagedVersion:
                 threading.Thread(target=self._receive_all, name="stage-weights", daemon=True).start()
 
     def tensors(self, timeout_s: float) -> list[Named]:
-        """Return all staged tensors once they are received. Raise the error of a failed bucket, or DeadlineError."""
+        """Return all staged tensors once they have been received. Raise the error of a failed bucket, or
+        DeadlineError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._done == len(self._jobs) or self._error is not None, timeout_s):
                 raise DeadlineError(
@@ -78,7 +80,7 @@ class StagedVersion:
             return list(self._found)
 
     def _receive_all(self) -> None:
-        """Receive buckets until none is left or a transfer fails; the buckets after a failed transfer are lost too."""
+        """Receive buckets until none is left or a transfer fails. The buckets after a failed transfer are lost."""
         if self._before is not None:
             self._spare = self._before.idle()
             self._before = None
@@ -100,7 +102,8 @@ class StagedVersion:
     def _next_job(self) -> Job | None:
         """Return the next bucket's job; None if there is none, or a transfer has failed.
 
-        After a bucket with wrong content (BadInput) the next ones are still received, because they are already sent.
+        After a bucket with wrong content (BadInput) the next ones are still received, because they have already been
+        sent.
         """
         with self._changed:
             broken = self._error is not None and not isinstance(self._error, BadInput)
@@ -110,7 +113,7 @@ class StagedVersion:
             return self._jobs[self._done]
 
     def idle(self) -> list[Tensor]:
-        """Return the buffers of this version; none while something may still be received into them."""
+        """Return the buffers of this version, or [] while something may still be received into them."""
         with self._changed:
             return [] if self._running else self._buffers
 
@@ -122,14 +125,14 @@ PERTURBED = -3.0
 
 
 class Receiver:
-    """Receives weights from the trainer and verifies them; one per process that holds a model.
+    """Receives weights from the trainer and verifies them. Each process that holds a model has one.
 
-    Its methods must not be called at the same time, except `connect` and `close`: these cancel what is under way.
+    Its methods must not be called concurrently, except `connect` and `close`, which cancel a call in progress.
     """
 
     def __init__(self, timeout_s: float = 600.0, device: torch.device = HOST) -> None:
-        """`timeout_s`: deadline of every wait in seconds, until `connect` sets the run's own; `device`: of the
-        model."""
+        """`timeout_s`: deadline of every wait in seconds, until `connect` sets the run's; `device`: the model's
+        device."""
         self._timeout_s = timeout_s
         self._device = device
         self._groups: list[BroadcastGroup] = []
@@ -140,15 +143,15 @@ class Receiver:
         self._staged: StagedVersion | None = None
 
     def connect(self, init_info: JsonObject, local_rank: int = 0) -> None:
-        """Leave the older groups and join those of the pipeline stages. An empty `init_info` names none to join.
+        """Leave the current groups and join those of the pipeline stages. With an empty `init_info`, join none.
 
-        `local_rank`: number of this process among those of its instance. Raises BadInput for a malformed init_info,
+        `local_rank`: number of this process within its instance. Raises BadInput for a malformed init_info,
         TransferError if `close` or a newer `connect` cancels it, DeadlineError.
         """
         transport, stages, rank, world, timeout_s = (
             parse_init(init_info) if init_info else ("", [], 0, 0, self._timeout_s)
         )
-        self.close()  # also cancels a connect under way, which then releases the lock
+        self.close()  # also cancels a connect in progress, which then releases the lock
         with self._joining:
             self._off = threading.Event()
             self._timeout_s = timeout_s
@@ -176,8 +179,8 @@ class Receiver:
         """Yield the tensors that `update_info` names, by its transport.
 
         "staged": all staged buckets of a version. "base": the model folder `base`. Any other: one bucket. Absent: the
-        safetensors at `path`. Buckets are verified whole before the first tensor is given; the base and the files at
-        `path` have no checksums. The tensors are valid until the next call: copy them.
+        safetensors at `path`. A bucket is verified completely before its first tensor is yielded; the base and the
+        files at `path` have no checksums. The tensors are valid until the next call: copy them.
 
         Raises BadInput (a malformed update_info; a tensor that differs from what was announced, by name), TransferError
         and DeadlineError.
@@ -194,12 +197,13 @@ class Receiver:
             yield from self.fetch(update_info)()
 
     def fetch(self, update_info: JsonObject, places: Mapping[str, Tensor] | None = None) -> Callable[[], list[Named]]:
-        """Receive a bucket's bytes. Return a function that verifies them and returns the tensors; errors as `receive`.
+        """Receive a bucket's bytes. Return a function that verifies them and returns the tensors. Raises the same
+        errors as `receive`.
 
         `places`: tensors by name; broadcast tensors that fit are received directly into them. The others are received
-        into two buffers in turn, so that the next bucket may be fetched while this one is verified and loaded.
+        into two alternating buffers, so that the next bucket may be fetched while this one is verified and loaded.
         """
-        # taken out of the list: if this transfer is cancelled, it may still write into its buffer
+        # remove the buffer from the list: a cancelled transfer may still write into it
         buffer = self._buffers[0]
         self._buffers = [self._buffers[1], NOTHING]
         specs, tensors, checksums, buffer = self._receive_bytes(update_info, buffer, places=places or {})
@@ -207,7 +211,7 @@ class Receiver:
         return lambda: _verified(specs, tensors, checksums)
 
     def stage(self, update_info: JsonObject) -> None:
-        """Begin to receive a bucket in the background, into host memory of its own.
+        """Begin to receive a bucket in the background, into separate host memory.
 
         `receive` with transport "staged" yields its tensors later, or raises its error. Raises BadInput for a malformed
         update_info.
@@ -216,12 +220,12 @@ class Receiver:
         self._check_bucket(update_info)
         if self._staged is None or self._staged.version != version:
             self._staged = StagedVersion(version, self._staged)
-        # a file is opened now: when it is read, its version may be complete and its folder renamed
+        # open the file now: by the time it is read, its version may be complete and its folder renamed
         file = _open_or_error(Path(update_info["path"])) if update_info["transport"] == "file" else None
         self._staged.add(lambda buffer: self._receive_to_host(update_info, buffer, file))
 
     def close(self) -> None:
-        """Leave all groups and drop what was staged. Calls that wait in a group raise TransferError."""
+        """Leave all groups and drop the staged buckets. Calls that wait in a group raise TransferError."""
         self._off.set()
         groups = self._groups
         self._groups = []
@@ -229,7 +233,7 @@ class Receiver:
         _leave_groups(groups)
 
     def check(self, update_info: JsonObject) -> None:
-        """Raise BadInput for an update_info that `receive` would refuse before it receives a byte."""
+        """Raise BadInput if `receive` would refuse this update_info before it receives a byte."""
         transport = update_info.get("transport")
         if transport == "base":
             _perturbed_rows(update_info)
@@ -250,7 +254,7 @@ class Receiver:
         return self._staged
 
     def _check_bucket(self, update_info: JsonObject) -> tuple[list[TensorSpec], list[str]]:
-        """Return the bucket's tensors and their checksums. Raise BadInput if these are malformed, or the transport or
+        """Return the bucket's tensors and their checksums. Raise BadInput if they are malformed, or if the transport or
         its group is unknown."""
         transport = update_info.get("transport")
         specs = specs_of(update_info)
@@ -284,14 +288,14 @@ class Receiver:
     def _receive_to_host(
         self, update_info: JsonObject, buffer: Tensor, file: BucketFile | BadInput | None
     ) -> tuple[list[Named], Tensor]:
-        """Return a bucket's verified tensors in host memory, and the buffer that holds them:
-        the given one if it is large enough."""
+        """Return a bucket's verified tensors in host memory, and the buffer that holds them: the given buffer if it is
+        large enough."""
         specs, tensors, checksums, room = self._receive_bytes(update_info, buffer, file)
         found = _verified(specs, tensors, checksums)
         if room.device == HOST:
             return found, room
-        # nccl and hccl receive on the device, which has no room for a second model: the tensors are copied to the
-        # host, and torch uses the device's memory again for the next bucket
+        # nccl and hccl receive on the device, which has no room for a second model: copy the tensors to the
+        # host, so that torch can reuse the device memory for the next bucket
         buffer = _sized_buffer(buffer, bucket_span(specs), HOST)
         for place, (_, tensor) in zip(held := bucket_views(buffer, specs), found, strict=True):
             place.copy_(tensor)
@@ -305,7 +309,7 @@ class Receiver:
         places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[list[TensorSpec], list[Tensor], list[str], Tensor]:
         """Return an unverified bucket: specs, tensors, announced checksums, and the buffer used. `file`: its file if it
-        was opened before, or the error of opening it."""
+        is already open, or the error of opening it."""
         specs, checksums = self._check_bucket(update_info)
         if update_info["transport"] == "file":
             file = file or BucketFile(Path(update_info["path"]))
@@ -327,7 +331,7 @@ class Receiver:
 
 
 def _fits(place: Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
-    """Whether the bytes of a tensor may be received into `place`."""
+    """Whether a tensor's bytes can be received into `place`."""
     return (
         place is not None
         and place.shape == spec.shape
@@ -343,7 +347,7 @@ def _leave_groups(groups: Sequence[BroadcastGroup]) -> None:
 
 
 def parse_init(info: JsonObject) -> tuple[str, list[dict[str, object]], int, int, float]:
-    """Return transport, addresses of the stages, rank, world size and timeout of an init_info. Raise BadInput if it is
+    """Return transport, stage addresses, rank, world size and timeout of an init_info. Raise BadInput if it is
     malformed."""
     transport = info.get("transport")
     stages = info.get("stages")

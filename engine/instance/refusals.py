@@ -1,6 +1,6 @@
-"""Errors as replies: the HTTP status and the error type of a refused request, the same for both engines.
+"""Errors as replies: the HTTP status and error type of a refused request, shared by both engines.
 
-It needs the standard library and engine.errors only, since it also runs in vLLM's environment.
+It needs only the standard library and engine.errors, since it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NO_PROFILES = "this instance was not started to record profiles (train.profile o
 
 
 class Conflict(MetronomeError):
-    """The call is valid, but not now: a step of an update out of order, a resume in the middle of an update."""
+    """The call is valid, but not now: for example an update step out of order, or a resume during an update."""
 
 
 class Refusal(MetronomeError):
-    """An error that becomes a reply with its status, message and headers."""
+    """An error that becomes a reply with this status, message and headers."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Refusal(MetronomeError):
         headers: Mapping[str, str] | None = None,
         param: str | None = None,
     ) -> None:
-        """`kind`: the error type in the reply; by default the one that KINDS has for the status. `param`: the key of
-        the body that is wrong."""
+        """`kind`: error type in the reply; by default that of the status in KINDS. `param`: the key of the body that is
+        wrong."""
         super().__init__(message)
         self.status = status
         self.kind = kind or KINDS[status]
@@ -50,8 +50,8 @@ class Refusal(MetronomeError):
 
 
 def as_refusal(error: MetronomeError) -> Refusal:
-    """Return the reply to an error. 400: the request is wrong. 409: it came at the wrong time. 503: a transfer failed
-    and may be tried again. 500: anything else."""
+    """Return the reply to an error. 400: the request is wrong. 409: the call is out of order. 503: a transfer failed
+    and may be retried. 500: anything else."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, (TransferError, DeadlineError)):

@@ -1,4 +1,4 @@
-"""The reply to a completion, the same from both engines: vLLM's OpenAI-compatible format with token ids, no text."""
+"""The reply to a completion, the same from both engines: vLLM's OpenAI-compatible format with token ids and no text."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from engine.wire.reply_columns import write_reply
 from engine.wire.reply_digest import packed_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a response ended; "error" means that the logits were not finite."""
+"""Why a response ended. "error" means that the logits were not finite."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The response to a request. All tokens were sampled by `version`."""
+    """The response to a request. `version` sampled all of its tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     version: int
     prompt_logprobs: list[float] | None = None
-    """Log-probabilities of the prompt's tokens but the first, at temperature 1. None if they were not asked for, or the
-    request was not admitted."""
+    """Log-probabilities of the prompt's tokens except the first, at temperature 1. None if they were not requested or
+    the request was not admitted."""
     routes: NDArray[Any] | None = None
-    """[tokens of prompt and response but the last, layers with experts, experts per token] the experts of each token
-    (engine.wire.routes). None if they were not asked for, or nothing was computed."""
+    """[tokens of prompt and response except the last, layers with experts, experts per token]: the experts of each
+    token (engine.wire.routes). None if they were not requested or nothing was computed."""
 
     @property
     def finite(self) -> bool:
-        """Whether no log-probability is NaN."""
+        """Whether all log-probabilities are numbers, not NaN."""
         return not any(value != value for value in (*self.logprobs, *(self.prompt_logprobs or ())))
 
     @property
     def versions(self) -> list[list[int]]:
-        """[index of its first token, version] of each stretch of tokens."""
+        """[index of its first token, version] for each stretch of tokens."""
         return [[0, self.version]] if self.token_ids else []
 
 
@@ -58,7 +58,8 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
 
 
 def completion_columns(number: int, model: str, prompt: Sequence[int], result: Result) -> bytes:
-    """Return the same reply with its numbers as bytes (engine.wire.reply_columns), in whose place lists are empty."""
+    """Return the same reply with its numbers as bytes (engine.wire.reply_columns); the corresponding lists are
+    empty."""
     columns = _columns(result)
     head = _head(number=number, model=model, prompt=prompt, result=result)
     return write_reply(head | {"digest": _digest(result, *columns)}, *columns)

@@ -1,6 +1,6 @@
-"""Core attention over a `Layout`, computed by the kernel of a platform.
+"""Core attention over a `Layout`, computed by a platform's kernel.
 
-It replaces DotProductAttention in Megatron's layer specification. The layout travels in Megatron's own
+It replaces DotProductAttention in Megatron's layer specification. The layout is passed in Megatron's
 `packed_seq_params` argument, so that activation recomputation and pipelines get the right one.
 """
 
@@ -37,7 +37,7 @@ def attention_params(layout: Layout) -> LayoutParams:
 class SegmentAttention(torch.nn.Module):
     """Megatron core attention: query [S, 1, heads, d], key and value [S, 1, key-value heads, d] → [S, 1, heads·d].
 
-    The heads are those of this tensor rank, the S rows those of this context rank. Under context parallelism keys and
+    The heads are those of this tensor rank, the S rows those of this context rank. Under context parallelism, keys and
     values of the whole row are gathered from the group, and their gradients are summed over it.
     """
 
@@ -72,19 +72,19 @@ class SegmentAttention(torch.nn.Module):
         packed_seq_params: LayoutParams,
         **unused: Any,  # noqa: ANN401
     ) -> Tensor:
-        """Attend over the layout in `packed_seq_params`. Megatron's mask argument is not used. Raises ValueError
-        without a layout, and for one that is sharded for another number of context-parallel ranks."""
+        """Attend over the layout in `packed_seq_params`. Megatron's mask argument is ignored. Raises ValueError without
+        a layout, and for a layout sharded for another number of context-parallel ranks."""
         layout = packed_seq_params.layout
         if layout is None:
-            raise ValueError("SegmentAttention needs a layout: pass packed_seq_params=params(layout)")
+            raise ValueError("SegmentAttention needs a layout: pass packed_seq_params=attention_params(layout)")
         key, value = whole_row(key, value, layout)
         out = self.kernel(query.squeeze(1), key.squeeze(1), value.squeeze(1), layout, self.scale)
         return out.reshape(query.shape[0], 1, -1)
 
 
 def whole_row(key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the whole row [row_size, ...], in its order, from those of this context-parallel rank
-    [S, ...]. A collective of the context-parallel group."""
+    """Return keys and values of the whole row [row_size, ...], in order, from those of this context-parallel rank [S,
+    ...]. Collective over the context-parallel group."""
     ranks = parallel_state.get_context_parallel_world_size() or 1  # 0 without a process group
     if layout.shards != ranks:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Build the Megatron GPT model of a shape: Megatron's own layers with our core attention, norms and rotary embedding.
+"""Builds the Megatron GPT model of a shape: Megatron's layers with our core attention, norms and rotary embedding.
 
 The sizes of the parallel layout come from Megatron's parallel state; `Computation` holds all other settings.
 """
@@ -45,26 +45,26 @@ class Computation:
     """How a model is computed."""
 
     sequence: bool = False
-    """Whether there is sequence parallelism beside tensor parallelism."""
+    """Whether to use sequence parallelism in addition to tensor parallelism."""
     dtype: torch.dtype = torch.float32
     recompute: bool | int | str = False
-    """What is dropped and computed again in the backward pass: the activations inside each layer (True), inside the
-    first N layers of a pipeline stage (N, Megatron's method "block"), or large and cheap ones of each layer
-    ("selective", `engine.model.recompute`)."""
+    """What is dropped and recomputed in the backward pass: the activations inside each layer (True), inside the first N
+    layers of a pipeline stage (N, Megatron's method "block"), or large and cheap ones of each layer ("selective",
+    `engine.model.recompute`)."""
     router_dtype: torch.dtype = torch.float32
-    """Type of the logits of a mixture's routers: float32, or `dtype`."""
+    """Type of the router logits of a mixture of experts: float32, or `dtype`."""
     float_head: bool = False
-    """Whether logits of a bf16 model are kept in fp32 (`engine.model.head`)."""
+    """Whether the logits of a bf16 model are kept in fp32 (`engine.model.head`)."""
     attention: str = "cpu"
     """Attention kernel, a key of `engine.model.kernels.KERNELS`."""
     device: torch.device = torch.device("cpu")
     add_in_product: bool = False
-    """Whether weight gradients are added to Megatron's fp32 buffer within their product. The model must be wrapped by
+    """Whether the product of a weight gradient adds directly to Megatron's fp32 buffer. This needs a model wrapped by
     Megatron's DistributedDataParallel, which has that buffer, and `weight_gradients.can_fuse_gradients`."""
 
 
 def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
-    """Return Megatron's configuration of the shape in the present layout; Transformer Engine's fusions are off.
+    """Return Megatron's configuration of the shape in the current layout, with Transformer Engine's fusions off.
 
     This also installs our rotation as Megatron's fused one (`rotary.install_rotary`).
     """
@@ -101,12 +101,12 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=True,
         cuda_graph_scope=[],  # Megatron warns about its own default
-        calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours
+        calculate_per_token_loss=True,  # leaves gradients undivided: we divide them by the step's denominator
     )
 
 
 def _whole_layers(recompute: bool | int | str) -> dict[str, Any]:
-    """Megatron's settings of the layers that are recomputed as a whole."""
+    """Return Megatron's settings for layers that are recomputed as a whole."""
     if not recompute or isinstance(recompute, str):
         return {}
     method, layers = ("uniform", 1) if recompute is True else ("block", recompute)
@@ -148,7 +148,7 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
 
 
 def _mark_cuts(model: GPTModel) -> None:
-    """Mark the weights that are cut over tensor ranks. Megatron does so while it initialises weights, which we skip.
+    """Mark the weights that are split over tensor ranks. Megatron does this when it initialises weights, which we skip.
 
     Without the marks the gradient norm would count only the first rank's part.
     """
@@ -171,8 +171,8 @@ def compute_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
 
 
 def row_multiple(computation: Computation) -> int:
-    """Return the number that must divide a row's length in the present parallel layout, because sequence and context
-    parallelism cut rows evenly."""
+    """Return the number that must divide a row's length in the current parallel layout, because sequence and context
+    parallelism split rows evenly."""
     context = parallel_state.get_context_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size() if computation.sequence else 1
     return tensor * (2 * context if context > 1 else 1)
@@ -199,8 +199,8 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
 
 
 def _keep_scored(decoder: TransformerBlock, args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:  # noqa: ANN401
-    """Hook that keeps the positions whose logits are needed: [S, 1, h] → [T, 1, h]. The output layer computes no
-    others. A prompt's last position occurs once for each of its responses."""
+    """Forward hook that keeps only the positions whose logits are needed: [S, 1, h] → [T, 1, h], so that the output
+    layer computes no others. A prompt's last position occurs once for each of its responses."""
     carried: LayoutParams = kwargs["packed_seq_params"]
     assert carried.layout is not None
     if decoder.config.sequence_parallel:

@@ -1,8 +1,8 @@
-"""The experts of a mixture: on a device one product of all experts at once, where the platform has a kernel for it.
+"""The experts of a mixture. On devices whose platform has a kernel for it, one product computes all experts at once.
 
-The kernels take the weights of all experts in one tensor, and so does everything that is done once for each parameter:
-a gradient is added, reduced and measured, and the optimizer updates it. Megatron's `SequentialMLP` has two parameters
-for each expert, of which a rank may have 128. Its grouped layers need Transformer Engine or another package.
+The kernels take the weights of all experts in one tensor. Work per parameter profits as well: adding, reducing and
+measuring its gradient, and updating it in the optimizer. Megatron's `SequentialMLP` has two parameters per expert, and
+a rank may have 128 experts. Megatron's grouped layers need Transformer Engine or another package.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from engine.model import linear, npu_operators
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [T, k], weights [experts, k, n], ends [experts] int32: the first token after each expert's → [T, n]."""
 CUDA_MULTIPLE = 8
-"""Sizes of matrices that CUDA's grouped product takes in bf16: rows begin at multiples of 16 bytes."""
+"""CUDA's grouped product in bf16 takes matrix sizes that are multiples of this: rows must begin at multiples of 16
+bytes."""
 
 
 def product_for(x: Tensor, *sizes: int) -> Product | None:
-    """The platform's grouped product of x's dtype for weights of these sizes; None if it has none."""
+    """Return the platform's grouped product for x's dtype and weights of these sizes; None if it has none."""
     if npu_operators.on_npu(x):
         return npu_operators.grouped_matmul
     if x.is_cuda and x.dtype is torch.bfloat16 and not any(size % CUDA_MULTIPLE for size in sizes):
@@ -44,7 +45,7 @@ def _by_torch(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class GroupedExperts(MegatronModule):
-    """A rank's experts, in the place of Megatron's `SequentialMLP`. Each linear map of all of them is one parameter."""
+    """A rank's experts, replacing Megatron's `SequentialMLP`. Each linear map of all experts is one parameter."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class GroupedExperts(MegatronModule):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T, hidden] in the order of the experts, the number of each expert's (on the host), and the router's
-        shares [T] → ([T, hidden], None: there is no bias)."""
+        """Tokens [T, hidden] in the order of the experts, the number of each expert's tokens (on the host), and the
+        router's shares [T] → ([T, hidden], None: there is no bias)."""
         x = permuted_local_hidden_states
         one = len(self.linear_fc1) == 1 or not len(x)
         product = None if one else product_for(x, *self.linear_fc1.shape[1:], *self.linear_fc2.shape[1:])
@@ -78,7 +79,8 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """This rank's experts as parts of those of all ranks, as Megatron asks for them to write a checkpoint."""
+        """Return this rank's experts as parts of the experts of all ranks. Megatron calls this to write a
+        checkpoint."""
         axis = len(sharded_offsets)
         place = (axis, self._groups.ep.rank(), self._groups.ep.size())
         return {
@@ -94,17 +96,17 @@ class GroupedExperts(MegatronModule):
         }
 
     def activate(self, joint: Tensor, shares: Tensor) -> Tensor:
-        """SwiGLU of all experts, [T, 2·f] → [T, f], times the router's shares [T]."""
+        """Apply SwiGLU for all experts, [T, 2·f] → [T, f], times the router's shares [T]."""
         inner: Tensor = self.activation_func(joint)
         return (inner * shares.unsqueeze(-1)).to(inner.dtype)
 
 
 def _weights(config: TransformerConfig, *sizes: int) -> torch.nn.Parameter:
-    """Weights that are not initialised, with Megatron's marks of those of experts.
+    """Return uninitialised weights, with the marks that Megatron puts on experts.
 
-    `allreduce` says that the ranks with the same experts are those with the same attention. Tensor ranks have not: each
-    sends tokens of its own to its experts. Megatron's own layers mark only what expert parallelism splits, because its
-    experts are cut by default where attention is.
+    `allreduce` says that the ranks with the same experts are the ranks with the same attention. This is false for
+    tensor ranks, since each sends its own tokens to its experts. Megatron's layers set the mark only for expert
+    parallelism, because by default Megatron splits experts over the same ranks as attention.
     """
     found = torch.nn.Parameter(torch.empty(sizes, dtype=config.params_dtype))
     vars(found)["allreduce"] = config.expert_model_parallel_size * config.tensor_model_parallel_size == 1
@@ -113,11 +115,9 @@ def _weights(config: TransformerConfig, *sizes: int) -> torch.nn.Parameter:
 
 
 def grouped_product(product: Product | None, sizes: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:
-    """x [T, k], of which `sizes` tokens belong to each expert, and the experts' weights [experts, n, k] → [T, n].
-
-    Without a `product` the experts are computed one after the other. Their gradients are then added to the weights'
-    `main_grad`, if they have one of their dtype, and autograd gets None.
-    """
+    """x [T, k], with `sizes` tokens for each expert, and the experts' weights [experts, n, k] → [T, n]. Without a
+    `product` the experts are computed one after the other. Their gradients are then added to the weights' `main_grad`,
+    if it exists and has their dtype, and autograd gets None."""
     out: Tensor = _Grouped.apply(product, sizes, x, weights)
     return out
 
@@ -157,7 +157,8 @@ def _times(*, product: Product | None, sizes: Sequence[int], x: Tensor, weights:
 def _weight_gradients(grad: Tensor, x: Tensor, sizes: Sequence[int], total: Tensor | None) -> Tensor | None:
     """gradᵀ · x of each expert's tokens: [experts, n, k]. If there is a `total`, add it there and return None.
 
-    torch_npu's manual has no grouped product over the tokens of two factors, so that there is one for each expert."""
+    torch_npu's manual has no grouped product over the tokens of two factors, so there is one product per expert.
+    """
     parts = list(zip(grad.split(list(sizes)), x.split(list(sizes)), strict=True))
     if total is not None:
         for (upper, lower), own in zip(parts, total, strict=True):

@@ -1,7 +1,7 @@
-"""The supported model families: which Megatron parameter is made of which Hugging Face tensors, and how it is cut.
+"""The supported model families: which Hugging Face tensors make up each Megatron parameter, and how it is split.
 
 A name is a pattern: `{layer}` is the layer's number in the whole model and `{expert}` the expert's number among all,
-both from 0. Hugging Face names a tensor for each expert, of which Megatron's parameter is the stack: [experts, …].
+both from 0. Hugging Face has one tensor per expert; Megatron's parameter stacks them: [experts, …].
 `engine.model.hf_weights` applies the rules in both directions.
 """
 
@@ -15,9 +15,9 @@ from engine.errors import BadInput
 from engine.model.shape import Experts, ModelShape
 
 Cut = Literal["replicated", "column", "row", "vocabulary"]
-"""How tensor ranks share a parameter. "replicated": each has all of it. "column": cut by output features (first
-dimension). "row": cut by input features (second dimension). "vocabulary": cut by tokens (first dimension), with zero
-rows behind the last token up to a multiple of the tensor-parallel size."""
+"""How tensor ranks share a parameter. "replicated": each has all of it. "column": split by output features (first
+dimension). "row": split by input features (second dimension). "vocabulary": split by tokens (first dimension), padded
+with zero rows to a multiple of the tensor-parallel size."""
 
 Fuse = Literal["plain", "qkv", "gate_up"]
 """How Hugging Face tensors form a parameter. "plain": one tensor. "qkv": for each key-value head its query heads, its
@@ -26,7 +26,7 @@ key and its value. "gate_up": each rank's part of the gate, then its part of the
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of Megatron parameter is made of Hugging Face tensors."""
+    """How one kind of Megatron parameter is built from Hugging Face tensors."""
 
     ours: str
     """Name in Megatron."""
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Family:
-    """The parameters of an architecture's layers, and the Megatron settings that it needs beside its sizes."""
+    """The parameters of an architecture's layers, and the Megatron settings that it needs in addition to its sizes."""
 
     layer: tuple[Rule, ...]
     """Rules of all parameters of a layer."""
@@ -112,15 +112,15 @@ def transformer_settings(shape: ModelShape) -> dict[str, object]:
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": shape.norm_eps,
         "add_bias_linear": False,
-        "moe_token_dispatcher_type": "alltoall",  # for dense models too: the default refuses variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # also for dense models, because the default refuses variable lengths
     }
     mixture = _mixture(shape.experts, shape.layers) if shape.experts else {}
     return {**sizes, **_family(shape).settings, **mixture}
 
 
 def _mixture(experts: Experts, layers: int) -> dict[str, object]:
-    """The fields for a mixture of experts, routed as transformers does for Qwen3-MoE. The auxiliary loss belongs to
-    pre-training and is left out."""
+    """Return the fields for a mixture of experts, routed as transformers does for Qwen3-MoE. The auxiliary loss is left
+    out, because it belongs to pre-training."""
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,

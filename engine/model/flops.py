@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def forward_flops(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
     """2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
 
-    for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add is two operations. Of the
-    experts those count that compute a token. Norms, rotary positions, activations, routers and the softmax are left
+    for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add counts as two operations.
+    Only the experts that compute a token count. Norms, rotary positions, activations, routers and the softmax are left
     out; they are a few per cent.
     """
     attention = sizes.hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
@@ -28,8 +28,8 @@ def forward_flops(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> 
 
 
 def training_flops(sizes: ModelShape, segments: Iterable[Segment]) -> float:
-    """Operations of forward and backward (twice the forward) of a micro-batch, without recomputation and without its
-    filler, the segments that have no response.
+    """Return the operations of forward and backward (twice the forward) of a micro-batch, without recomputation and
+    without filler (segments without a response).
 
     A prompt of P tokens has P(P+1)/2 visible pairs, and a response of R tokens after it R·P + R(R+1)/2.
     """
@@ -50,7 +50,7 @@ def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared
         shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)
         separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)
     """
-    from engine.model.layout import Segment  # here, because importing torch takes seconds
+    from engine.model.layout import Segment  # imported here, because importing torch takes seconds
 
     if shared:
         return training_flops(sizes, [Segment(0, prompt, (response,) * group)])
@@ -63,17 +63,17 @@ PEAKS = {
     "Ascend910B2": 353.9e12, "Ascend910B3": 294.9e12, "Ascend910B4": 245.8e12,
     "Ascend910_938": 353.9e12, "Ascend910_939": 353.9e12,
 }  # fmt: skip
-"""Dense bf16 operations per second, by a part of the device's name; the first one that fits counts.
+"""Dense bf16 operations per second, by a part of the device's name; the first match counts.
 
-NVIDIA: the data sheets, whose figures with sparsity are twice these. Ascend: `tensor_cast/device.py` of Huawei's
+NVIDIA: from the data sheets, whose figures with sparsity are twice as high. Ascend: `tensor_cast/device.py` of Huawei's
 msmodeling, for a 910B of Atlas 800 A2 with 376, 313 and 280 TFLOPS in fp16, and for one of the two dies of a 910C
-(Atlas 800 A3, 752 TFLOPS), which torch_npu shows as a device each. Which chip name belongs to which of these is not in
-that file. It is taken from the number of cores (24 or 20) and their clock, and is not confirmed.
+(Atlas 800 A3, 752 TFLOPS), each of which torch_npu shows as a device. That file does not say which chip name belongs to
+which figure. The mapping here follows from the number of cores (24 or 20) and their clock, and is not confirmed.
 """
 
 
 def peak_of(device: str) -> float | None:
-    """Return the operations per second of a device's name as torch reports it; None if it is not in PEAKS."""
+    """Return the operations per second of a device, by its name in torch; None if it is not in PEAKS."""
     return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 

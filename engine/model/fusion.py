@@ -1,4 +1,4 @@
-"""Operations that torch compiles into one kernel on CUDA, where there is no ready one."""
+"""Operations that torch compiles into one kernel on CUDA, where no ready-made kernel exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ VARIANTS = 32
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether functions are compiled for the tensor's device: CUDA with triton. Without triton a warning says so."""
+    """Whether functions are compiled for the tensor's device, which must be CUDA with triton. Warns if triton is
+    missing."""
     return x.is_cuda and _has_compiler()
 
 
@@ -35,9 +36,10 @@ def _has_compiler() -> bool:
 
 @cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled once for any length. `fullgraph` makes torch raise rather than go on uncompiled.
+    """Return the function, compiled once for all lengths. `fullgraph` makes torch raise an error instead of continuing
+    uncompiled.
 
-    torch still compiles a few variants (sizes of one, with and without gradient), and gives up after 8 by default.
+    torch still compiles a few variants (sizes of one, with and without gradient); by default it gives up after 8.
     """
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     return torch.compile(function, dynamic=True, fullgraph=True)

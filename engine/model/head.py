@@ -1,7 +1,7 @@
 """The output layer with logits that are not rounded to bf16 (model.head_dtype = "float32").
 
-A bf16 logit of 20 has steps of 1/8, which is most of what two engines that are right differ by. The factors stay bf16;
-their products are summed, and kept, in fp32. Gradients are those of a bf16 layer.
+bf16 logits near 20 are 1/8 apart, which accounts for most of the difference between two correct engines. The factors
+stay bf16; their products are summed, and kept, in fp32. Gradients are those of a bf16 layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def head_product(
     **unused: Any,  # noqa: ANN401
 ) -> Tensor:
     """x [S, b, k] · weightᵀ with weight [n, k], both bf16 → [S, b, n] in fp32. The arguments are those of Megatron's
-    products (`ColumnParallelLinear._forward_impl`); the output layer has no bias, and its input is gathered before."""
+    products (`ColumnParallelLinear._forward_impl`). The output layer has no bias, and its input has already been
+    gathered."""
     assert bias is None, "an output layer has no bias"
     assert not sequence_parallel, "the hidden states are gathered before the output layer"
     if allreduce_dgrad:
@@ -38,7 +39,7 @@ class _Head(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         rows = x.flatten(0, -2)
-        if x.device.type == "cuda":  # without a copy of the weight in fp32
+        if x.device.type == "cuda":  # avoids an fp32 copy of the weight
             out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
         else:
             out = rows.float().mm(weight.float().t())

@@ -1,8 +1,8 @@
-"""Convert weights between Hugging Face and Megatron, tensor by tensor, in any tensor-, pipeline- and expert-parallel
+"""Converts weights between Hugging Face and Megatron, tensor by tensor, in any tensor-, pipeline- and expert-parallel
 layout.
 
-The rules are those of `engine.model.families`. Which part of the model belongs to this rank follows from Megatron's
-parallel state and from the numbers of the layers that it built.
+The rules are those of `engine.model.families`. Megatron's parallel state and the numbers of the layers it has built
+determine which part of the model belongs to this rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.model.families import TIED_OUTPUT, Rule, parameter_rules
 from engine.model.shape import ModelShape
 
 Read = Callable[[str], Tensor]
-"""Returns the whole Hugging Face tensor of a name, in any dtype."""
+"""Returns the whole Hugging Face tensor with this name, in any dtype."""
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 EXPERT = "{expert}"
@@ -32,7 +32,8 @@ def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
     """Return the number of rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the
     tensor-parallel size.
 
-    Rows beyond the vocabulary are zero when loaded. Their logits belong to no token and must stay out of a softmax.
+    Rows beyond the vocabulary are zero when loaded. Their logits belong to no token and must be excluded from a
+    softmax.
     """
     return -(-shape.vocabulary // tensor_size) * tensor_size
 
@@ -42,7 +43,7 @@ def load_weights(model: GPTModel, read: Read, shape: ModelShape) -> None:
     """Copy Hugging Face tensors into every parameter of this rank's GPTModel: the rank's part, cast to the parameter's
     dtype.
 
-    Holds the tensors of one parameter at a time. Raises BadInput for a tensor whose sizes are not those of the shape.
+    Holds the tensors of one parameter at a time. Raises BadInput for a tensor whose sizes do not match the shape.
     """
     parts = _Parts(model, shape)
     for name, parameter in model.named_parameters():
@@ -66,10 +67,10 @@ def _load_one(*, name: str, part: _Part, parameter: Tensor, parts: _Parts, read:
 def export_weights(named: Mapping[str, Tensor], model: GPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
 
-    `named`: Megatron name → a tensor of the parameter's sizes, for example the parameter itself or its gradient. A
-    collective of the stage's tensor- and expert-parallel groups: every rank must give the same names in the same order
-    and iterate to the end; all get the same pairs. A yielded tensor may share memory with `named`: copy it to keep it.
-    The output layer of a tied model is not yielded; it is the embedding, which comes from the first stage.
+    `named`: Megatron name → a tensor with the parameter's sizes, for example the parameter itself or its gradient.
+    Collective over the stage's tensor- and expert-parallel groups: every rank must give the same names in the same
+    order and iterate to the end; all get the same pairs. A yielded tensor may share memory with `named`: copy it to
+    keep it. The output layer of a tied model is not yielded: it is the embedding, which the first stage yields.
     """
     parts = _Parts(model, shape)
     for name, tensor in named.items():
@@ -91,35 +92,35 @@ def _export_one(part: _Part, tensor: Tensor, parts: _Parts, shape: ModelShape) -
 
 @dataclass(frozen=True)
 class _Part:
-    """One of this rank's parameters, or an expert's part of it, with its place in the whole model."""
+    """One of this rank's parameters, or an expert's part of it, with its position in the whole model."""
 
     rule: Rule
     layer: int | None
-    """Number of its layer in the whole model, from 0; None outside of the layers."""
+    """Number of its layer in the whole model, from 0; None outside the layers."""
     expert: int | None
-    """Number of its expert among this rank's, from 0; None if it belongs to no expert."""
+    """Number of its expert on this rank, from 0; None if it belongs to no expert."""
 
     def theirs(self, first_expert: int = 0) -> list[str]:
-        """Its Hugging Face names on a rank whose first expert has the number `first_expert`."""
+        """Return its Hugging Face names on a rank whose first expert has the number `first_expert`."""
         expert = None if self.expert is None else first_expert + self.expert
         return [name.format(layer=self.layer, expert=expert) for name in self.rule.theirs]
 
 
 class _Parts:
-    """Finds the rule and the place of a Megatron parameter name."""
+    """Finds the rule and the position of a Megatron parameter name."""
 
     def __init__(self, model: GPTModel, shape: ModelShape) -> None:
         self._architecture = shape.architecture
         self._rules = parameter_rules(shape)
-        # Megatron's names count the layers of a stage from 0; layer_number counts all from 1
+        # Megatron's names count the layers of a stage from 0; layer_number counts all layers from 1
         self._layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         count = shape.experts.count if shape.experts else 0
         self.local_experts = count // parallel_state.get_expert_model_parallel_world_size()
         self.first_expert = self.local_experts * parallel_state.get_expert_model_parallel_rank()
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[_Part, Tensor]]:
-        """Yield the parts of a parameter, each with its tensor: one, or one of each expert of this rank. `tensor`: of
-        the parameter's sizes. Raises MetronomeError if the family has no rule for it."""
+        """Yield the parts of a parameter, each with its tensor: one part, or one for each expert of this rank.
+        `tensor`: a tensor with the parameter's sizes. Raises MetronomeError if the family has no rule for it."""
         layer = LAYER.search(name)
         pattern = LAYER.sub("{layer}", name)
         if pattern not in self._rules:
@@ -134,14 +135,14 @@ class _Parts:
 
 
 def _tensor_rank(part: _Part) -> tuple[int, int]:
-    """(rank, size) in the tensor-parallel group that shares the parameter."""
+    """Return (rank, size) in the tensor-parallel group that shares the parameter."""
     if part.expert is None:
         return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
 
 
 def _tensor_group(part: _Part) -> dist.ProcessGroup:
-    """The tensor-parallel group that shares the parameter."""
+    """Return the tensor-parallel group that shares the parameter."""
     if part.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
@@ -176,12 +177,13 @@ def _check_rows(name: str, tensor: Tensor, rows: int) -> Tensor:
 
 
 def _qkv_heads(shape: ModelShape) -> list[int]:
-    """Numbers of query, key and value heads for one key-value head; in Megatron they stand together."""
+    """Return the numbers of query, key and value heads per key-value head. Megatron stores these together."""
     return [shape.heads // shape.kv_heads, 1, 1]
 
 
 def _fuse_qkv(names: list[str], tensors: list[Tensor], shape: ModelShape) -> Tensor:
-    """Fuse query, key and value to [(heads + 2·kv)·d, ...]: per key-value head its query heads, its key, its value."""
+    """Fuse query, key and value into [(heads + 2·kv)·d, ...]: per key-value head its query heads, its key, its
+    value."""
     parts = [
         _check_rows(name, tensor, heads * shape.kv_heads * shape.head_dim).unflatten(0, (shape.kv_heads, -1))
         for name, tensor, heads in zip(names, tensors, _qkv_heads(shape), strict=True)
@@ -195,7 +197,8 @@ def _split_qkv(fused: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _gather_and_split(part: _Part, tensor: Tensor, shape: ModelShape) -> list[Tensor]:
-    """The inverse of `_fuse_and_cut`, with the other ranks' parts: whole tensors in the order of the rule's names."""
+    """The inverse of `_fuse_and_cut`, including the other ranks' parts: whole tensors in the order of the rule's
+    names."""
     rule = part.rule
     if rule.cut == "replicated":
         return [tensor]
@@ -213,7 +216,7 @@ def _join(pieces: list[Tensor], dim: int) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks of a group, in the order of the ranks."""
+    """Return the tensors of all ranks of a group, in rank order."""
     size = dist.get_world_size(group)
     if size == 1:
         return [tensor]

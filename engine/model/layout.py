@@ -1,14 +1,15 @@
-"""Micro-batches of native length: where each token stands, what it may see, and which positions are scored.
+"""Micro-batches of native length (not padded to a common length): where each token is placed, what it may see, and
+which positions are scored.
 
 A micro-batch is one row of tokens made of *segments*: a prompt once, then any number of its responses (Periodic
-Asynchrony §4.2, eq. 10–11). With the shared prompt switched off, every response is a segment of its own. There is no
-padding but that of `aligned`: sequence and context parallelism cut the row evenly, so it may need some filler tokens.
+Asynchrony §4.2, eq. 10–11). With the shared prompt turned off, every response is a separate segment. The only padding
+is that of `aligned`: sequence and context parallelism split the row evenly, so it may need some filler tokens.
 
 Under context parallelism each rank computes a *shard* of the row: its queries are local, keys and values are those of
-the whole row. The row is cut into 2·size chunks, and rank r computes chunks r and 2·size−1−r (zigzag). Under a causal
+the whole row. The row is split into 2·size chunks, and rank r computes chunks r and 2·size−1−r (zigzag). Under a causal
 mask early tokens see little and late ones much, so the two chunks together cost every rank about the same.
 
-The *rows* of a `Layout` are the S tokens that are computed here; the *whole row* is the whole micro-batch.
+The *rows* of a `Layout` are the S tokens computed on this rank; the *whole row* is the whole micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FILLER = 0
-"""Token id of the filler. Any id that every vocabulary has would do, because its output is never used."""
+"""Token id of the filler. Any id that exists in every vocabulary would do, because its output is never used."""
 
 NOTHING = torch.zeros(0, dtype=torch.long)
 
@@ -36,7 +37,8 @@ Piece = TypeVar("Piece", Tokens, Tensor)
 
 @dataclass(frozen=True)
 class Segment:
-    """A prompt of `prompt` tokens that begins at position `start`, then its responses, by length (tokens, may be 0)."""
+    """A prompt of `prompt` tokens that begins at position `start`, then its responses, given by length (tokens, may be
+    0)."""
 
     start: int
     prompt: int
@@ -52,16 +54,17 @@ class Segment:
 class Part:
     """Consecutive queries of one run of tokens. Each query sees the prompt before the run, and the run up to itself.
 
-    A prompt and its first response are one run (plain causal attention). Every other response is a run of its own,
-    with the prompt before it.
+    A prompt and its first response are one run (plain causal attention). Every other response is a separate run, with
+    the prompt before it.
     """
 
     query: int
-    """Number of the first query among the layout's rows."""
+    """Index of the first query among the layout's rows."""
     length: int
     """L, the number of queries."""
     prompt: tuple[int, int]
-    """(first position in the whole row, tokens) of the prompt before the run; (0, 0) if the run begins with it."""
+    """(first position in the whole row, tokens) of the prompt before the run; (0, 0) if the run begins with the
+    prompt."""
     own: tuple[int, int]
     """(first position in the whole row, tokens up to the last query) of the run; the last L tokens are the queries."""
 
@@ -77,7 +80,8 @@ class Part:
 
     @property
     def keys(self) -> Tensor:
-        """[P + L] positions of the keys in the whole row. The last L are the queries' own, which they see causally."""
+        """[P + L] positions of the keys in the whole row. The last L belong to the queries themselves, which see them
+        causally."""
         return torch.cat([torch.arange(start, start + count) for start, count in (self.prompt, self.own)])
 
 
@@ -85,7 +89,7 @@ class Part:
 class Layout:
     """One micro-batch, or the shard of it that one context-parallel rank computes.
 
-    S rows are computed here, and T response tokens are scored here; the whole row has `row_size` tokens. `segments` and
+    This rank computes S rows and scores T response tokens; the whole row has `row_size` tokens. `segments` and
     `lengths` describe the whole micro-batch on every rank; all other fields describe the shard.
     """
 
@@ -94,26 +98,26 @@ class Layout:
     positions: Tensor
     """[S] int64 position of each row for the rotary embedding; each response continues after its prompt (eq. 11)."""
     segments: tuple[Segment, ...]
-    """Segments of the whole row. Filler is a segment too, a prompt without responses."""
+    """Segments of the whole row. Filler is also a segment, a prompt without responses."""
     scored: Tensor
-    """[T] number of the row whose logits score the token. The last row of a prompt scores a response's first token."""
+    """[T] index of the row whose logits score the token. The last row of a prompt scores a response's first token."""
     targets: Tensor
-    """[T] id of each response token that is scored, response after response."""
+    """[T] id of each scored response token, response after response."""
     lengths: tuple[int, ...]
-    """[R] tokens of each response of the whole micro-batch; without sharding their sum is T."""
+    """[R] tokens of each response of the whole micro-batch. Without sharding they sum to T."""
     rows: Tensor
     """[S] position of each row in the whole row, ascending."""
     kept: Tensor
-    """[T] number of each scored token among all response tokens of the micro-batch, ascending."""
+    """[T] index of each scored token among all response tokens of the micro-batch, ascending."""
     shards: int = 1
-    """Number of context-parallel ranks that the row is spread over."""
+    """Number of context-parallel ranks that the row is split over."""
     routes: Tensor | None = None
-    """[S, layers with experts, experts per token] int16 experts that are to compute each row; negative where the router
-    chooses. None: it always does (engine.model.routing)."""
+    """[S, layers with experts, experts per token] int16: the experts that must compute each row; negative where the
+    router chooses. None: the router always chooses (engine.model.routing)."""
 
     @property
     def size(self) -> int:
-        """S, the number of rows computed here."""
+        """S, the number of rows computed on this rank."""
         return int(self.token_ids.numel())
 
     @property
@@ -122,8 +126,8 @@ class Layout:
         return self.segments[-1].start + self.segments[-1].length
 
     def aligned(self, multiple: int) -> Layout:
-        """The same micro-batch, with the filler at its end that makes S a multiple of `multiple`. Raises ValueError for
-        a shard that would need filler."""
+        """Return the same micro-batch, with filler at its end so that S is a multiple of `multiple`. Raises ValueError
+        for a shard that would need filler."""
         missing = -self.size % multiple
         if not missing:
             return self
@@ -140,8 +144,8 @@ class Layout:
         )
 
     def shard(self, rank: int, size: int) -> Layout:
-        """The shard that context-parallel rank `rank` of `size` computes. Raises ValueError unless S is a multiple of
-        2·size (`aligned`), and for a layout that is a shard already."""
+        """Return the shard that context-parallel rank `rank` of `size` computes. Raises ValueError unless S is a
+        multiple of 2·size (`aligned`), and for a layout that is already a shard."""
         if size == 1:
             return self
         if self.shards > 1 or self.size % (2 * size):
@@ -164,7 +168,7 @@ class Layout:
         )
 
     def to(self, device: torch.device) -> Layout:
-        """The same layout with its tensors on the device."""
+        """Return the same layout with its tensors on the device."""
         if device == self.rows.device:
             return self
         tensors = ["token_ids", "positions", "scored", "targets", "rows", "kept"]
@@ -174,8 +178,8 @@ class Layout:
         return moved
 
     def once(self, make: Callable[..., Derived], *arguments: int) -> Derived:
-        """`make(self, *arguments)`, computed at the first call and kept. So a kernel computes what it derives from the
-        layout once for all layers."""
+        """Return `make(self, *arguments)`, computed at the first call and then cached. A kernel thus computes what it
+        derives from the layout once for all layers."""
         kept: dict[tuple[Any, ...], Derived] = vars(self).setdefault("derived", {})
         key = (make, *arguments)
         if key not in kept:
@@ -190,7 +194,7 @@ class Layout:
 
     @cached_property
     def membership(self) -> tuple[Tensor, Tensor]:
-        """([row_size] number of each token's segment, [row_size] 0 for a token of the prompt or k for one of the k-th
+        """([row_size] index of each token's segment, [row_size] 0 for a prompt token, k for a token of the k-th
         response)."""
         segment = []
         part = []
@@ -202,7 +206,7 @@ class Layout:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[S, row_size] bool, True = may see. A row sees, up to itself, the prompt of its segment and its own response
+        """[S, row_size] bool, True = may see. A row sees, up to itself, its segment's prompt and its own response
         (Figure 2)."""
         return self.visible(self.rows, torch.arange(self.row_size, device=self.rows.device))
 
@@ -215,7 +219,7 @@ class Layout:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of the rows computed here, in the order of the rows."""
+        """The parts of this rank's rows, in row order."""
         found: list[Part] = []
         place = 0
         for first, last in self._contiguous_ranges():
@@ -228,13 +232,13 @@ class Layout:
         return tuple(found)
 
     def _contiguous_ranges(self) -> list[tuple[int, int]]:
-        """The contiguous ranges [first, end) of the whole row that are computed here."""
+        """Return the contiguous ranges [first, end) of the whole row that this rank computes."""
         cuts = [0, *((self.rows.diff() != 1).nonzero().flatten() + 1).tolist(), self.size]
         rows = self.rows.tolist()
         return [(rows[a], rows[b - 1] + 1) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def _runs(self) -> Iterator[tuple[tuple[int, int], int, int]]:
-        """(prompt before it as (first position, tokens), first position, end) of every run of the whole row."""
+        """Yield (prompt before it as (first position, tokens), first position, end) of every run of the whole row."""
         for span in self.segments:
             first, *others = [length for length in span.responses if length] or [0]
             at = span.start + span.prompt + first
@@ -258,7 +262,7 @@ def make_layout(
     routes: Sequence[tuple[Tensor, Sequence[Tensor]]] = (),
 ) -> Layout:
     """Lay out (prompt ids, responses' ids) pairs as one micro-batch, on the host. Every prompt needs at least one
-    token. `routes`: those of the same tokens (`Layout.routes`), for all groups or none."""
+    token. `routes`: the routes of the same tokens (`Layout.routes`), for all groups or for none."""
     ids: list[Tensor] = []
     positions: list[Tensor] = []
     scored: list[Tensor] = []
@@ -299,16 +303,16 @@ def _ids(tokens: Tokens) -> Tensor:
 
 
 def _by_segment(group: tuple[Piece, Sequence[Piece]], shared: bool) -> list[tuple[Piece, Sequence[Piece]]]:
-    """The group's (prompt, responses) segments: one for all responses, or one for each."""
+    """Return the group's (prompt, responses) segments: one for all responses, or one for each."""
     prompt, responses = group
     return [group] if shared or not responses else [(prompt, [response]) for response in responses]
 
 
 def split_responses(prompt: int, responses: Sequence[int], budget: int, shared_prompt: bool = True) -> list[list[int]]:
-    """Split a group's responses (given by length) into micro-batches of at most `budget` tokens, prompt included.
+    """Split a group's responses (given by length) into micro-batches of at most `budget` tokens, including the prompt.
 
-    Returns lists of response indices, in order. A single response above the budget stands alone. The split depends on
-    lengths only, so the same group is always split in the same way.
+    Returns lists of response indices, in order. A single response above the budget is placed alone. The split depends
+    only on lengths, so the same group is always split in the same way.
     """
     batches: list[list[int]] = [[]]
     used = prompt if shared_prompt else 0

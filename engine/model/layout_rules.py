@@ -1,4 +1,5 @@
-"""Rules between a parallel layout and a model's sizes, checked before any process starts and without torch."""
+"""Rules between a parallel layout and a model's sizes. They are checked before any process starts, and without
+torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from engine.model.shape import ModelShape
 
 
 class Sizes(Protocol):
-    """The keys of the configuration's table `parallel` that the rules read."""
+    """The keys of the configuration table `parallel` that the rules read."""
 
     @property
     def tensor(self) -> int:
@@ -26,15 +27,15 @@ class Sizes(Protocol):
 
     @property
     def sequence(self) -> bool:
-        """Whether tensor ranks share the norms' work too."""
+        """Whether tensor ranks also share the norms' work."""
 
 
 def check_layout(shape: ModelShape, parallel: Sizes, table: str = "parallel") -> None:
-    """Raise BadInput that names every rule which the layout breaks for this model, by key and number. `table`: that of
-    the keys.
+    """Raise BadInput, which names every rule that the layout breaks for this model, by key and number. `table`: the
+    table of the keys.
 
-    Rules between the sizes themselves are checked by `engine.config.Parallel`. There is no rule for the vocabulary and
-    for tokens: the vocabulary is padded to a multiple of the tensor ranks, rows to what context and sequence
+    `engine.config.Parallel` checks the rules between the sizes themselves. There is no rule for the vocabulary or for
+    tokens: the vocabulary is padded to a multiple of the tensor ranks, rows to the multiple that context and sequence
     parallelism need.
     """
     broken = [
@@ -47,7 +48,7 @@ def check_layout(shape: ModelShape, parallel: Sizes, table: str = "parallel") ->
 
 
 def _tensor_rules(shape: ModelShape, tensor: int, table: str) -> Iterator[str]:
-    """Rules of tensor parallelism. Attention is cut by whole heads, MLPs by features. Experts are never cut."""
+    """Rules of tensor parallelism. Attention is split by whole heads, MLPs by features. Experts are never split."""
     if shape.heads % tensor:
         yield f"{table}.tensor = {tensor} does not divide its {shape.heads} attention heads"
     elif shape.kv_heads % tensor and tensor % shape.kv_heads:

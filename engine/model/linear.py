@@ -1,8 +1,8 @@
 """Matrix products of Megatron's linear layers on a CPU in fp32: by oneDNN if they are large, else by torch.
 
-torch computes fp32 products with MKL. On processors of other makers than Intel MKL uses AVX2, which is half as fast as
-AVX-512 where the core has it. oneDNN, which is part of torch too, uses what the processor has. Which of the two
-computes a product depends on its sizes only, so equal inputs give equal bits.
+torch computes fp32 products with MKL. On non-Intel processors MKL uses AVX2, which is half as fast as AVX-512 on cores
+that have it. oneDNN, which is also part of torch, uses the best instructions of the processor. The choice between the
+two depends only on the product's sizes, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LARGE = 1 << 22
-"""Least number of multiplications of a product that oneDNN computes. Its set-up takes about 0.6 ms at the first product
-of each size (measured)."""
+"""Fewest multiplications of a product that oneDNN computes. Its set-up takes about 0.6 ms at the first product of each
+size (measured)."""
 BLOCK = 128
-"""oneDNN computes a multiple of this many tokens, torch the rest. oneDNN keeps about 0.7 MiB for each size for ever
+"""oneDNN computes a multiple of this many tokens, torch the rest. oneDNN permanently keeps about 0.7 MiB for each size
 (measured), and without the multiple there would be as many sizes as micro-batches."""
 
 
 def install_linear(model: torch.nn.Module) -> None:
     """Make the model's linear layers compute their products with `linear_product`, through the method that Megatron
-    provides for such a replacement. Does nothing if torch has no oneDNN."""
+    provides for this. Does nothing if torch has no oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
@@ -106,7 +106,8 @@ def token_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
-    """gradᵀ · x [n, k] of grad [T, n] and x [T, k]. If there is a `total` [n, k], add it there and return None."""
+    """gradᵀ · x [n, k] of grad [T, n] and x [T, k]. If there is a `total` [n, k], add the product there and return
+    None."""
     whole = _onednn_tokens(len(x), grad.shape[1] * x.shape[1]) if _has_onednn(x) else 0
     if whole:
         product = _transposed_times(grad[:whole], x[:whole])
@@ -120,7 +121,8 @@ def weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | N
 
 
 def _transposed_times(grad: Tensor, x: Tensor) -> Tensor:
-    """gradᵀ · x. oneDNN copies its first factor: the smaller one, unless transposing the result would cost more."""
+    """gradᵀ · x. oneDNN copies its first factor, so the smaller one goes first, unless transposing the result would
+    cost more."""
     tokens = len(x)
     outputs = grad.shape[1]
     inputs = x.shape[1]
@@ -139,6 +141,6 @@ def _has_onednn(x: Tensor) -> bool:
 
 
 def _onednn_tokens(tokens: int, each: int) -> int:
-    """Number of tokens that oneDNN computes, the first ones; `each`: multiplications per token."""
+    """Return the number of tokens that oneDNN computes, the first ones; `each`: multiplications per token."""
     whole = tokens - tokens % BLOCK
     return whole if whole * each >= LARGE else 0

@@ -1,6 +1,7 @@
-"""Log-probabilities of given tokens, and the entropy of their distributions, over a vocabulary cut across tensor ranks.
+"""Log-probabilities of given tokens, and the entropy of their distributions, over a vocabulary split across tensor
+ranks.
 
-The logits are the largest tensor of a training step. No other tensor of their size is made but their gradient. Rows are
+The logits are the largest tensor of a training step. The only other tensor of their size is their gradient. Rows are
 processed chunk by chunk, in the forward and again in the backward pass, and only a few numbers per row are kept.
 """
 
@@ -16,14 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cpu": 1 << 19}
-"""Bytes of a chunk in fp32, by device type. On a CPU a chunk should stay in the cache."""
+"""Bytes of a chunk in fp32, by device type. On a CPU a chunk should fit in the cache."""
 CHUNK_BYTES_ELSEWHERE = 1 << 28
-"""Bytes of a chunk in fp32 on other devices. There its work must be large compared with the start of a kernel."""
+"""Bytes of a chunk in fp32 on other devices, where a chunk's work must be large compared with a kernel launch."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """This tensor rank's part of the vocabulary: `size` real entries from `start` on."""
+    """This tensor rank's part of the vocabulary: `size` real entries, starting at `start`."""
 
     start: int
     size: int
@@ -33,7 +34,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Job:
-    """What both passes need besides logits and targets."""
+    """What both passes need in addition to logits and targets."""
 
     temperature: float
     rows: int
@@ -55,7 +56,7 @@ class Statistics(NamedTuple):
     share: Tensor | None
     """Probability of all tokens in this rank's slice; None if the slice is the whole vocabulary."""
     entropy: Tensor | None
-    """Entropy in nats; None if it was not asked for."""
+    """Entropy in nats; None if it was not requested."""
 
 
 @overload
@@ -94,7 +95,7 @@ def token_logprobs(
     logits [T, V/tensor] (any float type): this tensor rank's slice of the vocabulary. targets [T]: ids in the whole
     vocabulary. Columns from `vocabulary` on are padding: they have probability 0, and −inf as a target. `chunk`: rows
     per chunk, by default chosen for the device. Without `entropy` the second result is None, and scoring costs a
-    quarter to a third less. A collective of the tensor-parallel group, also for T = 0; the gradients of the results
+    quarter to a third less. Collective over the tensor-parallel group, also for T = 0; the gradients of the results
     must be the same on all its ranks.
     """
     job = _prepare_job(logits, temperature, vocabulary, chunk)
@@ -105,7 +106,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """`token_logprobs` with its gradient. For the backward pass it keeps the logits and a few numbers per row."""
+    """`token_logprobs` with its gradient. It keeps the logits and a few numbers per row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
@@ -174,8 +175,8 @@ def _gradient(
 def _set_at_targets(
     grad: Tensor, targets: Tensor, part: Slice, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> None:
-    """Set the gradient at each target in place. There 1 − p may be a small difference, so it is computed from log p,
-    before it is rounded to the type of `grad`."""
+    """Set the gradient at each target in place. There 1 − p may be a small difference, so it is computed from log p
+    before rounding to the dtype of `grad`."""
     value = of_chosen * -found.chosen.expm1()
     if of_entropy is not None:
         assert found.entropy is not None, "a gradient of the entropy has come without an entropy"
@@ -186,8 +187,8 @@ def _set_at_targets(
 
 
 def _local_columns(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
-    """([T] column of each target in this slice, some column for a target outside; [T] bool, whether it is inside). The
-    slice must not be empty."""
+    """([T] column of each target in this slice, an arbitrary column for a target outside; [T] bool, whether it is
+    inside). The slice must not be empty."""
     here = targets - part.start if part.start else targets
     column = here.clamp(0, part.size - 1)
     return column, column == here
@@ -210,7 +211,7 @@ def _prepare_job(logits: Tensor, temperature: float, vocabulary: int | None, chu
 
 
 def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Statistics:
-    """Compute the softmax of each rank's slice, then combine the slices by one maximum and one sum over the ranks."""
+    """Compute the softmax of each rank's slice, then combine the slices with one maximum and one sum over the ranks."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     columns = logits[:, : job.part.size]
     own = columns.amax(1).to(dtype) if job.part.size else logits.new_full((len(logits),), -torch.inf, dtype=dtype)
@@ -231,7 +232,7 @@ def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Sta
 
 def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor]:
     """([T] `rest`, [T] entropy) of this slice alone, from its logits [T, size] and their maximum `top` [T]. The entropy
-    is 0 if it is not asked for."""
+    is 0 if it is not requested."""
     most = torch.empty_like(top)
     expected = torch.zeros_like(top)
     scaled = _Scaled(logits, job, top.dtype)
@@ -242,12 +243,12 @@ def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Te
         torch.amax(part, 1, out=out)
         if entropy:
             torch.linalg.vecdot(part, logs, out=mean)
-    rest = -most.log_()  # the likeliest token stands at 0 of `logs`
+    rest = -most.log_()  # the most likely token is at 0 in `logs`
     return rest, rest - expected if entropy else expected
 
 
 def _scaled_targets(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
-    """[T] (logit of the target − top) / temperature where the target lies in this slice, else 0."""
+    """[T] (logit of the target − top) / temperature if the target is in this slice, else 0."""
     if not job.part.size:
         return torch.zeros_like(top)
     here, inside = _local_columns(targets, job.part)
@@ -277,7 +278,7 @@ class _Scaled:
         self._size = (min(job.rows, len(logits)), job.part.size)
 
     def __call__(self, logits: Tensor, top: Tensor | None) -> Tensor:
-        """Return (chunk [t, size] − top [t]) / temperature, at least in fp32. Without `top` nothing is subtracted, and
+        """Return (chunk [t, size] − top [t]) / temperature, at least in fp32. Without `top`, nothing is subtracted, and
         the result may be the chunk itself."""
         if top is None and self._inverse == 1.0 and logits.dtype is self._dtype:
             return logits
@@ -291,7 +292,8 @@ class _Scaled:
 
 
 def _softmax(logs: Tensor, out: Tensor) -> Tensor:
-    """Softmax over the last dimension, in `out` if its type fits and it is contiguous, else in a new tensor."""
+    """Softmax over the last dimension, written to `out` if its dtype matches and it is contiguous, else to a new
+    tensor."""
     if out.dtype is logs.dtype and out.is_contiguous():
         return torch.softmax(logs, dim=-1, out=out)
     return torch.softmax(logs, dim=-1)

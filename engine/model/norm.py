@@ -1,7 +1,8 @@
-"""RMSNorm for Megatron's layers, also under sequence parallelism, which Megatron's own torch wrapper refuses.
+"""RMSNorm for Megatron's layers. It supports sequence parallelism, which Megatron's torch wrapper refuses.
 
-On a device the norm before an MLP also adds attention's output to the residual stream, in the same pass. (The norm
-before attention can't: between it and the sum before lie the layers' border, with its checkpoints and pipeline sends.)
+On a device, the norm before an MLP also adds attention's output to the residual stream, in the same pass. (The norm
+before attention can't: the layer boundary, with its checkpoints and pipeline sends, lies between it and the preceding
+sum.)
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from engine.model import npu_operators
 from engine.model.fusion import can_fuse, compile_once
 
 Add = Callable[[tuple[Tensor, Tensor | None], Any, float], Any]
-"""Megatron's sum of a part's (output, bias) with the residual stream, after dropout."""
+"""Megatron's sum of a part's (output, bias) and the residual stream, after dropout."""
 
 
 @dataclass
 class Sum:
-    """The residual stream and what is to be added to it, for the norm that follows. A layer of Megatron hands it on as
-    it would the sum."""
+    """The residual stream and what is to be added to it, for the norm that follows. Megatron's layer passes it on like
+    the sum itself."""
 
     stream: Tensor
     added: Tensor
     made: Tensor | None = None
-    """The sum, once the norm has made it."""
+    """The sum, once the norm has computed it."""
 
 
 def add_in_norm(training: bool, fused: bool) -> Add:
-    """The sum after attention: a `Sum` on a device, else made at once."""
+    """Return the sum after attention: a `Sum` on a device, else computed at once."""
     at_once: Add = get_bias_dropout_add(training, fused)
 
     def add(out: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Any:  # noqa: ANN401
@@ -47,7 +48,7 @@ def add_in_norm(training: bool, fused: bool) -> Add:
 
 
 def add_to_made(training: bool, fused: bool) -> Add:
-    """The sum after the MLP, where the residual stream may be a `Sum` that is made."""
+    """Return the sum after the MLP, where the residual stream may be a `Sum` that has been computed."""
     at_once: Add = get_bias_dropout_add(training, fused)
     return lambda out, stream, dropout: at_once(out, stream.made if isinstance(stream, Sum) else stream, dropout)
 
@@ -57,11 +58,11 @@ class RMSNorm(torch.nn.Module):
     dtype."""
 
     marks_sequence_parallel = True
-    """Whether Megatron is told, under sequence parallelism, to sum the weight's gradient over the tensor ranks."""
+    """Whether to tell Megatron, under sequence parallelism, to sum the weight's gradient over the tensor ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:  # noqa: ANN401
-        """The arguments are those of Megatron's norms. Under sequence parallelism each rank's gradient of the weight is
-        only a partial sum."""
+        """The arguments are those of Megatron's norms. Under sequence parallelism each rank's weight gradient is only a
+        partial sum."""
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -69,7 +70,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel and self.marks_sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor | Sum) -> Tensor:
-        """Return `x`, normalised over the last dimension. A `Sum` is made before."""
+        """Return `x`, normalised over the last dimension. A `Sum` is computed first."""
         if isinstance(x, Sum):
             x.made, normed = _SumAndNorm.apply(x.stream, x.added, self.weight, self.eps)
             return normed
@@ -82,7 +83,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _Normalise(torch.autograd.Function):
-    """`F.rms_norm` for the CPU in fp32, where torch has no kernel for it: forward and backward take half the time of
+    """`F.rms_norm` for the CPU in fp32, for which torch has no kernel. Forward and backward take half the time of
     torch's single operations."""
 
     @staticmethod
@@ -104,8 +105,8 @@ class _Normalise(torch.autograd.Function):
 
 
 class _SumAndNorm(torch.autograd.Function):
-    """(a + b, RMSNorm of it) of a and b [..., hidden], compiled on CUDA. On an NPU the gradient is that of the norm,
-    and a sum: torch_npu has none for `npu_add_rms_norm`."""
+    """(a + b, RMSNorm of the sum) of a and b [..., hidden], compiled on CUDA. On an NPU the gradient combines that of
+    the norm with a sum, because torch_npu has no gradient for `npu_add_rms_norm`."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ANN401
@@ -127,7 +128,7 @@ class _SumAndNorm(torch.autograd.Function):
 
 
 def sum_and_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(a + b, RMSNorm of it, 1/rms [..., 1] in fp32 or wider), to be compiled."""
+    """(a + b, RMSNorm of the sum, 1/rms [..., 1] in fp32 or wider). For compilation."""
     total = a + b
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -137,7 +138,7 @@ def sum_and_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def sum_and_norm_gradient(
     grads: tuple[Tensor, Tensor], total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a (and b) and of the weight, by the formula of `_Normalise`, to be compiled."""
+    """The gradients of a (and b) and of the weight, by the formula of `_Normalise`. For compilation."""
     to_total, to_normed = grads
     normal = total * scale
     to_weight = (to_normed * normal).flatten(0, -2).sum(0)
@@ -147,7 +148,7 @@ def sum_and_norm_gradient(
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of queries and keys, per head. It is not marked, because Megatron knows these norms by their names and
-    sums their gradients over the tensor ranks anyway."""
+    """RMSNorm of queries and keys, per head. It is not marked, because Megatron recognizes these norms by name and sums
+    their gradients over the tensor ranks anyway."""
 
     marks_sequence_parallel = False

@@ -1,13 +1,13 @@
-"""Operators of torch_npu that each do the work of several of torch's: RMSNorm, also with the sum before it, rotation,
-SwiGLU, the merge of two parts of attention and the product of all experts on an Ascend NPU.
+"""Fused torch_npu operators for an Ascend NPU: RMSNorm, optionally with the preceding sum, rotation, SwiGLU, the merge
+of two parts of attention and the product of all experts. Each replaces several torch operations.
 
 The calls follow the documentation in torch_npu 2.10.0.post4 (`_op_plugin_docs.py`). torch_npu differentiates
 `npu_rms_norm` and `npu_swiglu` itself. The other gradients are ours: `engine.model.rotary` has that of the rotation,
 which is a rotation, `engine.model.experts` that of the experts' product, `engine.model.kernels.merged` that of merged
-attention, and `engine.model.norm` that of the norm with its sum. Of `npu_add_rms_norm` and `npu_rms_norm_backward`
-torch_npu has the signatures only; the results of the first are in the order of `npu_add_rms_norm_cast`.
+attention, and `engine.model.norm` that of the norm with its sum. For `npu_add_rms_norm` and `npu_rms_norm_backward`
+torch_npu documents only the signatures; the results of the first are in the order of `npu_add_rms_norm_cast`.
 
-The tests call operators with the published schemas, which they implement on the CPU. None of them has run on an NPU.
+The tests call CPU implementations of these operators with the published schemas. None of them has run on an NPU.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 ONE_RESULT = 3
-"""`split_item` of npu_grouped_matmul: one tensor has the results of all groups."""
+"""`split_item` of npu_grouped_matmul: one tensor with the results of all groups."""
 BY_ROWS = 0
 """`group_type`: the groups are rows of the first factor."""
 WITH_LSE = 1
-"""`update_type` of npu_attention_update: the merged lse is returned, too."""
+"""`update_type` of npu_attention_update: also return the merged lse."""
 CUMULATIVE = 0
-"""`group_list_type`: the group list has the end of each group."""
+"""`group_list_type`: the group list holds the end of each group."""
 
 
 def on_npu(x: Tensor) -> bool:
-    """Whether the tensor lies on an NPU, so that these operators apply to it."""
+    """Whether the tensor is on an NPU, so that these operators apply to it."""
     return x.device.type == "npu"
 
 
@@ -37,13 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(a + b, `rms_norm` of it, 1/rms [..., 1] in fp32), without a gradient."""
+    """(a + b, `rms_norm` of the sum, 1/rms [..., 1] in fp32), without a gradient."""
     normed, scale, total = torch.ops.npu.npu_add_rms_norm(a, b, weight, epsilon=eps)
     return total, normed, scale
 
 
 def rms_norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight for that of `rms_norm`, with its 1/rms."""
+    """Return the gradients of x and weight, given the gradient of `rms_norm` and its 1/rms."""
     to_x, to_weight = torch.ops.npu.npu_rms_norm_backward(grad, x, weight, scale)
     return to_x, to_weight
 
@@ -61,7 +61,7 @@ def npu_swiglu(joint: Tensor) -> Tensor:
 
 
 def merged(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The (out [n, heads, d], lse [n, heads] in fp32) of two parts of a softmax as those of the whole."""
+    """Merge (out [n, heads, d], lse [n, heads] in fp32) of two parts of a softmax into those of the whole."""
     outs, lses = zip(own, other, strict=True)
     out, lse = torch.ops.npu.npu_attention_update(
         [x.flatten() for x in lses], [x.flatten(0, 1) for x in outs], WITH_LSE
@@ -70,7 +70,7 @@ def merged(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x [T, k] · weights [experts, k, n] → [T, n], each expert's for its own tokens; `ends` [experts]: the first token
+    """x [T, k] · weights [experts, k, n] → [T, n], each expert for its own tokens; `ends` [experts]: the first token
     after each expert's. The weights may be transposed."""
     (out,) = torch.ops.npu.npu_grouped_matmul(
         [x], [weights], group_list=ends.long(), split_item=ONE_RESULT, group_type=BY_ROWS, group_list_type=CUMULATIVE

@@ -1,9 +1,9 @@
-"""Selective recomputation: outputs that are large and cheap are not kept for the backward pass, but made again there.
+"""Selective recomputation: large, cheap outputs are not kept for the backward pass but recomputed there.
 
-They are those of the norms and of SwiGLU, element by element. It is Megatron's `recompute_granularity = "selective"`
-with the modules "layernorm" and "moe_act" (Korthikanti et al., arXiv:2205.05198 §5, for the idea), but also for dense
-MLPs, for which Megatron can only recompute the whole MLP: two thirds of a layer's products or more, for half of its
-memory. No generator's state is kept for it, because nothing in our layers is random.
+These are the outputs of the norms and of SwiGLU, which work element by element. This is Megatron's
+`recompute_granularity = "selective"` with the modules "layernorm" and "moe_act" (Korthikanti et al., arXiv:2205.05198
+§5, for the idea), extended to dense MLPs. For those Megatron can only recompute the whole MLP: two thirds of a layer's
+products or more, for half of its memory. No generator state is kept, because nothing in our layers is random.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.model.swiglu import SwiGLU
 
 
 def install_recompute(model: GPTModel) -> None:
-    """Have this rank's layers make the outputs of their norms and of SwiGLU again in the backward pass. The same
-    operation has the same inputs, so that gradients are the same bits."""
+    """Make this rank's layers recompute the outputs of their norms and of SwiGLU in the backward pass. The same
+    operation gets the same inputs, so gradients have the same bits."""
     for layer in model.decoder.layers:
         cheap = _CheapOutputs()
         layer.input_layernorm.forward = partial(cheap.make, layer.input_layernorm.forward)
@@ -40,7 +40,7 @@ def install_recompute(model: GPTModel) -> None:
 
 @dataclass(frozen=True)
 class _Dropped:
-    """In the place of a saved tensor: what makes it again."""
+    """Replaces a saved tensor: it holds what is needed to recompute it."""
 
     operation: Callable[[], Tensor]
     size: torch.Size
@@ -49,21 +49,21 @@ class _Dropped:
 
 
 class _CheapOutputs:
-    """The cheap outputs of a layer between the operation that makes one and the module that reads it. What that module
-    would save of them is dropped; each output is held until then, so that its storage identifies it."""
+    """A layer's cheap outputs, between the operation that computes one and the module that reads it. What that module
+    would save of them is dropped. Each output is held until then, so that its storage identifies it."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def make(self, operation: Callable[..., Tensor], *inputs: Tensor | Sum) -> Tensor:
-        """Return the operation's output."""
+        """Return the operation's output, and remember how to recompute it."""
         out = operation(*inputs)
         if out.requires_grad and out.numel():
             self._made[out.untyped_storage().data_ptr()] = out, _again(operation, *inputs)
         return out
 
     def read(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Return what the module's forward pass does."""
+        """Run the module's forward pass, and drop the cheap outputs that it would save."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 return forward(*args, **kwargs)
@@ -74,12 +74,12 @@ class _CheapOutputs:
         _, again = self._made.get(saved.untyped_storage().data_ptr(), (None, None))
         if again is not None and saved.numel():
             return _Dropped(again, saved.size(), saved.stride(), int(saved.storage_offset()))
-        # a parameter stays itself: Megatron sets attributes of it in the backward pass
+        # keep a parameter itself, because Megatron sets its attributes in the backward pass
         return saved if saved.is_leaf else saved.detach()
 
 
 def _again(operation: Callable[..., Tensor], *inputs: Tensor | Sum) -> Callable[[], Tensor]:
-    """What makes the output again, of tensors that the operation's own backward pass keeps anyway."""
+    """Return a function that recomputes the output from tensors that the operation's backward pass keeps anyway."""
     if isinstance(inputs[0], Sum) and inputs[0].made is not None:
         total = inputs[0].made.detach()
         return lambda: operation(Sum(total, torch.zeros_like(total)))  # the same kernel, so the same bits

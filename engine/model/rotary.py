@@ -1,4 +1,4 @@
-"""Rotary embedding of a layout's positions, computed as transformers does, with Llama 3's scaling."""
+"""Rotary embedding at a layout's positions, computed as transformers does, with Llama 3's scaling."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from engine.model.shape import Llama3Scaling, ModelShape
 
 
 class RotaryAtPositions(torch.nn.Module):
-    """Rotary embedding of the layout's positions. Megatron's own takes positions 0 … S−1, which is wrong for shared
+    """Rotary embedding at the layout's positions. Megatron's version uses positions 0 … S−1, which is wrong for shared
     prompts.
 
-    Replaces a GPTModel's `rotary_pos_emb`. Angles are always fp32: the frequencies are not a buffer, because a cast of
-    the model to bf16 would round one; they are moved to the positions' device at each call.
+    Replaces a GPTModel's `rotary_pos_emb`. Angles are always fp32: the frequencies are not a buffer, because casting
+    the model to bf16 would round it; instead they are moved to the positions' device at each call.
     """
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: that of the tables, which is that of the queries and keys."""
+        """`dtype`: dtype of the tables, the same as that of queries and keys."""
         super().__init__()
         self.frequencies = rotary_frequencies(shape)
         self.dtype = dtype
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: Any) -> Tensor:  # noqa: ANN401
-        """Return the positions [S] of the layout in packed_seq_params. GPTModel asks for a length, and passes what it
-        gets to `forward`."""
+        """Return the positions [S] of the layout in packed_seq_params. GPTModel asks for a length, and passes the
+        result to `forward`."""
         positions: Tensor = carried.layout.positions
         return positions
 
     def forward(self, positions: Tensor, **unused: Any) -> Tensor:  # noqa: ANN401
-        """[S] positions → [3, S, 1, 1, d] tables that all layers share: the cosine, then the sine for the rotation and
-        for its gradient, with the signs that `_turned` expects. They are rounded once, and not by every layer."""
+        """[S] positions → [3, S, 1, 1, d] tables shared by all layers: the cosine, then the sine for the rotation and
+        for its gradient, with the signs that `_turned` expects. They are rounded once instead of in every layer."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.frequencies)[:, None, None, :]
         cos = angles.cos()
@@ -49,9 +49,9 @@ class RotaryAtPositions(torch.nn.Module):
 
 
 def install_rotary() -> None:
-    """Have Megatron's attention call `rotate_positions`. Without this it calls Transformer Engine; under MindSpeed's
-    adaptor it calls Apex, and takes the tables for angles where there is none."""
-    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate_positions  # Megatron's check of the option wants one
+    """Make Megatron's attention call `rotate_positions`. Otherwise it calls Transformer Engine; under MindSpeed's
+    adaptor it calls Apex, or, without Apex, mistakes the tables for angles."""
+    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate_positions  # Megatron requires one for this option
     vars(attention)["apply_rotary_pos_emb"] = _apply
 
 
@@ -60,13 +60,14 @@ def _apply(t: Tensor, tables: Tensor, config: TransformerConfig, **unused: Any) 
 
 
 def rotate_positions(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
-    """Queries or keys [S, b, heads, d], rotated by the angles of the tables [3, S, 1, 1, d], in the dtype of `t`.
+    """Return queries or keys [S, b, heads, d], rotated by the angles of the tables [3, S, 1, 1, d], in the dtype of
+    `t`.
 
     With halves t = (t₁, t₂): (t₁·cos − t₂·sin, t₂·cos + t₁·sin). Takes half the time of Megatron's plain operations.
     Raises ValueError for interleaved pairs.
     """
     if interleaved:
-        raise ValueError("rotate got interleaved = True; it rotates halves, not interleaved pairs")
+        raise ValueError("rotate_positions got interleaved = True; it rotates halves, not interleaved pairs")
     out: Tensor = _Rotate.apply(t, tables.to(t.dtype))
     return out
 
@@ -110,11 +111,11 @@ def rotary_frequencies(shape: ModelShape) -> Tensor:
 def stretch_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Frequencies [n] scaled as in Llama 3.1.
 
-    A wavelength that fits at least high_freq_factor times into the original context stays. One that fits at most
-    low_freq_factor times is stretched by the factor. Between the two the frequency is a mean of both, weighted by how
-    often the wavelength fits.
+    A wavelength that fits at least high_freq_factor times into the original context is unchanged. One that fits at most
+    low_freq_factor times is stretched by the factor. In between, the frequency is a mean of both, weighted by how often
+    the wavelength fits.
     """
-    # in this order it is bit for bit what transformers computes
+    # this order of operations gives the same bits as transformers
     fits = scaling.original_context / (2 * math.pi / plain)
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor

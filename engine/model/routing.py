@@ -1,13 +1,13 @@
-"""The routers of a mixture: routing replay (R3), and how many tokens each expert gets.
+"""The routers of a mixture of experts: routing replay (R3), and the number of tokens that each expert gets.
 
-Routing replay computes each token with the experts that computed it in the rollout instance. The gate still is the
-softmax of the trainer's own logits over them, so that gradients flow into the router (Ma et al. 2025, "Stabilizing MoE
-RL by aligning training and inference routers", arXiv 2510.11370).
+Routing replay computes each token with the experts that computed it in the rollout instance. The gate is still the
+softmax of the trainer's logits over them, so that gradients flow into the router (Ma et al. 2025, "Stabilizing MoE RL
+by aligning training and inference routers", arXiv 2510.11370).
 
-Megatron's `RouterReplay` is not used. It has one target for each router and a queue for the backward pass, and someone
-must tell it which of the two a forward pass is. Under 1F1B with recomputation the two alternate inside Megatron's
-schedule. It also has no place for a token that no instance has routed. Here the routes are part of the layout, which
-travels with the micro-batch: each forward pass finds its own, the recomputation too.
+Megatron's `RouterReplay` is not used. It has one target per router and a queue for the backward pass, and the caller
+must say which of the two a forward pass is. Under 1F1B with recomputation the two alternate inside Megatron's schedule.
+It also can't represent a token that no instance has routed. Here the routes are part of the layout, which travels with
+the micro-batch, so each forward pass, including recomputation, finds its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.model.shape import Experts
 
 @dataclass(frozen=True)
 class ReplayedRoutes:
-    """The experts of the tokens that a router gets, in the place of Megatron's RouterReplay."""
+    """The experts of a router's tokens, replacing Megatron's RouterReplay."""
 
     experts: Tensor
     """[tokens, experts per token]; negative where the router chooses."""
@@ -48,7 +48,7 @@ class ReplayedRoutes:
 
 
 def install_routing(model: GPTModel, experts: Experts) -> None:
-    """Have the routers of this rank's layers follow the routes of each layout, and count the tokens of each expert."""
+    """Make the routers of this rank's layers follow the routes of each layout, and count the tokens of each expert."""
     for layer in model.decoder.layers:
         if layer.layer_number - 1 in experts.layers:
             position = experts.layers.index(layer.layer_number - 1)
@@ -57,7 +57,7 @@ def install_routing(model: GPTModel, experts: Experts) -> None:
 
 
 def _give_routes(position: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:  # noqa: ANN401
-    """`position`: the layer's number among those with experts."""
+    """`position`: index of the layer among those with experts."""
     routes: Tensor | None = kwargs["packed_seq_params"].layout.routes
     if routes is not None:
         routes = routes[:, position]
@@ -68,14 +68,14 @@ def _give_routes(position: int, layer: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _count(router: TopKRouter, inputs: Any, found: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    if torch.is_grad_enabled():  # once for each trained micro-batch: scoring and a pass to be recomputed have no grad
+    if torch.is_grad_enabled():  # once per trained micro-batch: scoring, and a pass to be recomputed, run without grad
         tokens = found[1].detach().sum(0)
         router.tokens_of_experts = getattr(router, "tokens_of_experts", 0) + tokens
 
 
 def take_counts(model: GPTModel) -> dict[int, list[int]]:
-    """By layer: the tokens that this rank's part of the model has sent to each expert in training since the last
-    call. {} for a dense model."""
+    """Return, by layer, the tokens that this rank's part of the model has sent to each expert in training since the
+    last call. {} for a dense model."""
     found: dict[int, list[int]] = {}
     for layer in model.decoder.layers:
         router: Any = getattr(layer.mlp, "router", None)

@@ -1,5 +1,5 @@
-"""The sizes of a model, read from its Hugging Face folder and checked. An architecture that can't be trained is refused
-by its name."""
+"""The sizes of a model, read from its Hugging Face folder and checked. An unsupported architecture is refused by
+name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 from engine.errors import BadInput
 
 SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-"""Architectures that can be trained, as `architectures` in config.json names them."""
+"""Architectures that can be trained, by their names in `architectures` of config.json."""
 
 UNDECLARED_HEAD_DIM = {"Qwen3ForCausalLM": 128}
-"""Architecture → transformers' default if config.json has no `head_dim`; for the others it is hidden // heads."""
+"""Architecture → transformers' default if config.json has no `head_dim`; for all others it is hidden // heads."""
 UNDECLARED_ROPE_THETA = 10000.0
 """transformers' default if config.json has no `rope_theta`, for all of SUPPORTED."""
 
@@ -28,9 +28,9 @@ PLAIN: Mapping[str, object] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Settings of config.json → the only value that is supported; an absent setting has this value."""
+"""Settings of config.json → the only supported value, which is also the default of an absent setting."""
 UNBIASED: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
-"""Further settings → the only supported value, for all but Qwen2, which always has a query, key and value bias."""
+"""Further settings → the only supported value. Qwen2 is exempt: it always has a query, key and value bias."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Llama3Scaling:
     low_freq_factor: float
     """Wavelengths above original_context / low_freq_factor are stretched by `factor`."""
     high_freq_factor: float
-    """Wavelengths below original_context / high_freq_factor stay; those between are interpolated."""
+    """Wavelengths below original_context / high_freq_factor are unchanged; those in between are interpolated."""
     original_context: int
-    """Number of positions in the pre-training before the stretching."""
+    """Number of positions in pre-training, before the stretching."""
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,22 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     context: int
-    """Number of positions that the model was made for."""
+    """Number of positions that the model supports."""
     rope_theta: float
     norm_eps: float
     tied: bool
-    """Whether the output layer's weight is that of the embedding."""
+    """Whether the output layer shares the embedding's weight."""
     rope_scaling: Llama3Scaling | None = None
-    """Scaling of the rotary embedding; None: none."""
+    """Scaling of the rotary embedding; None if there is none."""
     experts: Experts | None = None
     """Mixture of experts; None: a dense model."""
 
 
 def read_shape(folder: Path, weights: bool = True) -> ModelShape:
-    """Read `config.json` of a Hugging Face folder. Raises BadInput if it is no such folder, or the model is not
+    """Read `config.json` of a Hugging Face folder. Raises BadInput if it is not such a folder, or the model is not
     supported.
 
-    With `weights=False` the folder need not have weights (for a dry run).
+    With `weights=False` the folder need not contain weights (for a dry run).
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -141,8 +141,8 @@ def _shape(architecture: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the rotary embedding; {} if there are none. transformers 5 writes `rope_parameters`, with
-    rope_theta inside; 4 wrote `rope_scaling` (or null) beside rope_theta."""
+    """Return the settings of the rotary embedding; {} if there are none. transformers 5 writes `rope_parameters` with
+    rope_theta inside; 4 wrote rope_theta and a separate `rope_scaling` (or null)."""
     found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return found
 
@@ -161,7 +161,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scalin
 
 
 def _experts(config: Mapping[str, Any]) -> Experts:
-    """The mixture of experts; transformers 5 writes `num_local_experts`, 4 wrote `num_experts`."""
+    """Return the mixture of experts. transformers 5 writes `num_local_experts`, 4 wrote `num_experts`."""
     step = int(config.get("decoder_sparse_step", 1))
     dense = config.get("mlp_only_layers") or ()
     return Experts(
@@ -174,7 +174,7 @@ def _experts(config: Mapping[str, Any]) -> Experts:
 
 
 def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -> None:
-    """Raise BadInput for settings with which the model would be computed differently from how it was trained."""
+    """Raise BadInput for settings with which our computation would differ from that of the model's training."""
     wanted = dict(PLAIN) if architecture == "Qwen2ForCausalLM" else {**PLAIN, **UNBIASED}
     rope = _rope(config)
     found = {**config, "partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))}
@@ -221,8 +221,8 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
 
 
 def from_hub(folder: Path, option: str) -> str:
-    """How to get a model that is named as on the Hugging Face hub, owner/name; "" for another path. `option`: what
-    takes the folder then."""
+    """Return how to get a model that is named as on the Hugging Face hub, owner/name; "" for any other path. `option`:
+    the option that takes the downloaded folder."""
     if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)):
         return ""
     there = f"models/{folder.name}"
@@ -233,7 +233,7 @@ def from_hub(folder: Path, option: str) -> str:
 
 
 def content_hash(folder: Path) -> str:
-    """Return a hash (hex) over config.json and the weights of a model folder: the identity of a base model or
+    """Return a hash (hex) over config.json and the weights of a model folder. It identifies a base model or a
     reference."""
     digest = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
@@ -259,7 +259,7 @@ def end_of_sequence_ids(model: Path) -> frozenset[int]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:  # also of text that is not UTF-8
+    except ValueError as error:  # also raised for text that is not UTF-8
         raise BadInput(f"{path}: not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadInput(f"{path}: expected a JSON object, as transformers writes it")

@@ -1,4 +1,5 @@
-"""SwiGLU of the MLPs as one operation with its own backward pass. Half of Megatron's unfused one is copies."""
+"""SwiGLU of the MLPs as one operation with its own backward pass. Half of the work of Megatron's unfused version is
+copies."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from engine.model.fusion import can_fuse, compile_once
 class SwiGLU:
     """silu(gate) · up: [..., 2·f], gate and up side by side → [..., f]. Only the input is kept for the backward pass.
 
-    Not a torch module, because Megatron asks the modules of an MLP for their state and this has none.
+    This is not a torch module, because Megatron asks the modules of an MLP for their state and it has none.
     """
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401
-        """The argument is that of Megatron's activations; it is not used."""
+        """Takes the argument of Megatron's activations; it is not used."""
 
     def __call__(self, joint: Tensor) -> Tensor:
         """Return silu(gate) · up."""
@@ -30,13 +31,13 @@ class SwiGLU:
 
 
 def swiglu_product(joint: Tensor) -> Tensor:
-    """silu(gate) · up, to be compiled."""
+    """silu(gate) · up, for compilation."""
     gate, up = joint.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def swiglu_gradient(joint: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of `swiglu_product`, to be compiled."""
+    """The gradient of `swiglu_product`, for compilation."""
     gate, up = joint.chunk(2, -1)
     share = torch.sigmoid(gate)
     return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], dim=-1)

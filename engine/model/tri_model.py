@@ -23,7 +23,7 @@ Load = Callable[[GPTModel], None]
 
 
 class TriModel:
-    """The policy, and the old policy and the reference where the algorithm needs them."""
+    """The policy, and the old policy and the reference if the algorithm needs them."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TriModel:
         """`base` loads the policy and, with `old`, the old policy. `reference` loads the reference; None: no reference.
 
         With `offload` the weights of the frozen models stay in host memory and take turns in one model on the device.
-        `temperature` is that of the log-probabilities of `score_layouts`.
+        `score_layouts` computes log-probabilities at `temperature`.
         """
         self.shape = shape
         self.temperature = temperature
@@ -65,9 +65,9 @@ class TriModel:
             self.old.set(list(self.policy.parameters()))
 
     def score(self, name: str, layouts: Sequence[Layout]) -> list[Tensor | None]:
-        """[T] log-probabilities of each layout under the "old" policy or the "reference".
+        """Return the [T] log-probabilities of each layout under the "old" policy or the "reference".
 
-        All are None if there is no such model, and on all but the last pipeline stage. A collective of the replica.
+        All are None if there is no such model, and on all pipeline stages but the last. Collective over the replica.
         """
         frozen = self._frozen.get(name)
         if frozen is None or not layouts:
@@ -77,21 +77,21 @@ class TriModel:
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, each a copy on the host.
 
-        `dtype`: the type that they are cast to; None keeps their own. A collective of the stage's ranks.
+        `dtype`: dtype to cast to; None keeps their own. Collective over the stage's ranks.
         """
         for name, tensor in self.tensors():
             yield name, tensor.to("cpu", dtype, copy=True).contiguous()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, on the device. They are valid until the
-        parameters change. A collective of the stage's ranks."""
+        parameters change. Collective over the stage's ranks."""
         parameters = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
         yield from export_weights(parameters, self.policy, self.shape)
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Return the policy's log-probabilities, at temperature 1, of token_ids[1:], each given the tokens before it.
 
-        [] on all but the last pipeline stage. A collective of the replica, and of all replicas that share experts.
+        [] on all pipeline stages but the last. Collective over the replica, and over all replicas that share experts.
         """
         rank = parallel_state.get_context_parallel_rank()
         size = parallel_state.get_context_parallel_world_size()
@@ -122,7 +122,8 @@ class Frozen:
 
     @torch.no_grad()
     def model(self) -> GPTModel:
-        """Return the model with these weights in it. They stay until another model that shares it calls `model`."""
+        """Return the model with these weights in it. They stay until another `Frozen` that shares the model calls
+        `model`."""
         if self._host is not None:
             for ours, theirs in zip(self._model.parameters(), self._host, strict=True):
                 ours.copy_(theirs, non_blocking=True)
@@ -146,8 +147,8 @@ def _build_frozen(
 def score_layouts(
     model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabulary: int
 ) -> list[Tensor | None]:
-    """Return the [T] log-probabilities of each layout's response tokens, by a forward-only pass. None on all but the
-    last pipeline stage. A collective of the replica."""
+    """Return the [T] log-probabilities of each layout's response tokens, from a forward-only pass. None on all pipeline
+    stages but the last. Collective over the replica."""
 
     def forward(batches: Iterator[Layout], stage: GPTModel) -> tuple[Tensor, Callable[..., Tensor]]:
         batch = next(batches)
@@ -167,8 +168,8 @@ def score_layouts(
 
 
 def whole_row(scores: Tensor, row: Layout) -> Tensor:
-    """Return the scores of all response tokens of a row, of which each context-parallel rank has a part. A collective
-    of the context-parallel ranks."""
+    """Return the scores of all response tokens of a row, of which each context-parallel rank has a part. Collective
+    over the context-parallel ranks."""
     if row.shards == 1:
         return scores
     whole = scores.new_zeros(sum(row.lengths))

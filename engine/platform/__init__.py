@@ -1,4 +1,4 @@
-"""The platforms: `get_platform(name)` returns one, `parallel_session` makes this process a rank on it."""
+"""The platforms. `get_platform(name)` returns one; `parallel_session` makes this process a rank on it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PLATFORMS: dict[str, Platform] = {platform.name: platform for platform in (Npu()
 
 
 def get_platform(name: str = "auto") -> Platform:
-    """Return the platform `name`; for "auto" npu if it is present, else cuda, else cpu.
+    """Return the platform `name`. "auto" means npu if present, else cuda, else cpu.
 
-    Raises BadInput if the name is unknown or something that the platform needs is missing.
+    Raises BadInput if the name is unknown or the platform lacks something that it needs.
     """
     if name == "auto":
         name = next(platform.name for platform in PLATFORMS.values() if platform.present())

@@ -1,4 +1,4 @@
-"""The interface through which the engine uses the machine that it trains on; cpu, cuda and npu implement it."""
+"""The interface through which the engine uses the training machine. cpu, cuda and npu implement it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACKED = "megatron."
 
 
 class Platform(ABC):
-    """One kind of machine. It has no state; one object serves the whole process."""
+    """One kind of machine. It is stateless; one object serves the whole process."""
 
     name: ClassVar[str]
     """The value of `platform.device` in the configuration."""
@@ -34,7 +34,7 @@ class Platform(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Return what this process lacks for the platform, or None if it lacks nothing."""
+        """Return what the platform needs and this process lacks; None if nothing is missing."""
 
     def present(self) -> bool:
         """Whether "auto" chooses the platform: its hardware and torch's binding to it are present."""
@@ -42,37 +42,37 @@ class Platform(ABC):
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
-        """Return the device of the rank with that number on this machine."""
+        """Return the device of the rank with this local number."""
 
     @abstractmethod
     def set_device(self, local_rank: int) -> torch.device:
-        """Make the device of that rank the process's current device, and return it."""
+        """Make that rank's device the process's current device, and return it."""
 
     @abstractmethod
     def device_name(self, number: int) -> str:
-        """Return the name of this machine's device with that number, as torch reports it, or "CPU"."""
+        """Return the name of this machine's device with this number, as torch reports it, or "CPU"."""
 
     def near_cores(self) -> list[list[int]]:
-        """Return the CPU cores near each device of this machine, by the device's number; an empty list for a device of
-        which the system does not tell, and [] where it tells of none."""
+        """Return the CPU cores near each device of this machine, by device number: an empty list for a device without
+        information, and [] if there is no information at all."""
         return []
 
     @abstractmethod
     def adapt_megatron(self) -> None:
-        """Make megatron-core run on this platform. Needed before a model is built; further calls are harmless."""
+        """Make megatron-core run on this platform. Call this before building a model; repeated calls are harmless."""
 
     @abstractmethod
     def make_deterministic(self) -> None:
-        """Make equal inputs give equal bits on this platform, before its device is first used."""
+        """Make equal inputs give equal bits. Call this before the first use of the device."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when the device has finished all queued work (for time measurements)."""
+        """Wait until the device has finished all queued work (for time measurements)."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Return the most bytes held since the start or the last `reset_peak`: of device memory, or on a CPU of the
-        process's memory."""
+        """Return the most bytes held since the start or the last `reset_peak`: device memory, or on a CPU the process's
+        memory."""
 
     @abstractmethod
     def held_bytes(self) -> int:
@@ -80,20 +80,20 @@ class Platform(ABC):
 
     @abstractmethod
     def memory_summary(self) -> str:
-        """Return a table of what holds the memory that `peak_bytes` counts."""
+        """Return a table of what occupies the memory that `peak_bytes` counts."""
 
     @abstractmethod
     def profiler(self, folder: Path, name: str) -> Any:  # noqa: ANN401
-        """Return a profiler of this process and its device that has not started. Its `start()` begins, and its `stop()`
+        """Return a profiler, not yet started, of this process and its device. `start()` begins recording; `stop()`
         writes the trace `name` into `folder`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Make `peak_bytes` count from now on."""
+        """Restart the count of `peak_bytes`."""
 
     def rng_state(self) -> dict[str, Tensor]:
         """Return the states of the random generators by name, each as a uint8 tensor on the host: "python", "cpu"
-        (torch) and those of Megatron's tracker. An accelerator adds its device's."""
+        (torch) and those of Megatron's tracker. An accelerator adds its device's state."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         tracked = get_cuda_rng_tracker().get_states()
@@ -104,8 +104,8 @@ class Platform(ABC):
         }
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Set the random streams to a result of `rng_state`. Raises BadInput if its names are not those of this
-        process."""
+        """Restore the random streams from a result of `rng_state`. Raises BadInput if its names differ from this
+        process's."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         expected = set(self.rng_state())
@@ -121,7 +121,7 @@ class Platform(ABC):
 
 
 def torch_profiler(folder: Path, name: str, activities: Iterable[ProfilerActivity]) -> profile:
-    """Return torch's profiler, not started. Stopped, it writes `folder/name.json.gz`, a Chrome trace."""
+    """Return torch's profiler, not yet started. When stopped, it writes `folder/name.json.gz`, a Chrome trace."""
 
     def write(found: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +131,8 @@ def torch_profiler(folder: Path, name: str, activities: Iterable[ProfilerActivit
 
 
 def without_transformer_engine() -> None:
-    """Define a name of a Transformer Engine kernel that Megatron's router reads, but leaves undefined where Transformer
-    Engine is not installed."""
+    """Define the name of a Transformer Engine kernel that Megatron's router reads. Megatron leaves it undefined if
+    Transformer Engine is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about optional packages that are not installed
         from megatron.core.transformer.moe import moe_utils
@@ -140,24 +140,24 @@ def without_transformer_engine() -> None:
 
 
 class Accelerator(Platform):
-    """What cuda and npu have in common: torch has the same functions for both, in `torch.cuda` and `torch.npu`."""
+    """Common base of cuda and npu: torch has the same functions for both, in `torch.cuda` and `torch.npu`."""
 
     in_order: ClassVar[dict[str, str]]
-    """Environment variables by which the platform's libraries add up in the same order each time."""
+    """Environment variables that make the platform's libraries sum in the same order each time."""
 
     @abstractmethod
     def api(self) -> ModuleType:
         """Return `torch.cuda` or `torch.npu`."""
 
     def make_deterministic(self) -> None:
-        """Set the libraries' variables, but none that is set already, and have torch refuse every operator that has no
+        """Set the libraries' variables, except those already set, and make torch refuse every operator without a
         deterministic kernel."""
         for name, value in self.in_order.items():
             os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True)
 
     def device(self, local_rank: int) -> torch.device:
-        """Return the device with the rank's number. Raises BadInput if there are too few devices."""
+        """Return the device with the rank's local number. Raises BadInput if there are too few devices."""
         count = self.api().device_count()
         if local_rank >= count:
             raise BadInput(
@@ -167,13 +167,13 @@ class Accelerator(Platform):
         return torch.device(self.name, local_rank)
 
     def set_device(self, local_rank: int) -> torch.device:
-        """Make the rank's device the current one, which Megatron uses from then on, and return it."""
+        """Make the rank's device current, which Megatron uses from then on, and return it."""
         device = self.device(local_rank)
         self.api().set_device(device)
         return device
 
     def device_name(self, number: int) -> str:
-        """Return what torch calls the device."""
+        """Return torch's name of the device."""
         return str(self.api().get_device_name(number))
 
     def synchronize(self) -> None:
@@ -181,11 +181,11 @@ class Accelerator(Platform):
         self.api().synchronize()
 
     def peak_bytes(self) -> int:
-        """Return the most bytes of tensors at one time, as counted by torch's allocator."""
+        """Return the most bytes held by tensors at one time, as counted by torch's allocator."""
         return int(self.api().max_memory_allocated())
 
     def held_bytes(self) -> int:
-        """Return the bytes of tensors, as counted by torch's allocator."""
+        """Return the bytes held by tensors now, as counted by torch's allocator."""
         return int(self.api().memory_allocated())
 
     def memory_summary(self) -> str:
@@ -193,14 +193,14 @@ class Accelerator(Platform):
         return str(self.api().memory_summary())
 
     def reset_peak(self) -> None:
-        """Make `peak_bytes` count from now on."""
+        """Restart the count of `peak_bytes`."""
         self.api().reset_peak_memory_stats()
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Return the streams of every platform, and the device's own as "device"."""
+        """Return the streams that every platform has, and the device's as "device"."""
         return {**super().rng_state(), "device": self.api().get_rng_state().cpu()}
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Set the streams of every platform, and the device's own."""
+        """Restore the streams that every platform has, and the device's."""
         super().set_rng_state(state)
         self.api().set_rng_state(state["device"])

@@ -1,5 +1,5 @@
-"""The CPU: gloo between processes, Megatron over a view of torch in which CUDA means the host, and attention that
-computes next to nothing that is masked."""
+"""The CPU: gloo between processes, Megatron on a view of torch in which CUDA means the host, and attention that
+computes almost nothing that is masked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.platform.base import Platform, torch_profiler
 
 STATUS = Path("/proc/self/status")
 RESET_PEAK = "5"
-"""Written to /proc/self/clear_refs, this makes Linux count the peak from now on (proc(5))."""
+"""Writing this to /proc/self/clear_refs makes Linux restart its peak count (proc(5))."""
 
 
 class Cpu(Platform):
@@ -29,11 +29,11 @@ class Cpu(Platform):
         """Return None: torch can always compute on the CPU."""
 
     def device(self, local_rank: int) -> torch.device:
-        """Return the CPU, the one device of all ranks."""
+        """Return the CPU, the only device of all ranks."""
         return torch.device("cpu")
 
     def set_device(self, local_rank: int) -> torch.device:
-        """Return the CPU; there is nothing to set."""
+        """Return the CPU. There is nothing to set."""
         return torch.device("cpu")
 
     def device_name(self, number: int) -> str:
@@ -41,11 +41,11 @@ class Cpu(Platform):
         return "CPU"
 
     def adapt_megatron(self) -> None:
-        """Give megatron-core the view of torch of `engine.platform.host_view`."""
+        """Give megatron-core the view of torch from `engine.platform.host_view`."""
         host_view.install_host_view()
 
     def make_deterministic(self) -> None:
-        """Do nothing: a CPU adds up in the same order each time."""
+        """Do nothing: a CPU sums in the same order each time."""
 
     def synchronize(self) -> None:
         """Do nothing: an operation on the CPU returns when it is done."""
@@ -58,11 +58,11 @@ class Cpu(Platform):
         return peak if sys.platform == "darwin" else peak * 1024
 
     def held_bytes(self) -> int:
-        """Return the resident memory of the process in bytes. Without /proc it is the peak."""
+        """Return the resident memory of the process in bytes. Without /proc, return the peak."""
         return _status_bytes("VmRSS") if STATUS.exists() else self.peak_bytes()
 
     def memory_summary(self) -> str:
-        """Return what Linux says of the process, "" elsewhere."""
+        """Return Linux's status of the process; "" on other systems."""
         return STATUS.read_text() if STATUS.exists() else ""
 
     def profiler(self, folder: Path, name: str) -> profile:
@@ -70,7 +70,8 @@ class Cpu(Platform):
         return torch_profiler(folder, name, [ProfilerActivity.CPU])
 
     def reset_peak(self) -> None:
-        """Make `peak_bytes` count from now on. Only Linux can; elsewhere it keeps counting from the process's start."""
+        """Restart the count of `peak_bytes`. Only Linux can; on other systems it keeps counting from the process's
+        start."""
         if STATUS.exists():
             STATUS.with_name("clear_refs").write_text(RESET_PEAK)
 

@@ -1,10 +1,9 @@
-"""Run megatron-core on a CPU: in its modules `torch.cuda` means the host.
+"""Runs megatron-core on a CPU: in its modules, `torch.cuda` means the host.
 
 megatron-core uses `torch.cuda`, `device="cuda"` and `tensor.cuda()` in many places. Patching the real torch would
 change it for every other library in the process. So each `megatron.core.*` module gets a private *view* of torch in
-which these names mean the CPU. A view does not reach methods of tensors and names of types: these are renamed in the
-code of the few functions that use them. MindSpeed does the same for Ascend with its `megatron_adaptor` and
-`transfer_to_npu`.
+which these names mean the CPU. A view can't change tensor methods and type names; these are renamed in the code of the
+few functions that use them. MindSpeed does the same for Ascend with its `megatron_adaptor` and `transfer_to_npu`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LAZY = (
     "transformer.moe.shared_experts",
     "transformer.moe.token_dispatcher",
 )
-"""Modules of megatron.core that are imported late. `install_host_view` imports them, because it changes only loaded
+"""Modules of megatron.core that Megatron imports late. `install_host_view` imports them, because it changes only loaded
 modules."""
 
 RENAMED = (
@@ -63,13 +62,13 @@ CREATORS = (
     "tensor", "as_tensor", "zeros", "ones", "empty", "arange", "full", "rand", "randn", "randint",
     "zeros_like", "ones_like", "empty_like", "full_like",
 )  # fmt: skip
-"""Functions of torch that create a tensor, and whose view takes `device="cuda"` as the CPU."""
+"""torch functions that create a tensor. In the view they take `device="cuda"` as the CPU."""
 
 
 def install_host_view() -> None:
-    """Give every loaded megatron.core module the host's view of torch; modules that have it already keep it."""
+    """Give every loaded megatron.core module the host's view of torch. Modules that already have it keep it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, which a CPU has no use for
+        warnings.simplefilter("ignore")  # about missing Transformer Engine and Apex, which a CPU does not need
         for name in LAZY:
             importlib.import_module(f"megatron.core.{name}")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -82,7 +81,7 @@ def install_host_view() -> None:
 
 
 def _replace_functions() -> None:
-    """Replace the functions of Megatron that reach CUDA in other ways than by the name torch."""
+    """Replace the Megatron functions that reach CUDA in ways other than through the name torch."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -100,7 +99,7 @@ def _set_rng_state(state: Tensor, device: object = None, graph_safe: bool = Fals
 
 
 def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ANN401
-    """The tensor, or its numpy array. Megatron's own function returns host tensors unchanged even where its caller
+    """Return the tensor, or its numpy array. Megatron's function returns host tensors unchanged even if its caller
     needs split sizes as numpy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -112,7 +111,7 @@ def _rename_cuda(module: types.ModuleType) -> None:
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """All functions and methods that the module defines, without their decorators."""
+    """Yield all functions and methods that the module defines, without their decorators."""
     found = list(vars(module).values())
     classes = [item for item in found if inspect.isclass(item) and item.__module__ == module.__name__]
     found += [getattr(item, "__func__", item) for cls in classes for item in vars(cls).values()]
@@ -122,7 +121,7 @@ def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _renamed(code: types.CodeType) -> types.CodeType:
-    """The code with its names and constants renamed, those of inner functions too."""
+    """Return the code with its names and constants renamed, including those of inner functions."""
 
     def host(constant: object) -> object:
         if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
@@ -141,7 +140,7 @@ def _renamed(code: types.CodeType) -> types.CodeType:
 
 @cache
 def _view() -> types.ModuleType:
-    """A module with the names of torch, in which `torch.cuda` and `device="cuda"` mean the CPU."""
+    """Return a module with the names of torch, in which `torch.cuda` and `device="cuda"` mean the CPU."""
     view = types.ModuleType("torch")
     view.__dict__.update({key: value for key, value in vars(torch).items() if key not in ("__name__", "__spec__")})
     view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
@@ -152,7 +151,8 @@ def _view() -> types.ModuleType:
 
 
 def _host_cuda() -> types.ModuleType:
-    """A module with the names of `torch.cuda`; those that `torch.cpu` has too, and a few others, mean the CPU."""
+    """Return a module with the names of `torch.cuda`, in which those that `torch.cpu` also has, and a few others, mean
+    the CPU."""
     cuda = types.ModuleType("torch.cuda")
     cuda.__dict__.update({key: value for key, value in vars(torch.cuda).items() if not key.startswith("__")})
     cuda.__dict__.update({name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
@@ -167,7 +167,7 @@ def _host_cuda() -> types.ModuleType:
 
 
 class Stream(torch.cpu.Stream):
-    """torch's host stream, on which all work is done at once, with the constructor and the events of a CUDA stream."""
+    """torch's host stream, which does all work immediately, with the constructor and the events of a CUDA stream."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         super().__init__(priority)
@@ -175,15 +175,15 @@ class Stream(torch.cpu.Stream):
     def record_event(  # type: ignore[override]  # torch's own returns nothing, CUDA's an event
         self, event: torch.cpu.Event | None = None
     ) -> torch.cpu.Event:
-        """Return an event. All work is done already, so nobody has to wait for it."""
+        """Return an event. All work is already done, so there is nothing to wait for."""
         return event or torch.cpu.Event()
 
     def synchronize(self) -> None:
-        """Do nothing: all work is done already."""
+        """Do nothing: all work is already done."""
 
 
 def _on_host(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, with `device="cuda"` taken as the CPU and without pinned memory there."""
+    """Return the function with `device="cuda"` taken as the CPU, where it uses no pinned memory."""
 
     def created(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         if str(kwargs.get("device", "")).startswith("cuda"):

@@ -1,7 +1,7 @@
-"""Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, operators of torch_npu.
+"""Ascend NPUs: torch_npu, HCCL, Megatron with MindSpeed's adaptor, and operators of torch_npu.
 
-Written against torch_npu 2.10 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not
-run on an NPU: the operators are tested by their published schemas, MindSpeed's adaptor on the host.
+Written for torch_npu 2.10 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not run
+on an NPU: the operators are tested by their published schemas, MindSpeed's adaptor on the host.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from engine.platform.base import Accelerator, without_transformer_engine
 from engine.platform.near_cores import cores_near_npus
 
 MINDSPEED_NEEDS = ("einops", "triton")
-"""Modules that MindSpeed's adaptor imports and neither Metronome nor torch_npu brings; triton-ascend has triton."""
+"""Modules that MindSpeed's adaptor imports and that neither Metronome nor torch_npu installs. triton-ascend provides
+triton."""
 
 TOPOLOGY = ("npu-smi", "info", "-t", "topo")
 TOPOLOGY_S = 60.0
-"""Time limit in seconds of npu-smi."""
+"""Time limit of npu-smi in seconds."""
 
 
 class Npu(Accelerator):
@@ -36,11 +37,11 @@ class Npu(Accelerator):
     backend = "hccl"
     attention = "npu"
     in_order: ClassVar[dict[str, str]] = {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
-    """Those that MindSpeed sets (mindspeed/functional/npu_deterministic)."""
+    """The variables that MindSpeed sets (mindspeed/functional/npu_deterministic)."""
 
     def missing(self) -> str | None:
-        """Return what is missing of torch_npu (its import needs CANN), a device, MindSpeed and what it imports; None if
-        nothing is."""
+        """Return what is missing of torch_npu (its import needs CANN), a device, MindSpeed and the modules that it
+        imports; None if nothing is."""
         if binding := self._missing_binding():
             return binding
         if importlib.util.find_spec("mindspeed") is None:
@@ -49,8 +50,9 @@ class Npu(Accelerator):
         return f"mindspeed can't be imported without the modules {', '.join(absent)}" if absent else None
 
     def present(self) -> bool:
-        """Whether "auto" chooses the platform: torch_npu and a device are present. MindSpeed is not asked for, because
-        a machine with NPUs is meant to be used as one: without MindSpeed `get` fails, and does not fall back."""
+        """Whether "auto" chooses the platform: torch_npu and a device are present. MindSpeed is not checked, because a
+        machine with NPUs should be used as one: without MindSpeed `get_platform` raises an error instead of falling
+        back."""
         return self._missing_binding() is None
 
     def _missing_binding(self) -> str | None:
@@ -68,7 +70,7 @@ class Npu(Accelerator):
         return vars(torch)["npu"]
 
     def near_cores(self) -> list[list[int]]:
-        """Return the cores of each NPU's NUMA node, as npu-smi tells them; [] without npu-smi."""
+        """Return the cores of each NPU's NUMA node, as npu-smi reports them; [] without npu-smi."""
         try:
             told = subprocess.run(TOPOLOGY, capture_output=True, text=True, timeout=TOPOLOGY_S, check=True).stdout
         except (OSError, subprocess.SubprocessError):
@@ -81,7 +83,7 @@ class Npu(Accelerator):
         return [near[one] if one < len(near) else [] for one in numbers]
 
     def profiler(self, folder: Path, name: str) -> Any:  # noqa: ANN401
-        """Return torch_npu's profiler of the host and the NPU. It writes a folder of several files, whose name begins
+        """Return torch_npu's profiler of the host and the NPU. It writes a folder with several files, whose name begins
         with `name`."""
         of_npu = importlib.import_module("torch_npu").profiler
         return of_npu.profile(
@@ -92,8 +94,8 @@ class Npu(Accelerator):
     def adapt_megatron(self) -> None:
         """Import MindSpeed's adaptor, which patches megatron-core.
 
-        The adaptor parses sys.argv for its options. During the import sys.argv has no options, so that it takes its
-        defaults instead of this process's arguments. Raises BadInput if a module that it imports is not installed.
+        The adaptor parses sys.argv for its options. During the import sys.argv has no options, so that the adaptor uses
+        its defaults instead of this process's arguments. Raises BadInput if a module that it imports is not installed.
         """
         importlib.import_module("torch_npu")
         arguments = sys.argv

@@ -1,4 +1,5 @@
-"""Make a process a rank for a while: set up process group, Megatron's parallel state and seeds, and take them down."""
+"""Makes a process a rank for a while: sets up process group, Megatron's parallel state and seeds, and tears them
+down."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from engine.errors import BadInput
 from engine.platform.base import Platform
 
 TIMEOUT_S = 600.0
-"""Seconds after which a collective gives up. Device collectives start when every rank has its data, so none waits for a
+"""Seconds after which a collective gives up. Device collectives start once every rank has its data, so none waits for a
 rollout."""
 
 
@@ -31,7 +32,7 @@ def parallel_session(
     expert: int = 1,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[torch.device]:
-    """Make this process one rank of the layout within the block, by torch elastic's environment (RANK, WORLD_SIZE,
+    """Make this process a rank of the layout within the block, using torch elastic's environment (RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_*).
 
     The sizes are those of Megatron's groups in its default order (tp-cp-ep-dp-pp). The number of data-parallel replicas
@@ -49,7 +50,7 @@ def parallel_session(
 
 @contextmanager
 def single_session(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
-    """`parallel_session` for a single process without an orchestrator and its environment."""
+    """`parallel_session` for a single process, without an orchestrator and its environment."""
     platform.adapt_megatron()
     device = platform.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +64,7 @@ def single_session(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
 
 @contextmanager
 def _taking_down() -> Iterator[None]:
-    """Take down the process groups at the end of the block, also after a start that failed half-way."""
+    """Tear down the process groups at the end of the block, even after a start that failed half-way."""
     from megatron.core import parallel_state
 
     try:
@@ -97,7 +98,8 @@ def _initialize_groups(tensor: int, pipeline: int, context: int, expert: int, ti
 
 
 def _seed(seed: int) -> None:
-    """Seed the random streams alike on every replica. Megatron adds streams of its own for tensor and expert ranks."""
+    """Seed the random streams identically on every replica. Megatron adds separate streams for tensor and expert
+    ranks."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(seed)

@@ -1,12 +1,12 @@
-"""Starts a node's ranks of the trainer, or of a scorer, under torch's elastic agent.
+"""Starts a node's ranks, of the trainer or of a scorer, under torch's elastic agent.
 
 `python -m engine.ranks.agent --ranks N [--module MODULE] -- <rank arguments>`
 
-The agent is a process of its own. It ends with the orchestrator, and the ranks end with it (engine.run.process).
-Several nodes have one agent each; these meet at a store on the orchestrator's node (engine.ranks.nodes).
+The agent is a separate process. It ends with the orchestrator, and the ranks end with it (engine.run.process). With
+several nodes, each node has one agent; the agents meet at a store on the orchestrator's node (engine.ranks.nodes).
 
-torch's own rendezvous listens on all addresses and unpickles what it finds in its store. Here the nodes are known in
-advance, the store listens on one address, and nothing that is read from it is more than text.
+torch's built-in rendezvous listens on all addresses and unpickles what it finds in its store. Here the nodes are known
+in advance, the store listens on one address, and everything read from it is treated as plain text.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from engine.wire.rendezvous_store import serve_store
 BACKEND = "metronome"
 """Name of this rendezvous in torch's registry."""
 JOIN_S = 600.0
-"""Seconds that all nodes have to come."""
+"""Seconds within which all nodes must join."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the interface on which a rank's gloo listens."""
+"""Environment variable that names the network interface on which a rank's gloo listens."""
 
 
 class FixedNodes(RendezvousHandler):
-    """The rendezvous of a fixed number of nodes. The ranks use its store, too (MASTER_ADDR, MASTER_PORT)."""
+    """A rendezvous with a fixed number of nodes. The ranks also use its store (MASTER_ADDR, MASTER_PORT)."""
 
     use_agent_store = True
 
     def __init__(self, endpoint: str, run_id: str, nodes: int, serves: bool, wait_s: float = JOIN_S) -> None:
-        """`endpoint`: host:port of the store; `run_id`: keeps the attempts at a run apart; `serves`: whether the store
-        is this node's."""
+        """`endpoint`: host:port of the store; `run_id`: separates the attempts at a run; `serves`: whether this node
+        serves the store."""
         self._host, self._port = split_address(endpoint, "parallel.rendezvous")
         self._run_id = run_id
         self._nodes = nodes
@@ -66,15 +66,15 @@ class FixedNodes(RendezvousHandler):
         self._wait_s = wait_s
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all nodes are here. The node that serves the store is the first; the others are numbered as they
-        come. With several nodes, this one's ranks use gloo on its interface to the store's host, unless the user has
-        chosen one.
+        """Wait until all nodes have joined. The node that serves the store is node 0; the others are numbered in order
+        of arrival. With several nodes, this node's ranks use gloo on the interface that leads to the store's host,
+        unless the user has chosen one.
 
-        Raises RendezvousConnectionError if the store can't be served or reached, or this node is one too many,
-        RendezvousTimeoutError naming the nodes that did not come.
+        Raises RendezvousConnectionError if the store can't be served or reached or all nodes have joined already,
+        RendezvousTimeoutError if nodes are missing.
         """
         served = self._open_store()
-        if self._nodes > 1:  # gloo alone would take the address of the host's name, which is often a loopback
+        if self._nodes > 1:  # gloo's default is the address of the host's name, which is often a loopback
             os.environ.setdefault(GLOO_INTERFACE, interface_to(self._host))
         store = dist.PrefixStore(self._run_id, served)
         node = 0 if self._serves else store.add("others", 1)
@@ -104,31 +104,31 @@ class FixedNodes(RendezvousHandler):
             ) from None
 
     def get_backend(self) -> str:
-        """Name of this rendezvous in torch's registry."""
+        """Return this rendezvous's name in torch's registry."""
         return BACKEND
 
     def is_closed(self) -> bool:
-        """Whether nobody may come any more: never, since the number of nodes is fixed."""
+        """Whether no more nodes may join. Always False, since the number of nodes is fixed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing is kept that could be closed."""
+        """Do nothing: there is no state to close."""
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that wait to be taken in: none ever is."""
+        """Return the number of nodes waiting to join: always 0."""
         return 0
 
     def get_run_id(self) -> str:
-        """What the nodes of this attempt have in common."""
+        """Return the id shared by the nodes of this attempt."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store ends with this process, so there is nothing to do."""
+        """Do nothing: the store ends with this process."""
         return True
 
 
 def interface_to(host: str) -> str:
-    """Return the name of the interface through which this machine reaches a host. Nothing is sent to it.
+    """Return the name of the interface through which this machine reaches a host. Sends nothing.
 
     Raises RendezvousConnectionError if there is none.
     """
@@ -155,12 +155,12 @@ def _handler(parameters: RendezvousParameters) -> FixedNodes:
 
 
 def register_rendezvous() -> None:
-    """Make torch's elastic agent know this rendezvous as BACKEND."""
+    """Register this rendezvous with torch's elastic agent as BACKEND."""
     rendezvous_handler_registry.register(BACKEND, _handler)
 
 
 KILL_S = 2
-"""Seconds that a rank has to end before it is killed. A rank that hangs may not notice its lifeline either."""
+"""Seconds a rank has to end before it is killed. A rank that hangs may not notice its lifeline either."""
 
 
 def main() -> int:
@@ -197,8 +197,8 @@ def run_ranks(
 ) -> int:
     """Run this node's ranks until they end. Return 0 if all succeeded; else print the error and return 1.
 
-    `serves`: whether the store at `rendezvous`, where the nodes and the ranks meet, is this node's; `module`: what each
-    rank runs.
+    `serves`: whether this node serves the store at `rendezvous`, where the nodes and the ranks meet; `module`: the
+    module that each rank runs.
     """
     name = module.split(".")[1]
     register_rendezvous()
@@ -231,10 +231,10 @@ def run_ranks(
 
 
 def _kill_soon() -> None:
-    """Let torch wait KILL_S before it kills a rank, not 30 s.
+    """Make torch wait KILL_S before it kills a rank, instead of 30 s.
 
-    When a signal ends the agent, torch reads the environment. When a rank has failed, and always before torch 2.13, it
-    takes the default of `PContext.close`, for which it has no setting.
+    When a signal ends the agent, torch reads the environment variable. When a rank has failed, and always before torch
+    2.13, torch uses the default argument of `PContext.close`, for which there is no setting.
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(KILL_S)
     PContext.close.__defaults__ = (None, KILL_S)
@@ -243,8 +243,9 @@ def _kill_soon() -> None:
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
-    A rank that a signal ended counts as first: the others exit because they lose their connection to it. SIGTERM does
-    not count, because this agent sends it to the others. torch's times can't tell, since they are whole seconds.
+    A rank ended by a signal counts as first, because the others exit when they lose their connection to it. SIGTERM
+    does not count, because this agent sends it to the others. torch's timestamps can't tell, since they are in whole
+    seconds.
     """
     others = (-signal.SIGTERM, *range(256))
     return min(error.failures.items(), key=lambda item: (item[1].exitcode in others, item[1].timestamp))

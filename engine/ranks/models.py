@@ -1,4 +1,4 @@
-"""Builds this rank's part of what a config describes: of the tri-model, and of the packing of windows."""
+"""Builds this rank's part of what a config describes: the tri-model and the packing of windows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from engine.wire.weights.hf_folder import open_folder
 
 
 def make_computation(config: Config, platform: Platform, layout: Parallel | None = None) -> Computation:
-    """Return how models are computed on this platform, by the config. `layout`: of the ranks; None: the trainer's."""
+    """Return how the config has models computed on this platform. `layout`: layout of the ranks; None means the
+    trainer's."""
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     dtype = DTYPES[config.train.dtype]
     return Computation(
@@ -40,8 +41,8 @@ def make_computation(config: Config, platform: Platform, layout: Parallel | None
 
 
 def open_models(config: Config, platform: Platform) -> TriModel:
-    """Load the policy, and old policy and reference where the algorithm needs them, all from `model.path`. There is no
-    reference where a stage of its own computes it."""
+    """Load the policy, and the old policy and the reference if the algorithm needs them, all from `model.path`. There
+    is no reference here if a separate stage computes its log-probabilities."""
     base = Path(config.model.path)
     shape = read_shape(base)
     put = partial(_load_weights, base, shape)
@@ -57,7 +58,7 @@ def open_models(config: Config, platform: Platform) -> TriModel:
 
 
 def open_frozen(folder: Path, how: Computation) -> tuple[GPTModel, ModelShape]:
-    """Load a model that is never trained from a Hugging Face folder, and return it with its shape."""
+    """Load a model that is never trained from a Hugging Face folder. Return it with its shape."""
     shape = read_shape(folder)
     model = build_model(shape, how)
     _load_weights(folder, shape, model)
@@ -65,7 +66,8 @@ def open_frozen(folder: Path, how: Computation) -> tuple[GPTModel, ModelShape]:
 
 
 def packing_of(config: Config, how: Computation, ranks: RankGroup) -> Packing:
-    """Return how this rank packs a window, by the config and its place. `how`: how its models are computed."""
+    """Return how this rank packs a window, given the config and the rank's position. `how`: how its models are
+    computed."""
     return Packing(
         budget=config.train.micro_batch_tokens,
         shared_prompt=config.attention.shared_prompt,

@@ -1,7 +1,7 @@
-"""Trainer ranks on another node than the orchestrator's: `python -m engine.ranks.nodes RUN_FOLDER`.
+"""Trainer ranks on nodes other than the orchestrator's: `python -m engine.ranks.nodes RUN_FOLDER`.
 
 All nodes must share the run folder. The orchestrator writes an invitation into it (engine.wire.invitation). Each other
-node reads it and starts its ranks under an elastic agent of its own; all agents meet at `parallel.rendezvous`.
+node reads it and starts its ranks under its own elastic agent; all agents meet at `parallel.rendezvous`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from engine.wire.invitation import Invitation, wait_for_invitation
 
 
 def follow_invitations(folder: Path, wait_s: float) -> None:
-    """Run this node's ranks of a run until it has trained, once for each invitation: a resumed run writes another.
+    """Run this node's ranks of a run until training ends, once per invitation: a resumed run writes a new one.
 
-    Raises DeadlineError if no new invitation comes within `wait_s` seconds.
+    Raises DeadlineError if no new invitation arrives within `wait_s` seconds.
     """
     seen = ""
     while True:
@@ -33,7 +33,7 @@ def follow_invitations(folder: Path, wait_s: float) -> None:
 
 
 def _run_invited_ranks(invitation: Invitation) -> int:
-    from engine.ranks.agent import run_ranks  # imports torch: seconds
+    from engine.ranks.agent import run_ranks  # imports torch, which takes seconds
 
     os.environ |= {
         TOKEN: invitation.token,
@@ -52,7 +52,7 @@ def _run_invited_ranks(invitation: Invitation) -> int:
 
 
 def main() -> int:
-    """Return 0 once the run has trained; else print the error and return 1."""
+    """Return 0 once the run has been trained; else print the error and return 1."""
     watch_lifeline()
     os.environ[LIFELINE] = hold_lifeline()
     parser = argparse.ArgumentParser(description="this node's trainer ranks of a run")

@@ -1,7 +1,7 @@
-"""Packing a window's groups into rows of native length, one for each micro-batch.
+"""Packs a window's groups into rows of native length (not padded to a common length), one row per micro-batch.
 
-The rows are a function of the groups alone, so the order and time of arrival can't change them (docs/architecture.md,
-Asynchrony changes no number). The trainer and the scorers pack alike.
+The rows depend only on the groups, so order and time of arrival can't change them (docs/architecture.md, Asynchrony
+changes no number). The trainer and the scorers pack in the same way.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from engine.wire.routes import ROUTES, open_routes
 
 @dataclass(frozen=True)
 class GroupPart:
-    """Some responses of one group. A row computes them together, with their prompt."""
+    """Some responses of one group, computed together with their prompt in one row."""
 
     group: Group
     numbers: tuple[int, ...]
-    """Numbers of the responses in the group, ascending."""
+    """Indices of the responses in the group, ascending."""
     size: int
-    """Tokens that a row computes for it."""
+    """Tokens that a row computes for this part."""
 
     @property
     def responses(self) -> list[Response]:
-        """The responses."""
+        """The responses of this part."""
         return [self.group.responses[number] for number in self.numbers]
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What one forward pass computes."""
+    """The input of one forward pass."""
 
     parts: tuple[GroupPart, ...]
     layout: Layout
@@ -47,7 +47,7 @@ class PackedRow:
 
     @property
     def members(self) -> list[tuple[Group, int]]:
-        """(group, number of the response in it) of each response, in the order of the row."""
+        """(group, number of the response in it) for each response, in the order of the row."""
         return [(part.group, number) for part in self.parts for number in part.numbers]
 
     @property
@@ -56,7 +56,7 @@ class PackedRow:
         return [response for part in self.parts for response in part.responses]
 
     def joined(self, pieces: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return pieces, [tokens] for each response, as [T]: this rank's part of them, on the layout's device."""
+        """Concatenate pieces, [tokens] for each response, and return this rank's part [T] on the layout's device."""
         whole = torch.cat([torch.zeros(0, dtype=dtype), *pieces])
         own = whole if self.layout.shards == 1 else whole[self.layout.kept.cpu()]
         return own.to(self.layout.rows.device)
@@ -64,13 +64,13 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class Packing:
-    """How groups become rows on this rank."""
+    """How this rank turns groups into rows."""
 
     budget: int
     """Token budget of a row; a single response may exceed it."""
     shared_prompt: bool = True
     multiple: int = 1
-    """Rows are filled up to a multiple of this (engine.model.build.row_multiple)."""
+    """Rows are padded to a multiple of this (engine.model.build.row_multiple)."""
     context: tuple[int, int] = (0, 1)
     """(rank, size) of context parallelism: this rank's part of each row."""
     share: tuple[int, int] = (0, 1)
@@ -80,8 +80,8 @@ class Packing:
     def rows(self, window: Sequence[Group]) -> list[PackedRow]:
         """Return this replica's rows of a window.
 
-        A group above the budget is split, and each part computes the prompt again. Replicas in lockstep take the rows
-        in turn and all compute equally many: a replica that would have one less gets FILLER.
+        A group larger than the budget is split, and each part computes the prompt again. Replicas in lockstep take
+        turns with the rows and all compute the same number: a replica that would have one row less gets FILLER.
         """
         packed = list(pack_parts([part for group in window for part in self._parts(group)], self.budget))
         number, count = self.share
@@ -106,8 +106,8 @@ class Packing:
         groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
         routes: Sequence[tuple[Tensor, list[Tensor]]] = (),
     ) -> Layout:
-        """Return this rank's shard of the row that holds these (prompt, responses) token ids. `routes`: the experts of
-        the same tokens, for all or none."""
+        """Return this rank's shard of the row with these (prompt, responses) token ids. `routes`: the experts of the
+        same tokens, for all of them or for none."""
         ids = [
             (tensor_of(prompt, torch.long), [tensor_of(response, torch.long) for response in responses])
             for prompt, responses in groups
@@ -118,7 +118,7 @@ class Packing:
 
 
 def _routes(part: GroupPart) -> tuple[Tensor, list[Tensor]]:
-    """The experts of the prompt's tokens and of each response's, from the group's column."""
+    """Return the experts of the prompt's tokens and of each response's tokens, from the group's column."""
     group = part.group
     lengths = [len(response.token_ids) for response in group.responses]
     whole = torch.from_numpy(open_routes(group.columns[ROUTES]))
@@ -127,22 +127,22 @@ def _routes(part: GroupPart) -> tuple[Tensor, list[Tensor]]:
 
 
 FILLER = GroupPart(Group(step=-1, index=-1, prompt=Prompt("", "", "", (0,)), responses=(), scores=()), (), 1)
-"""A part of one token without a response: it trains nothing."""
+"""A part with one token and no response; it contributes nothing to training."""
 
 
 class Sized(Protocol):
-    """Something that fills a part of a row."""
+    """Anything that fills part of a row."""
 
     @property
     def size(self) -> int:
-        """Tokens that a row computes for it."""
+        """Number of tokens that a row computes for it."""
 
 
 P = TypeVar("P", bound=Sized)
 
 
 def pack_parts(parts: Sequence[P], budget: int) -> Iterator[list[P]]:
-    """Yield the parts of each row, in their order: as many as fit into the budget, at least one."""
+    """Yield the parts of each row, in order: as many as fit into the budget, but at least one."""
     packed: list[P] = []
     used = 0
     for part in parts:
@@ -157,9 +157,9 @@ def pack_parts(parts: Sequence[P], budget: int) -> Iterator[list[P]]:
 
 
 def tensor_of(numbers: Sequence[Any] | NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Return numbers as a tensor on the host: a copy of their buffer where they are an array or a view of one
-    (`Numbers`). No number of a response is rounded on the way."""
+    """Return numbers as a tensor on the host. If they are an array or a view of one (`Numbers`), their buffer is
+    copied, so no number of a response is rounded."""
     found = np.array(numbers.view if isinstance(numbers, Numbers) else numbers, order="C")
     if found.dtype == np.bool_:
-        found = found.view(np.uint8) != 0  # a byte of a mask may be any number, and torch knows 0 and 1 only
+        found = found.view(np.uint8) != 0  # a mask's byte may be any number, torch accepts only 0 and 1
     return torch.from_numpy(found).to(dtype)

@@ -1,10 +1,10 @@
-"""A rank's place in the parallel layout, and the CPU channel between ranks, on which they wait for each other
+"""A rank's position in the parallel layout, and the CPU channel on which ranks wait for each other
 (docs/architecture.md, Processes).
 
-A *unit* is the ranks that take windows together: the tensor, pipeline and context ranks of a replica. Where experts are
-split over several replicas, the unit is all of these, since the experts' all-to-all needs each of them in every
-micro-batch. The unit's *leader* talks to the orchestrator and passes the replies on. The channel is gloo on the host on
-every platform, so waiting for a long response never runs into the time limit of a device collective.
+A *unit* is the set of ranks that take windows together: the tensor, pipeline and context ranks of a replica. If experts
+are split over several replicas, the unit spans all of these, since the experts' all-to-all needs each of them in every
+micro-batch. The unit's *leader* talks to the orchestrator and passes the replies on. The channel uses gloo on the host
+on every platform, so waiting for a long response never hits the time limit of a device collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from engine.client.ranks import HostRanks, M
 
 
 class RankGroup(HostRanks):
-    """This rank's place and its collectives on the host. Built by all ranks at once, once Megatron's state is there."""
+    """This rank's position and its host collectives. All ranks build it at once, after Megatron's parallel state is
+    initialized."""
 
     def __init__(self, lockstep: int = 1, timeout_s: float = 600.0) -> None:
         """`lockstep`: number of data-parallel replicas that take each window of groups together (see "unit" above).
@@ -28,7 +29,7 @@ class RankGroup(HostRanks):
         data = state.get_data_parallel_rank()
         self.lockstep = lockstep
         self.share = data % lockstep
-        """Number of this rank's replica in the unit."""
+        """Index of this rank's replica in the unit."""
         self.unit = data // lockstep
         self.units = state.get_data_parallel_world_size() // lockstep
         first = state.get_tensor_model_parallel_rank() == 0 and state.get_context_parallel_rank() == 0
@@ -44,32 +45,32 @@ class RankGroup(HostRanks):
         self.exports = state.get_data_parallel_rank(with_context_parallel=True) < sharing
         self.stage = state.get_pipeline_model_parallel_rank()
         self._last: dict[int, int] = {}
-        """By unit: the rank that speaks for its last pipeline stage; empty with a single rank."""
+        """By unit: the rank that speaks for the unit's last pipeline stage; empty with a single rank."""
         if self.world > 1:
             units = self._units_of_ranks()
             self._leaders = self._ranks_with(self.leader)
             self._last = {units[rank]: rank for rank in self._ranks_with(self.speaks_last)}
             members = [[rank for rank in range(self.world) if units[rank] == unit] for unit in range(self.units)]
-            # torch wants every rank to make every group
+            # torch requires every rank to create every group
             self._unit, self._beside = (
                 [dist.new_group(ranks, backend="gloo", timeout=self._wait) for ranks in members][self.unit]
                 for _ in range(2)
             )
 
     def from_last(self, act: Callable[[], M]) -> M:
-        """Return the result of `act` of the unit's last pipeline stage on every rank of the unit, or raise its
+        """Call `act` on the unit's last pipeline stage and return its result on every rank of the unit, or raise its
         MetronomeError on all of them."""
         source = self._last[self.unit] if self._unit is not None else None
         return self._act_and_broadcast(act, self.speaks_last, source, self._unit)
 
     def _ranks_with(self, holds: bool) -> list[int]:
-        """All ranks for which something holds. A collective of all ranks."""
+        """Return all ranks where `holds` is true. Collective over all ranks."""
         found = torch.empty(self.world, dtype=torch.bool)
         dist.all_gather_into_tensor(found, torch.tensor([holds]), group=self._everyone)
         return [rank for rank in range(self.world) if found[rank]]
 
     def _units_of_ranks(self) -> list[int]:
-        """The unit of every rank. A collective of all ranks."""
+        """Return the unit of every rank. Collective over all ranks."""
         units = torch.empty(self.world, dtype=torch.long)
         dist.all_gather_into_tensor(units, torch.tensor([self.unit]), group=self._everyone)
         return [int(unit) for unit in units]

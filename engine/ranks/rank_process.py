@@ -1,4 +1,4 @@
-"""What the processes of all ranks have in common, those of the trainer and of the scorers: how they begin and end."""
+"""What the rank processes of the trainer and of the scorers share: how they start and end."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torch's agent looks for a rank's error."""
+"""Environment variable with the file in which torch's agent looks for a rank's error."""
 
 LEAST_CORES = 4
-"""Fewest cores to which a rank is bound. Beside its own threads it has those of the backward pass, of the
-communication, and of what it writes."""
+"""Fewest cores to which a rank is bound. Besides its compute threads, it has threads for the backward pass, for
+communication and for writing."""
 OWN_BINDING = ("CPU_AFFINITY_CONF", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-"""Variables by which users have torch_npu or OpenMP bind a process."""
+"""Environment variables with which users make torch_npu or OpenMP bind a process."""
 
 
 class WholeErrorFile(ErrorHandler):
-    """Leaves the traceback of an unexpected error for the agent, in a file that appears when it is complete.
+    """Writes the traceback of an unexpected error for the agent, in a file that appears only when it is complete.
 
-    When a rank dies the agent ends the others, which may be writing their errors just then. torch's agent fails on half
-    a file, and nobody would hear which rank died.
+    When a rank dies, the agent ends the others, which may be writing their errors at that moment. torch's agent fails
+    on a partial file, and then nothing would report which rank died.
     """
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the error as torch does, beside the file; then rename it."""
+        """Write the error as torch does, to a partial file in the same folder; then rename it."""
         file = os.environ.get(ERROR_FILE)
         if file is None:
             super().record_exception(e)
@@ -60,7 +60,7 @@ def run_recorded(main: Callable[[], int]) -> int:
 
 
 def own_share(cores: Sequence[int], ranks: int) -> list[int]:
-    """Return this rank's share of the cores that the `ranks` ranks of this node have."""
+    """Return this rank's share of the cores that are divided among the `ranks` ranks of this node."""
     share = len(cores) // ranks
     first = int(os.environ["LOCAL_RANK"]) * share
     return list(cores[first : first + share])
@@ -85,8 +85,9 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
 
 
 def bind_near_device(machine: Platform) -> None:
-    """Bind this rank to its share of the CPU cores near its device, and say so. Does nothing where the system does not
-    tell them, where they are fewer than the rank's threads, or where the environment has a user's own binding."""
+    """Bind this rank to its share of the CPU cores near its device, and print them. Does nothing if the system does not
+    report these cores, if there are fewer than the rank has threads, or if the user has set a binding in the
+    environment."""
     if any(name in os.environ for name in OWN_BINDING):
         return
     device = int(os.environ.get("LOCAL_RANK", "0"))
@@ -100,7 +101,7 @@ def bind_near_device(machine: Platform) -> None:
 
 
 def connect_rank(config: Config, url: str, name: str) -> Connection:
-    """Return a rank's connection to the plane at `url`. `name`: of the rank, for messages."""
+    """Return a rank's connection to the plane at `url`. `name`: the rank's name, for messages."""
     return Connection(
         url=url,
         token=access_token(),
@@ -118,7 +119,7 @@ def run_rank(
     session: Callable[[], AbstractContextManager[torch.device]],
     work: Callable[[], None],
 ) -> int:
-    """Do a rank's work inside its session. Return 0, or 1 after a MetronomeError, which the plane is told as the
+    """Do a rank's work inside its session. Return 0, or 1 after a MetronomeError, which is reported to the plane as the
     stage's. `folder`: the run folder."""
     try:
         with named_disk_errors(folder), session():

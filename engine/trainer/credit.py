@@ -1,4 +1,4 @@
-"""Shaped rewards and advantages of responses, and the weights of their tokens in the loss."""
+"""Shaped rewards and advantages of responses, and the loss weights of their tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from engine.types import BatchScores, Group
 
 @dataclass(frozen=True)
 class Credit:
-    """How advantages and weights are computed. All they need comes with a group, so it can be trained on arrival."""
+    """How advantages and weights are computed. They depend on nothing but the group, so a group can be trained on
+    arrival."""
 
     advantage: str = "grpo"
     loss: str = "grpo"
     longest: int = 1
-    """Length limit of a response."""
+    """Length limit of a response, in tokens."""
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
     mask_truncated: bool = False
@@ -46,7 +47,7 @@ class Credit:
         )
 
     def rewards(self, group: Group) -> Tensor:
-        """Return [G] fp32 rewards: the verifier's values, less the penalty of responses that are too long."""
+        """Return [G] fp32 rewards: the verifier's values, less the penalty for overlong responses."""
         return self._shaped(torch.tensor([score.value for score in group.scores], dtype=torch.float32), _lengths(group))
 
     def _shaped(self, values: Tensor, lengths: Tensor) -> Tensor:
@@ -55,10 +56,12 @@ class Credit:
         return values + self.overlong_penalty * soft_overlong_penalty(lengths, self.longest, self.overlong_buffer)
 
     def advantages(self, group: Group) -> Tensor:
-        """Return [G] fp32 advantages, from the group's scores, or from the whole batch's where the group carries these.
+        """Return [G] fp32 advantages, from the group's scores, or from those of the whole batch if the group carries
+        them.
 
-        Those of a group with excluded responses are the others' alone, and 0 for the excluded; 0 for all if too few
-        are left. Raises BadInput if a user's advantage fails or returns anything but one finite number per response.
+        Excluded responses get 0, and the advantages of the others are computed without them. If too few responses
+        remain, all get 0. Raises BadInput if a user's advantage fails or returns anything but one finite number per
+        response.
         """
         known = advantage_of(self.advantage)
         if group.batch is not None:
@@ -70,8 +73,8 @@ class Credit:
         return found
 
     def _of_batch(self, known: Advantage, batch: BatchScores) -> Tensor:
-        """Return [B, G]. To the function an excluded response has no token and the mean reward of its group, so that
-        it moves no statistic of the batch."""
+        """Return [B, G] advantages. The function sees an excluded response with length 0 and the mean reward of its
+        group, so that it does not affect the statistics of the batch."""
         rows = [[math.nan if value is None else value for value in row] for row in batch.values]
         values = torch.tensor(rows, dtype=torch.float32)
         lengths = torch.tensor(batch.lengths, dtype=torch.float32)
@@ -92,12 +95,12 @@ class Credit:
         )
 
     def unequal(self, group: Group) -> bool:
-        """Whether the group's shaped rewards differ, by more than rounding; excluded responses don't count. If not, it
-        teaches nothing but the KL term."""
+        """Whether the group's shaped rewards differ by more than rounding; excluded responses do not count. A group
+        with equal rewards contributes only the KL term."""
         return not are_equal(self.rewards(group)[_kept(group)].tolist())
 
     def mask(self, group: Group, number: int) -> Tensor:
-        """Return [tokens] fp32 of the response at `number`: 1 where a token is trained, else 0."""
+        """Return [tokens] fp32 of the response at `number`: 1 for trained tokens, else 0."""
         response = group.responses[number]
         if group.scores[number].excluded or (self.mask_truncated and response.truncated):
             return torch.zeros(len(response.token_ids))
@@ -109,7 +112,7 @@ class Credit:
         return mask / mask.sum().clamp(min=1.0) if loss_of(self.loss).aggregation == "response" else mask
 
     def tokens(self, group: Group) -> int:
-        """Return how many response tokens of the group are trained."""
+        """Return the number of trained response tokens of the group."""
         return int(sum(self.mask(group, number).sum() for number in range(len(group.responses))))
 
 
@@ -123,7 +126,7 @@ def _lengths(group: Group) -> Tensor:
 
 
 def coefficients_of(config: Config) -> Coefficients:
-    """Return the numbers of the loss that a config sets."""
+    """Return the loss coefficients that a config sets."""
     algorithm = config.algorithm
     return Coefficients(
         clip_low=algorithm.clip_low,

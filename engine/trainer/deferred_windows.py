@@ -1,9 +1,9 @@
-"""Windows that wait on their unit for the update that trains them: those of later mini-batches (`train.updates`), and
-all windows where the loss is of batch scope.
+"""Windows that a unit holds until the update that trains them: windows of later mini-batches (`train.updates`), and all
+windows if the loss is of batch scope.
 
-A loss of batch scope is exact in every layout and for all micro-batches: the policy does not change within an update,
-so a forward-only pass over a window gives the log-probabilities of its later backward pass. This costs that pass (a
-third of a forward and backward) and two numbers a token over the CPU channel.
+A loss of batch scope is exact in every layout and for all micro-batches. The policy does not change within an update,
+so a forward-only pass over a window gives the same log-probabilities as its later backward pass. This costs that pass
+(a third of a forward and backward) and two numbers per token over the CPU channel.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from engine.trainer.micro_batches import MicroBatch
 
 
 class Scored(NamedTuple):
-    """A micro-batch with its log-probabilities under old policy and reference; None where the policy has none."""
+    """A micro-batch with its log-probabilities under the old policy and the reference; None for a model that does not
+    exist."""
 
     batch: MicroBatch
     old: Tensor | None
     reference: Tensor | None
     compared: bool = False
-    """Whether its log-probabilities under the step's first weights are compared with the instances' already."""
+    """Whether its log-probabilities under the step's first weights have been compared with the instances'."""
 
 
 class DeferredTokens(msgspec.Struct):
@@ -40,7 +41,7 @@ class DeferredTokens(msgspec.Struct):
 
 
 class DeferredWindows:
-    """One rank's held windows of a step, by the update that trains them."""
+    """One rank's held windows of a step, grouped by the update that trains them."""
 
     def __init__(self, loss: PolicyLoss, limits: BatchLossSettings, ranks: RankGroup) -> None:
         self._loss = loss
@@ -51,7 +52,7 @@ class DeferredWindows:
         self._advantages: list[Tensor] = []
 
     def clear(self) -> None:
-        """Forget the windows: another step begins."""
+        """Forget the windows: a new step begins."""
         self._windows = {}
         self._log_ratios = []
         self._advantages = []
@@ -61,11 +62,11 @@ class DeferredWindows:
         self._windows.setdefault(update, []).append(list(window))
 
     def take(self, update: int) -> list[list[Scored]]:
-        """Return this rank's windows of an update, and hold them no more."""
+        """Remove this rank's windows of an update and return them."""
         return self._windows.pop(update, [])
 
     def add_log_ratios(self, window: Sequence[Scored], log_ratios: Sequence[Tensor | None]) -> None:
-        """Add a window to the loss's statistics. `log_ratios`: [T] of policy to old policy in each micro-batch, known
+        """Add a window to the loss's statistics. `log_ratios`: [T] of policy to old policy for each micro-batch, known
         on the last pipeline stage and None elsewhere."""
         if not self._ranks.judges:
             return  # the rank with `judges` holds these tokens
@@ -76,8 +77,8 @@ class DeferredWindows:
             self._advantages.append(scored.batch.advantages[trained].float().cpu())
 
     def statistics(self) -> tuple[float, ...]:
-        """Return the loss's statistics over the windows that were added on all ranks, and begin anew. A collective of
-        all ranks."""
+        """Return the loss's statistics over the windows added on all ranks, and reset them. Collective over all
+        ranks."""
         assert self._loss.statistics is not None
         held = self._ranks.gather(DeferredTokens(_fp32_bytes(self._log_ratios), _fp32_bytes(self._advantages)))
         self._log_ratios = []
@@ -90,9 +91,9 @@ class DeferredWindows:
 
 
 def check_scope(spec: str, loss: PolicyLoss, mode: str) -> None:
-    """Raise BadInput for a loss of batch scope in `periodic`.
+    """Raise BadInput for a loss of batch scope in mode `periodic`.
 
-    The config refuses built-in ones; the scope of a user's own is known only once its file is loaded.
+    The config rejects built-in losses of this kind; the scope of a user's loss is known only after its file is loaded.
     """
     if loss.scope != "group" and mode == "periodic":
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Writing the final policy as a Hugging Face folder."""
+"""Exports the final policy as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.run.files import sync_all, sync_folder
 from engine.wire.weights.hf_folder import join_folders, write_sharded
 
 KEPT = frozenset({"", ".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".bpe", ".spm", ".vocab"})
-"""Suffixes of a model's configuration, tokenizer and texts. What else lies in a folder may be its weights in some
-format, which a loader could prefer to the policy's."""
+"""Suffixes of a model's configuration, tokenizer and text files. Any other file may contain weights in some format,
+which a loader could prefer to the policy's."""
 
 
 def export_policy(
     models: TriModel, ranks: RankGroup, base: Path, target: Path, fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the policy's weights to `target`, with the base model's configuration and tokenizer. config.json says the
-    tensors' type, in which loaders then keep them.
+    """Write the policy's weights to `target`, with the base model's configuration and tokenizer. config.json names the
+    tensors' dtype, so that loaders keep it.
 
     One rank of each pipeline stage gathers and writes the stage's tensors. The folder appears once it is complete and
-    on the disk. A collective of all ranks. `fence` raises if this process may not write the run any more.
+    on disk. Collective over all ranks. `fence` raises if this process may no longer write the run.
     """
     partial = target.with_name(f".{target.name}.partial")
     if ranks.rank == 0:
@@ -40,7 +40,7 @@ def export_policy(
             write_sharded(partial / f"stage-{ranks.stage:03d}", tensors)
         else:
             for _ in tensors:
-                pass  # gives its shards to the rank that writes
+                pass  # sends its shards to the rank that writes
     ranks.barrier()
     if ranks.rank == 0:
         join_folders(partial, sorted(partial.glob("stage-*")))
@@ -52,15 +52,15 @@ def export_policy(
 
 
 def _ignored(folder: str, names: list[str]) -> set[str]:
-    """The files of the base model's folder that are no part of the policy's: hidden ones, weights in any format, their
-    indices, and adapters, which loaders would add to the policy."""
+    """Return the files of the base model's folder that do not belong to the policy: hidden files, weights in any
+    format, their indices, and adapters, which loaders would add to the policy."""
     files = {name for name in names if not (Path(folder) / name).is_dir()}
     other = {name for name in files if Path(name).suffix.lower() not in KEPT or name.endswith(".index.json")}
     return other | {name for name in names if name.startswith(".") or name == "adapter_config.json"}
 
 
 def _write_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Have config.json say the tensors' type, by the keys that it has for it: transformers 4 writes another one."""
+    """Write the tensors' dtype into config.json, under the keys it already uses: transformers 4 uses another key."""
     found = json.loads(config.read_text())
     keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["dtype"]
     config.write_text(json.dumps(found | dict.fromkeys(keys, str(dtype).removeprefix("torch.")), indent=2) + "\n")

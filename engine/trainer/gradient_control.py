@@ -1,7 +1,7 @@
-"""Measures the cosine between the gradients of two consecutive steps, and changes the gradient according to it: by GAC
+"""Measures the cosine between the gradients of two consecutive steps and changes the gradient accordingly: by GAC
 (engine.algorithm.alignment) or a user's control.
 
-It works on the reduced gradients before clipping: control, then clip, then Adam. A parameter that several ranks hold
+It works on the reduced gradients before clipping: control, then clip, then Adam. A parameter held by several ranks
 counts once, as in Megatron's gradient norm. It costs one copy of the gradient and one all-reduce of three numbers.
 """
 
@@ -26,7 +26,7 @@ from engine.types import OptionalFigures
 
 
 class ControlState(TypedDict, total=False):
-    """Gradient control's part of a checkpoint beside the last gradient; empty before the first gradient."""
+    """Gradient control's part of a checkpoint, apart from the last gradient; empty before the first gradient."""
 
     skipped: int
     skipped_of_run: int
@@ -34,7 +34,7 @@ class ControlState(TypedDict, total=False):
 
 
 class GradientControl:
-    """Gradient control on one rank. `act` is a collective of all ranks."""
+    """Gradient control on one rank. `act` is a collective over all ranks."""
 
     def __init__(self, config: Config, ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
         algorithm = config.algorithm
@@ -51,17 +51,17 @@ class GradientControl:
         self._buffers = ddp.buffers + ddp.expert_parallel_buffers
         self._previous: list[Tensor] | None = None
         self.skipped = 0
-        """Updates skipped in a row."""
+        """Consecutive updates skipped."""
         self.skipped_of_run = 0
-        """Updates skipped since the run began."""
+        """Updates skipped since the start of the run."""
         self._cosine: float | None = None
 
     @torch.no_grad()
     def act(self) -> bool:
         """Measure the cosine and change the step's reduced gradient in place, as the control decides.
 
-        Returns False if the update must be skipped. The next gradient is compared with this one as it was before it was
-        changed. Raises BadInput if a user's control fails. A collective of all ranks.
+        Returns False if the update must be skipped. The next gradient is compared with this one as it was before the
+        change. Raises BadInput if a user's control fails. Collective over all ranks.
         """
         self._optimizer.prepare_grads()
         if self._previous is None:
@@ -97,7 +97,7 @@ class GradientControl:
         return factor is not None
 
     def _factor(self, step: Step) -> float | None:
-        """Return the control's factor for the gradient's part along the last gradient, None to skip the update.
+        """Return the control's factor for the gradient's component along the last gradient; None to skip the update.
 
         Raises BadInput if a user's control fails.
         """
@@ -122,7 +122,8 @@ class GradientControl:
         }
 
     def _subtract_last(self, share: float) -> None:
-        """Subtract `share` times the last gradient from this one, and keep this one as it was as the last gradient."""
+        """Subtract `share` times the last gradient from this one, and store the unchanged gradient as the new last
+        gradient."""
         assert self._previous is not None
         for buffer, previous in zip(self._buffers, self._previous, strict=True):
             raw = buffer.grad_data.clone() if share else buffer.grad_data
@@ -133,7 +134,7 @@ class GradientControl:
     def _products(self) -> tuple[float, float, float]:
         """Return ⟨g, g'⟩, ⟨g, g⟩ and ⟨g', g'⟩ over the whole model; g is the gradient, g' the last one.
 
-        A collective of all ranks.
+        Collective over all ranks.
         """
         total = [0.0, 0.0, 0.0]
         for base in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
@@ -146,7 +147,7 @@ class GradientControl:
         return total[0], total[1], total[2]
 
     def _last_at(self, grad: Tensor) -> Tensor:
-        """Return the part of the last gradient that stands where `grad` stands in Megatron's buffers."""
+        """Return the part of the last gradient at the position that `grad` has in Megatron's buffers."""
         assert self._previous is not None
         for buffer, previous in zip(self._buffers, self._previous, strict=True):
             first = (grad.data_ptr() - buffer.grad_data.data_ptr()) // grad.element_size()
@@ -157,22 +158,22 @@ class GradientControl:
     # checkpoints ----------------------------------------------------------------------------------
 
     def state(self) -> ControlState:
-        """Return the state that is not in tensors; {} before the first gradient."""
+        """Return the state that is not stored as tensors; {} before the first gradient."""
         if self._previous is None:
             return {}
         return {"skipped": self.skipped, "skipped_of_run": self.skipped_of_run, "seen": self.seen}
 
     def load(self, state: ControlState) -> None:
-        """Set the state that `state()` returned. The last gradient is loaded into `previous(loading=True)`."""
+        """Restore the state that `state()` returned. Load the last gradient into `previous(loading=True)`."""
         self.skipped = int(state["skipped"])
         self.skipped_of_run = int(state["skipped_of_run"])
         self.seen = [float(value) for value in state["seen"]]
 
     def previous(self, loading: bool = False) -> dict[int, Tensor] | None:
-        """Return the whole last gradient by `id` of its parameter, None before the first one.
+        """Return the whole last gradient by `id` of its parameter; None before the first gradient.
 
-        With `loading`, memory to load one into is made first. Under the distributed optimizer each replica has reduced
-        a part only, so the parts are gathered: a collective of the replicas.
+        With `loading`, allocates memory to load a gradient into if there is none. With the distributed optimizer each
+        replica has reduced only a part, so the parts are gathered: a collective over the replicas.
         """
         if self._previous is None:
             if not loading:

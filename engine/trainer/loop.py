@@ -1,4 +1,4 @@
-"""Algorithm 1 of Periodic Asynchrony: the step loop that all modes and all trainers share."""
+"""The step loop (Algorithm 1 of Periodic Asynchrony), shared by all modes and all trainers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from engine.trainer.rollouts import Rollouts, Work
 from engine.types import Group, Landed
 
 Figures = dict[str, Any]
-"""Figures of a step: the keys of steps.jsonl that the trainer knows, and others of its own."""
+"""Figures of one step: the keys of steps.jsonl that the trainer knows, plus any that a trainer adds."""
 
 
 class Trainer:
-    """A trainer of one model, as the loop uses it. A trainer of your own inherits from this class and writes the first
-    four methods; those with a body are for trainers that have more to say.
+    """A trainer of one model, as the loop uses it. To write your own, inherit from this class and implement the four
+    methods that raise NotImplementedError; the others are optional.
 
-    `engine.trainer.policy` is Megatron's, docs/examples/hf_trainer.py one of plain torch.
+    `engine.trainer.policy` has the Megatron trainer, docs/examples/hf_trainer.py one in plain torch.
     """
 
     has_moved = False
-    """Whether the step has changed the weights. Then there are none from before it to save."""
+    """Whether the step has changed the weights. If so, the weights from before the step can no longer be saved."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield the policy's tensors under Hugging Face names, valid until the parameters change."""
@@ -42,53 +42,54 @@ class Trainer:
         raise NotImplementedError
 
     def prepare(self, window: Sequence[Group]) -> None:
-        """Do beforehand what `accumulate` needs no weights for. Called for some windows, in a thread of its own, while
-        the window before is trained."""
+        """Do the part of `accumulate` that needs no weights. The loop calls this for some windows, from another thread,
+        while the previous window is being trained."""
 
     def accumulate(self, window: Sequence[Group]) -> None:
-        """Add the groups' gradient; no optimizer step."""
+        """Add the gradient of the groups; do not step the optimizer."""
         raise NotImplementedError
 
     def update(self, responses: int) -> Mapping[str, Any]:
-        """Make the step's updates, the gradient of each divided for `responses` responses; return figures of them."""
+        """Make the step's updates and return their figures. `responses`: number of responses of each update, which
+        determines the divisor of its gradient."""
         raise NotImplementedError
 
     def start_step(self, step: int) -> None:
-        """A step begins, or begins again: set gradient and figures back."""
+        """Reset gradient and figures: a step begins, or is repeated."""
 
     def score_early(self, landed: Sequence[Landed]) -> None:
-        """Score responses whose group is not complete yet (train.score_early)."""
+        """Score responses whose group is still incomplete (train.score_early)."""
 
     def add_wait(self, seconds: float) -> None:
-        """The loop has waited so long for groups."""
+        """Count the seconds that the loop waited for groups."""
 
     def worst_gap(self) -> float:
-        """The step's largest |π_trainer / π_rollout − 1| so far; 0 where it is not measured."""
+        """Return the step's largest |π_trainer / π_rollout − 1| so far; 0 if it is not measured."""
         return 0.0
 
     def figures(self) -> Mapping[str, Any]:
-        """Figures of the step, after its updates."""
+        """Return figures of the step. Called after its updates."""
         return {}
 
 
 @dataclass
 class Seen:
-    """What the loop has seen of a step on this rank, for trainers that do not count themselves."""
+    """What the loop has seen of a step on this rank. It serves trainers that keep no counts."""
 
     rewards: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
     wait_s: float = 0.0
-    """Seconds for which the loop has waited for groups."""
+    """Seconds that the loop has waited for groups."""
 
     def add(self, window: Sequence[Group]) -> None:
-        """Count the groups of a window that is trained."""
+        """Count the groups of a trained window."""
         self.groups += [group.index for group in window]
         self.rewards += [score.value for group in window for score in group.scores if not score.excluded]
         self.versions |= {version for group in window for one in group.responses for _, version in one.versions}
 
     def figures(self) -> Figures:
-        """The figures, by the keys of steps.jsonl; "groups": indices in the order of training."""
+        """Return the figures by the keys of steps.jsonl. "groups" lists indices in the order of training."""
         return {
             "reward_mean": fmean(self.rewards or [0.0]),
             "groups": self.groups,
@@ -100,7 +101,8 @@ class Seen:
 class Loop:
     """Trains the steps of a run.
 
-    `report` is called after each step. `checkpoint` is called where one is due, and without figures when a step fails.
+    `report` is called after each step. `checkpoint` is called when a checkpoint is due, and with None for the figures
+    when a step fails.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Loop:
         checkpoint: Callable[[int, Figures | None], None] = lambda step, figures: None,
         begin: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`trace`: gets the spans that the timeline shows; `begin`: is called before each step."""
+        """`trace` receives the spans for the timeline; `begin` is called before each step."""
         self.config = config
         self.trainer = trainer
         self.rollouts = rollouts
@@ -123,7 +125,7 @@ class Loop:
         self.begin = begin
         self.schedule = Schedule.of(config.train, config.rollout.partial)
         self._started: dict[int, float] = {}
-        """By step, when its rollouts were started."""
+        """Time at which the rollouts of each step were started, by step."""
         self._seen = Seen()
 
     def run(self, start: int = 0) -> None:
@@ -175,14 +177,14 @@ class Loop:
         return train.prompts_per_step // train.updates * self.config.rollout.group_size
 
     def _verify(self, step: int) -> float:
-        """Return the seconds that `Rollouts.verify` blocks; the instances sample meanwhile."""
+        """Return the seconds that `Rollouts.verify` blocks. The instances keep sampling while it runs."""
         began = time.perf_counter()
         with self._span("check", step):
             self.rollouts.verify(self.trainer, version=step)
         return time.perf_counter() - began
 
     def _arriving_work(self, step: int) -> Iterator[Work]:
-        """Yield the unit's work of the step; the time until each piece arrives is counted as waiting."""
+        """Yield the unit's work of the step. The time until each piece arrives counts as waiting."""
         arriving = self.rollouts.work(step, self.trainer.prepare)
         while True:
             blocked = time.perf_counter()
@@ -204,9 +206,10 @@ class Loop:
             self._train(step, [item for item in work if isinstance(item, Group)])
 
     def _train(self, step: int, window: list[Group]) -> None:
-        """Check the versions of the window's responses (docs/architecture.md, On-policy is checked), then train it.
+        """Check the versions of the window's responses (docs/architecture.md, On-policy is checked), then train the
+        window.
 
-        Raises StaleRolloutError, and RatioGapError if trainer and instances disagree on the same tokens.
+        Raises StaleRolloutError, or RatioGapError if trainer and instances disagree on the same tokens.
         """
         for group in window:
             self.schedule.check(group)
@@ -227,7 +230,7 @@ class Loop:
 
     @contextmanager
     def _span(self, name: str, step: int, **attributes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
-        """Record the body in the trace, and in a profile."""
+        """Record the body in the trace and in the profile."""
         traced: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if self.trace is not None:
             traced = self.trace.span(name, step=step, **attributes)

@@ -1,4 +1,4 @@
-"""The trainer's micro-batches: packed rows (engine.ranks.packing) with what the loss needs of each token."""
+"""The trainer's micro-batches: packed rows (engine.ranks.packing) with the values the loss needs for each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.wire.columns import REFERENCE
 
 @dataclass(frozen=True)
 class MicroBatch(PackedRow):
-    """What one forward and backward pass computes. Tensors are [T], over the response tokens that this rank scores."""
+    """The input of one forward and backward pass. Tensors are [T], over the response tokens that this rank scores."""
 
     rollout: Tensor
     """The instance's log-probabilities."""
@@ -27,12 +27,12 @@ class MicroBatch(PackedRow):
     response: Tensor
     """Index in `members` of each token's response."""
     behind: Tensor
-    """Whether weights older than the step's own sampled the token."""
+    """Whether the token was sampled by weights older than the step's."""
     reference: Tensor | None = None
-    """The reference's log-probabilities, where a stage of its own has computed them for the whole window."""
+    """The reference's log-probabilities, if a separate stage has computed them for the whole window."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with its tensors on the device."""
+        """Return the same micro-batch with its tensors on the device."""
         if device == self.layout.rows.device:
             return self
         moved: dict[str, Any] = {
@@ -42,21 +42,21 @@ class MicroBatch(PackedRow):
 
 
 class PackedWindows:
-    """This replica's micro-batches of windows. A window may be packed before it is trained, by another thread: on the
-    host, so that no thread but the trainer's uses the device."""
+    """This replica's micro-batches of windows. Another thread may pack a window before it is trained. It packs on the
+    host, because only the trainer's thread may use the device."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = replace(packing, device=torch.device("cpu"))
         self._device = packing.device
         self._packed: dict[tuple[int, ...], list[MicroBatch]] = {}
-        """By the identities of the window's groups, which the micro-batches hold."""
+        """By the ids of the window's group objects, which the micro-batches keep alive."""
 
     def add(self, window: Sequence[Group], credit: Credit) -> None:
         """Pack a window. Raises BadInput if a user's advantage fails."""
         self._packed[tuple(map(id, window))] = micro_batches(window, self._packing, credit)
 
     def take(self, window: Sequence[Group], credit: Credit) -> list[MicroBatch]:
-        """Return the micro-batches of a window on the device. They are packed now if they were not."""
+        """Return the micro-batches of a window on the device. Packs them first unless `add` has."""
         key = tuple(map(id, window))
         if key not in self._packed:
             self.add(window, credit)
@@ -64,8 +64,8 @@ class PackedWindows:
 
 
 def micro_batches(window: Sequence[Group], packing: Packing, credit: Credit) -> list[MicroBatch]:
-    """Return this replica's micro-batches of a window. A group's advantages are those of the whole group, also where it
-    is split.
+    """Return this replica's micro-batches of a window. Advantages are those of the whole group, even if the group is
+    split.
 
     Raises BadInput if a user's advantage fails.
     """
@@ -75,7 +75,7 @@ def micro_batches(window: Sequence[Group], packing: Packing, credit: Credit) -> 
 
 
 def _micro_batch(row: PackedRow, credit: Credit, advantages: Mapping[int, Tensor], has_reference: bool) -> MicroBatch:
-    """`advantages`: [G] of each group, by its index."""
+    """`advantages`: [G] of each group, by the group's index."""
     responses = row.responses
     lengths = [len(response.token_ids) for response in responses]
     own = [advantages[group.index][number] for group, number in row.members]
@@ -92,7 +92,7 @@ def _micro_batch(row: PackedRow, credit: Credit, advantages: Mapping[int, Tensor
 
 
 def _sampled_by_older(group: Group, number: int) -> Tensor:
-    """[tokens of the response] whether weights older than the step's own sampled the token.
+    """Return [tokens of the response]: whether weights older than the step's sampled the token.
 
     `Response.versions` holds runs of (first token, version).
     """
@@ -103,7 +103,7 @@ def _sampled_by_older(group: Group, number: int) -> Tensor:
 
 
 def _reference(row: PackedRow) -> Iterator[Tensor]:
-    """Yield the part of each response of its group's column, which has those of all responses laid end to end."""
+    """Yield each response's part of its group's column, which concatenates the values of all responses."""
     for part in row.parts:
         if part.numbers:
             lengths = [len(response.token_ids) for response in part.group.responses]

@@ -15,15 +15,15 @@ from engine.config import Config
 from engine.wire.weights.buckets import DTYPES
 
 PIECE = 2**24
-"""Numbers of the gradient that are looked at together."""
+"""Numbers of the gradient that are checked at a time."""
 
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
-    """Return AdamW over the model's gradient buffers. Built by every rank at once.
+    """Return AdamW over the model's gradient buffers. All ranks build it at the same time.
 
-    On GPUs torch's fused kernel updates the parameters, without temporary tensors. On NPUs MindSpeed puts a fused AdamW
-    of its own here. Elsewhere torch updates one parameter at a time: all together would need temporary tensors of the
-    size of all fp32 weights.
+    On GPUs, torch's fused kernel updates the parameters without temporary tensors. On NPUs, MindSpeed substitutes its
+    fused AdamW. Elsewhere torch updates one parameter at a time: updating all together would need temporary tensors of
+    the size of all fp32 weights.
     """
     _clip_in_few_calls()
     train = config.train
@@ -43,15 +43,15 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         [ddp],
         use_gloo_process_groups=False,
     )
-    for group in optimizer.param_groups:  # read by torch's AdamW only
+    for group in optimizer.param_groups:  # only torch's AdamW reads these
         group["foreach"] = False
         group["fused"] = all(main.device.type == "cuda" for main in group["params"])
     return optimizer
 
 
 def _clip_in_few_calls() -> None:
-    """Have Megatron compute and scale the gradient's norm by one call for all parameters. Its own functions for where
-    Apex is missing wait for the device once a parameter; the bits are the same."""
+    """Make Megatron compute and scale the gradient norm with one call for all parameters. Its fallback without Apex
+    waits for the device once per parameter; the results are bit-identical."""
     vars(clip_grads).update(multi_tensor_applier=_of_all, l2_norm_impl=_norm, multi_tensor_scale_impl=_scale)
 
 
@@ -60,7 +60,7 @@ def _of_all(operation: Callable[..., Any], unused: Tensor, tensors: list[list[Te
 
 
 def _norm(gradients: list[Tensor], per_tensor: bool) -> tuple[Tensor, None]:
-    """The L2 norm [1] of all gradients together, on their device."""
+    """Return the L2 norm [1] of all gradients together, on their device."""
     return torch.stack(torch._foreach_norm(gradients)).norm()[None], None
 
 
@@ -87,7 +87,7 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
         end_wd=train.weight_decay,
         wd_incr_steps=updates,
         wd_incr_style="constant",
-        # a resumed run takes the position from its checkpoint and these settings from its config
+        # a resumed run restores the position from its checkpoint, but these settings from its config
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -96,8 +96,8 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
 
 
 def is_finite(ddp: DistributedDataParallel) -> bool:
-    """Whether every number of this rank's gradient is finite. torch needs 1.75 times the memory of what it looks at:
-    not more than a piece at a time."""
+    """Whether every number of this rank's gradient is finite. Checks one piece at a time, because torch needs temporary
+    memory of 1.75 times the tensor's size."""
     buffers = ddp.buffers + ddp.expert_parallel_buffers
     pieces = [piece for buffer in buffers for piece in buffer.grad_data.split(PIECE)]
     return bool(torch.stack([torch.isfinite(piece).all() for piece in pieces]).all())

@@ -1,7 +1,7 @@
-"""Megatron's trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21).
+"""The Megatron trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21).
 
-`EarlyScores` has log-probabilities under the frozen models of responses whose group is not complete yet
-(`train.score_early`).
+With `train.score_early`, `EarlyScores` keeps log-probabilities under the frozen models of responses whose group is
+still incomplete.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ NAMES = ("old", "reference")
 
 
 class EarlyScores:
-    """The scores of one step's responses, by (group, response). Others are scored with their micro-batch."""
+    """The scores of one step's responses, by (group, response). Responses without a score are scored with their
+    micro-batch."""
 
     def __init__(self, models: TriModel, packing: Packing) -> None:
         self._models = models
@@ -55,12 +56,12 @@ class EarlyScores:
         self._known: dict[str, dict[tuple[int, int], Tensor | None]] = {name: {} for name in NAMES}
 
     def clear(self) -> None:
-        """Forget all scores: another step has other weights."""
+        """Forget all scores: the next step has different weights."""
         for known in self._known.values():
             known.clear()
 
     def add(self, landed: Sequence[Landed]) -> None:
-        """Score landed responses in one forward under each frozen model. A collective of the unit."""
+        """Score landed responses in one forward pass under each frozen model. Collective over the unit."""
         row = self._packing.layout([(one.prompt, [one.token_ids]) for one in landed])
         lengths = [len(one.token_ids) for one in landed]
         for name in NAMES:
@@ -71,10 +72,12 @@ class EarlyScores:
                 self._known[name][one.group, one.number] = part
 
     def scores(self, name: str, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Return each micro-batch's [T] log-probabilities under a frozen model, None before the last pipeline stage.
+        """Return each micro-batch's [T] log-probabilities under a frozen model; None on all pipeline stages but the
+        last.
 
-        They are known from `add` or computed by a forward now; all ranks of the unit do the same of the two. Those of
-        the reference are the window's column where it has one. A collective of the unit.
+        Micro-batches that `add` has scored need no forward pass; the others are computed now. All ranks of the unit
+        make the same choice. If the window has a column with the reference's log-probabilities, that column is used.
+        Collective over the unit.
         """
         if name == "reference" and all(batch.reference is not None for batch in batches):
             last = parallel_state.is_pipeline_last_stage()
@@ -94,7 +97,7 @@ class EarlyScores:
         return [(group, number) for group, number in batch.members if (group.index, number) not in known]
 
     def _score_rest(self, batch: MicroBatch) -> None:
-        """Score the rest of a micro-batch of which some responses were scored early."""
+        """Score the remaining responses of a micro-batch that was scored early only in part."""
         unknown = self._not_scored(batch)
         if unknown and len(unknown) < len(batch.members):
             self.add(
@@ -117,14 +120,15 @@ class EarlyScores:
 
 
 COMPUTING = ("forward-compute", "backward-compute")
-"""Megatron's names of the timers around a micro-batch's work. Its other timers measure waiting for neighbours."""
+"""Megatron's names of the timers around a micro-batch's computation. Its other timers measure waiting for
+neighbours."""
 
 
 class ComputeTimer:
-    """Adds up the seconds of computing, which a profile has as "forward" and "backward". Megatron's schedules find it
-    in `config.timers`.
+    """Adds up the seconds of computation, and marks them as "forward" and "backward" in a profile. Megatron's schedules
+    find it in `config.timers`.
 
-    These are seconds of the host. Work that is queued on an accelerator counts where the host waits for it.
+    The seconds are measured on the host. Work queued on an accelerator counts at the point where the host waits for it.
     """
 
     def __init__(self) -> None:
@@ -134,51 +138,52 @@ class ComputeTimer:
         self._span = record_function(self._name)
 
     def __call__(self, name: str, log_level: int = 0) -> ComputeTimer | NoTimer:
-        """Return the timer of this name, as Megatron's schedules ask for it."""
+        """Return the timer with this name. Megatron's schedules call this."""
         if name not in COMPUTING:
             return NO_TIMER
         self._name = name.removesuffix("-compute")
         return self
 
     def start(self, barrier: bool = False) -> None:
-        """A micro-batch's work begins."""
+        """Start timing the work of a micro-batch."""
         self._span = record_function(self._name)
         self._span.__enter__()
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """A micro-batch's work ends."""
+        """Stop timing the work of a micro-batch."""
         self.seconds += time.perf_counter() - self._started
         self._span.__exit__(None, None, None)
 
 
 class NoTimer:
-    """A timer that nobody reads."""
+    """A timer that measures nothing."""
 
     def start(self, barrier: bool = False) -> None:
-        """Begin."""
+        """Do nothing."""
 
     def stop(self, barrier: bool = False) -> None:
-        """End."""
+        """Do nothing."""
 
 
 NO_TIMER = NoTimer()
 
 
 class Policy(Trainer):
-    """Policy, frozen copies, optimizer and schedule of one rank."""
+    """The policy, its frozen copies, the optimizer and the learning-rate schedule on one rank."""
 
     def __init__(
         self, config: Config, platform: Platform, ranks: RankGroup | None = None, trace: Trace | None = None
     ) -> None:
-        """Built by every rank at once, inside a `session` of the platform. `trace`: gets the spans of training."""
+        """All ranks build this at the same time, inside a `session` of the platform. `trace` receives the spans of
+        training."""
         self.trace = trace
         self.heartbeat: Callable[[], None] = lambda: None
-        """Called after each held window that is trained: training them all takes long."""
+        """Called after each held window is trained, because training all of them takes long."""
         self._step = 0
         self.has_moved = False
         self._traced = (0, 0)
-        """Computed tokens and micro-batches of the step's windows that are traced."""
+        """Computed tokens and micro-batches of the step's windows that have been traced."""
         self.config = config
         self.platform = platform
         self.ranks = ranks or RankGroup(config.parallel.lockstep)
@@ -189,7 +194,7 @@ class Policy(Trainer):
         self.sums = StepSums(self.ranks, self.credit, config.train.updates)
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
-        advantage_of(algorithm.advantage)  # raises now if a user's own advantage has a mistake
+        advantage_of(algorithm.advantage)  # raises now if a user's advantage is wrong
         self._loss = loss_of(algorithm.loss)
         self._coefficients = coefficients_of(config)
         check_scope(algorithm.loss, self._loss, config.train.mode)
@@ -218,11 +223,11 @@ class Policy(Trainer):
 
     @property
     def metrics(self) -> StepMetrics:
-        """This rank's figures of the step."""
+        """This rank's figures for the step."""
         return self.sums.metrics
 
     def start_step(self, step: int = 0) -> None:
-        """Set gradients and metrics back, also those of a step that was not finished."""
+        """Reset gradients and metrics, including those of an unfinished step."""
         self._step = step
         self.has_moved = False
         self._traced = (0, 0)
@@ -241,7 +246,7 @@ class Policy(Trainer):
         return self.models.probe(token_ids)
 
     def add_wait(self, seconds: float) -> None:
-        """Count seconds blocked on the table."""
+        """Count the seconds that the loop waited for groups."""
         self.metrics.add_wait(seconds)
 
     def _start_update(self) -> None:
@@ -254,9 +259,9 @@ class Policy(Trainer):
         self._packed.add(window, self.credit)
 
     def accumulate(self, window: Sequence[Group]) -> None:
-        """Score the groups under the frozen models and add their gradient; no optimizer step. A collective of the unit.
+        """Score the groups under the frozen models and add their gradient; no optimizer step. Collective over the unit.
 
-        Groups of a later mini-batch, and those of a loss of batch scope, are held: `update` adds their gradient.
+        Groups of a later mini-batch and groups under a loss of batch scope are held; `update` adds their gradient.
         """
         started = time.time()
         self.sums.add_window(window)
@@ -276,7 +281,8 @@ class Policy(Trainer):
             self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
 
     def _trace_window(self, started: float, ended: float, **attributes: Any) -> None:  # noqa: ANN401
-        """Trace a window, with what it computed: what the step's sums have grown by since the last one."""
+        """Trace a window, with the tokens and micro-batches that the step's sums have gained since the previous
+        window."""
         computed = (self.metrics.computed_tokens, self.metrics.micro_batches)
         tokens, count = (new - old for new, old in zip(computed, self._traced, strict=True))
         self._traced = computed
@@ -286,19 +292,19 @@ class Policy(Trainer):
             )
 
     def score_early(self, landed: Sequence[Landed]) -> None:
-        """Score responses under the frozen models before their group is complete. A collective of the unit."""
+        """Score responses under the frozen models before their group is complete. Collective over the unit."""
         started = time.perf_counter()
         self.early.add(landed)
         self.metrics.score_s += time.perf_counter() - started
 
     def worst_gap(self) -> float:
-        """The step's largest ratio gap so far in the unit. A collective of the unit."""
+        """Return the step's largest ratio gap so far in the unit. Collective over the unit."""
         return self.ranks.worst(self.metrics.max_ratio_gap)
 
     def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[Scored]:
-        """Return the window's micro-batches with their log-probabilities under old policy and reference.
+        """Return the window's micro-batches with their log-probabilities under the old policy and the reference.
 
-        The forward-only passes run before the pipeline's schedule (1F1B) of the window.
+        The forward-only passes run before the window's pipeline schedule (1F1B).
         """
         started = time.perf_counter()
         with record_function("score"):
@@ -307,8 +313,9 @@ class Policy(Trainer):
         return list(map(Scored, batches, old, reference))
 
     def _hold_window(self, window: Sequence[Scored], update: int) -> None:
-        """Hold a window for its update. Its tokens are scored now, under the weights at the step's start, where they
-        are its old policy, are compared with the instances', or the first update's statistics need them."""
+        """Hold a window until its update. The window is scored now, under the weights at the start of the step, if one
+        of these needs the scores: the old policy ("behavior"), the comparison with the instances, or the statistics of
+        the first update."""
         config = self.config
         behavior = config.algorithm.old_policy == "behavior"
         if behavior or config.train.mode in ("sync", "periodic") or (self._batch_scope and not update):
@@ -325,7 +332,7 @@ class Policy(Trainer):
         self._held.add(window, update)
 
     def _policy_scores(self, window: Sequence[Scored]) -> list[Tensor | None]:
-        """[T] log-probabilities of each micro-batch under the policy as it is now. A collective of the unit."""
+        """Return each micro-batch's [T] log-probabilities under the current policy. Collective over the unit."""
         models = self.models
         layouts = [scored.batch.layout for scored in window]
         return score_layouts(models.policy, layouts, models.temperature, models.shape.vocabulary)
@@ -338,14 +345,14 @@ class Policy(Trainer):
         self._held.add_log_ratios(window, log_ratios)
 
     def _train_held(self, update: int) -> None:
-        """Train the held windows of an update one by one. A collective of all ranks.
+        """Train the held windows of an update one by one. Collective over all ranks.
 
-        The statistics of a loss of batch scope are over the update's whole mini-batch, under the weights that it
-        begins with.
+        A loss of batch scope takes its statistics over the update's whole mini-batch, under the weights that the update
+        starts from.
         """
         windows = self._held.take(update)
         if self._batch_scope:
-            for window in windows if update else ():  # the first update's were added when they came
+            for window in windows if update else ():  # those of the first update were added on arrival
                 self._add_log_ratios(window, self._policy_scores(window))
             self._statistics = self._held.statistics()
         for window in windows:
@@ -360,7 +367,7 @@ class Policy(Trainer):
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
         """Run Megatron's schedule over a window's micro-batches; it adds their gradients to the buffers.
 
-        Returns the seconds in which this pipeline stage computed nothing, None without a pipeline.
+        Returns the seconds in which this pipeline stage was idle; None without a pipeline.
         """
         started = time.perf_counter()
         self._busy.seconds = 0.0
@@ -378,7 +385,8 @@ class Policy(Trainer):
     def _forward(
         self, window: Iterator[Scored], model: torch.nn.Module
     ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, None]]]:
-        """Megatron's forward step. Return the micro-batch's logits, and the function from them to its loss."""
+        """Run Megatron's forward step. Return the micro-batch's logits and the function that computes its loss from
+        them."""
         scored = next(window)
         if self.ranks.feeds:
             layout = scored.batch.layout
@@ -388,7 +396,8 @@ class Policy(Trainer):
         return compute_logits(model, scored.batch.layout), partial(self._loss_of, scored)
 
     def _loss_of(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the sum of the responses' losses, and 0 as Megatron's token count: `reduce` divides instead."""
+        """Return the sum of the responses' losses, and 0 as Megatron's token count, because `reduce` does the
+        division."""
         batch = scored.batch
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
@@ -396,7 +405,7 @@ class Policy(Trainer):
         terms = Terms(
             logprobs=logprobs,
             old=old,
-            reference=scored.reference if self._coefficients.kl else None,  # a reward may read it, too
+            reference=scored.reference if self._coefficients.kl else None,  # a reward may read it as well
             entropy=entropy,
             advantages=batch.advantages,
             weights=batch.weights,
@@ -414,10 +423,10 @@ class Policy(Trainer):
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
     def _old_logprobs(self, batch: MicroBatch, logprobs: Tensor, old: Tensor | None) -> Tensor:
-        """[T] log-probabilities in the denominator of the ratio, by `algorithm.old_policy`.
+        """Return the [T] log-probabilities in the denominator of the ratio, by `algorithm.old_policy`.
 
-        `old`: those under the old policy, or with "behavior" under the weights at the step's start where the policy
-        may have moved since, else None.
+        `old`: log-probabilities under the old policy. With "behavior": under the weights at the start of the step if
+        the policy may have moved since then, else None.
         """
         if self.config.algorithm.old_policy == "behavior":
             return logprobs.detach() if old is None else old
@@ -427,11 +436,12 @@ class Policy(Trainer):
         return old
 
     def _sampled_logprobs(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Tensor:
-        """[T] the trainer's log-probabilities in the numerator of the mismatch weight.
+        """Return the trainer's [T] log-probabilities in the numerator of the mismatch weight.
 
-        With "behavior" they are the old policy's (verl's decoupled loss). With "previous" they are those of the weights
-        that sampled each token: those at the step's start, or for tokens that are one update old the old policy's; the
-        config refuses `algorithm.mismatch` where older tokens occur. With "rollout" only a rejection reads them.
+        With "behavior" these are the old policy's (verl's decoupled loss). With "previous" they are those of the
+        weights that sampled each token: the weights at the start of the step, or the old policy for tokens that are one
+        update old. The config rejects `algorithm.mismatch` if older tokens can occur. With "rollout" only rejection
+        reads them.
         """
         kind = self.config.algorithm.old_policy
         if kind == "previous":
@@ -439,10 +449,11 @@ class Policy(Trainer):
         return old if kind == "behavior" else logprobs
 
     def update(self, responses: int) -> UpdateFigures:
-        """Make the step's updates (Algorithm 1, lines 18 to 21). Each trains what is held for it, and needs every rank.
+        """Make the step's updates (Algorithm 1, lines 18 to 21). Each update trains the windows held for it. Collective
+        over all ranks.
 
-        `responses`: those of one update, prompts times group size. Raises MetronomeError if a figure of the loss or the
-        gradient is not finite, BadInput if a user's gradient control fails.
+        `responses`: number of responses of one update, prompts times group size. Raises MetronomeError if a figure of
+        the loss or the gradient is not finite, BadInput if a user's gradient control fails.
         """
         seconds = 0.0
         norms = []
@@ -461,10 +472,10 @@ class Policy(Trainer):
         return {"update_s": seconds, "grad_norm": fmean(norms), "learning_rate": rate}
 
     def reduce(self, responses: int) -> None:
-        """Divide the gradient of the step's next update by its denominator and reduce it over replicas, once.
+        """Divide the gradient of the step's next update by its denominator and reduce it over the replicas, once.
 
-        `responses`: as of `update`. Held windows are trained first. A collective of all ranks, also of those that got
-        no group; they wait for each other on the host first. Raises MetronomeError if a figure of the loss or the
+        `responses`: as in `update`. Held windows are trained first. Collective over all ranks, including those that got
+        no group; they first wait for each other on the host. Raises MetronomeError if a figure of the loss or the
         gradient is not finite.
         """
         update = self.sums.update
@@ -485,10 +496,10 @@ class Policy(Trainer):
             )
 
     def _denominator(self, responses: int) -> float:
-        """Return what the summed gradient of an update is divided by.
+        """Return the number that the summed gradient of an update is divided by.
 
-        The loss's aggregation gives it. With an advantage of `only_unequal` it is multiplied by the share of unequal
-        groups.
+        The loss's aggregation determines it. With an advantage of `only_unequal` it is multiplied by the share of
+        unequal groups.
         """
         counts = self.sums.counts()
         divisor = self._loss.denominator(responses, counts.tokens, self.config.rollout.max_new_tokens)
@@ -496,13 +507,14 @@ class Policy(Trainer):
         return divisor * counts.unequal / counts.groups if only_unequal and counts.unequal else divisor
 
     def decide(self) -> None:
-        """Let gradient control change the gradient or skip the update. Raises BadInput if a user's control fails."""
+        """Let gradient control change the gradient or skip the update. Raises BadInput if a user's gradient control
+        fails."""
         self._decided = self.control is None or self.control.act()
 
     def step_optimizer(self) -> tuple[float, float]:
-        """Clip the gradient and make the optimizer's step. Returns (gradient norm before clipping, learning rate used).
+        """Clip the gradient and step the optimizer. Returns (gradient norm before clipping, learning rate used).
 
-        Calls `decide` if it was not called. If gradient control skips the update, nothing changes.
+        Calls `decide` unless it was already called. If gradient control skips the update, nothing changes.
         """
         if self._decided is None:
             self.decide()
@@ -515,7 +527,8 @@ class Policy(Trainer):
         return float(norm), rate
 
     def figures(self) -> TrainingFigures:
-        """Return the step's figures over all ranks, by the keys of steps.jsonl. A collective, after the last update."""
+        """Return the step's figures over all ranks, by the keys of steps.jsonl. Call this after the last update.
+        Collective over all ranks."""
         self.metrics.expert_tokens = take_counts(self.models.policy)
         ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
         by_response = self._loss.aggregation == "response"

@@ -1,6 +1,5 @@
 """One trainer rank, started by torch elastic: `python -m engine.trainer.rank --folder RUN --plane URL`. When it runs
-out of device memory, `MemoryWatch` says which term of the dry run was exceeded.
-"""
+out of device memory, `MemoryWatch` reports which term of the dry run's estimate was exceeded."""
 
 from __future__ import annotations
 
@@ -36,16 +35,17 @@ from engine.wire import messages
 from engine.wire.weights.watchdogs import WATCHDOGS
 
 TOLERANCE = 1.05
-"""The dry run's sum of what is held between two steps is exact but for small tensors."""
+"""The dry run's sum of the memory held between two steps is exact except for small tensors."""
 RECOMPUTE = "train.recompute"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class MemoryWatch:
-    """Compares what a rank holds with the dry run's sum (engine.run.memory) when its device has no memory left."""
+    """Compares the memory that a rank holds with the dry run's sum (engine.run.memory) when the device runs out of
+    memory."""
 
     def __init__(self, config: Config, platform: Platform, rank: str, folder: Path) -> None:
-        """`rank`: its name; `folder`: the logs of the run, which get torch's table."""
+        """`rank`: name of the rank; `folder`: the run's log folder, where torch's memory table is written."""
         self._config = config
         self._platform = platform
         self._rank = rank
@@ -54,13 +54,13 @@ class MemoryWatch:
         self._held: int | None = None
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Record the memory held at the start of a step."""
         self._when = f"in step {step}"
         self._held = self._platform.held_bytes()
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Raise DeviceMemoryError where the body runs out of device memory, and write torch's table of it."""
+        """Raise DeviceMemoryError if the body runs out of device memory, and write torch's memory table."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -75,8 +75,8 @@ class MemoryWatch:
             ) from None
 
     def _compared(self, most: int) -> str:
-        """Which part of the dry run's sum was exceeded, and the keys that lower it. `most`: bytes, with those that were
-        asked for last."""
+        """Return which part of the dry run's sum was exceeded, and the keys that lower it. `most`: bytes needed,
+        including the allocation that failed."""
         need = trainer_need(read_shape(Path(self._config.model.path)), self._config)
         states = need.part(states=True)
         working = need.part(states=False)
@@ -104,7 +104,7 @@ class MemoryWatch:
         return f"{parts} = {total}. Keys that lower it: {settings}{self._softer() if RECOMPUTE in keys else ''}"
 
     def _softer(self) -> str:
-        """The next value of train.recompute, which costs the least time."""
+        """Return advice on the next value of train.recompute, the one that costs the least time."""
         now = self._config.train.recompute
         if now is False:
             return f'; of {RECOMPUTE} try "selective" first, it costs little time'
@@ -115,13 +115,14 @@ class MemoryWatch:
 
 
 def _asked(said: str) -> int:
-    """The bytes that torch could not allocate, by its message; 0 if it does not say so."""
+    """Return the number of bytes that torch failed to allocate, parsed from its message; 0 if the message does not
+    say."""
     found = re.search(r"Tried to allocate ([\d.]+) ([KMG]iB)", said)
     return int(float(found[1]) * UNITS[found[2]]) if found else 0
 
 
 def main() -> int:
-    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the orchestrator is told.
+    """Set up the rank, train, export. Return 0, or 1 after a MetronomeError, which is reported to the orchestrator.
 
     The message of any other error reaches the orchestrator through the agent.
     """
@@ -163,7 +164,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _train(config: Config, arguments: argparse.Namespace, plane: Connection) -> None:
-    """Train, and name the reason if the device's memory does not suffice."""
+    """Train, and explain the cause if the device runs out of memory."""
     rank = f"trainer-{os.environ['RANK']}"
     watch = MemoryWatch(config, platform.get_platform(config.platform.device), rank, arguments.folder / "logs")
     with watch.named_errors():
@@ -231,7 +232,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
 
 
 def reference_hash(config: Config, ranks: HostRanks) -> str | None:
-    """Return the content hash of the reference model, None without one. Rank 0 reads the weights for all ranks."""
+    """Return the content hash of the reference model; None without one. Rank 0 reads the weights for all ranks."""
     if config.algorithm.kl_coef <= 0:
         return None
     return ranks.from_first(lambda: messages.ReferenceHash(content_hash(Path(config.model.path)))).hash
@@ -248,7 +249,7 @@ def _rollouts(config: Config, arguments: argparse.Namespace, plane: Connection, 
         config=config, connection=plane, ranks=ranks, folder=arguments.weights, device=policy.models.device
     )
     bodies = StoredBodies(ranks.name, config.queue.timeout_s) if config.leaders_fetch else None
-    # on a CPU the thread would take its time from the training itself
+    # on a CPU the thread would slow down training itself
     prefetch = {"on": True, "off": False, "auto": policy.models.device.type != "cpu"}[config.train.prefetch]
     return LiveRollouts(
         control=plane,

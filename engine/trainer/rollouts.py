@@ -1,7 +1,7 @@
-"""The source of the loop's groups: the running instances, or a record of an earlier run (`Replay`).
+"""Where the loop's groups come from: the running instances, or a record of an earlier run (`Replay`).
 
-A unit's leader asks the orchestrator. Every reply, signs of life included, goes to all ranks of the unit over the CPU
-channel.
+Only a unit's leader asks the orchestrator. It passes every reply, including signs of life, to all ranks of the unit
+over the CPU channel.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from engine.wire.store_client import StoreFault
 
 
 class Replay:
-    """One unit's work of a recorded run, step by step. It takes the place of the table."""
+    """One unit's work of a recorded run, step by step. It replaces the table."""
 
     def __init__(self, path: Path, unit: int, expected: int, reward_weights: Mapping[str, float]) -> None:
-        """`expected`: groups of a complete step."""
+        """`expected`: number of groups in a complete step."""
         self._expected = expected
         self._weights = reward_weights
         self._mine: dict[int, list[RecordEntry]] = {}
@@ -45,8 +45,8 @@ class Replay:
                 self._mine.setdefault(entry.step, []).append(entry)
 
     def work(self, step: int) -> Iterator[list[Group] | list[Landed]]:
-        """Yield the unit's windows and early work of a step. Raises BadInput unless all groups of the step were
-        recorded."""
+        """Yield the unit's windows and early work of a step. Raises BadInput unless the record has all groups of the
+        step."""
         count = self._groups.get(step, 0)
         if count != self._expected:
             raise BadInput(
@@ -63,55 +63,56 @@ Work = list[Group] | list[Landed]
 R = TypeVar("R")
 
 Prepare = Callable[[list[Group]], None]
-"""Does what needs no weights with a window that is trained next."""
+"""Does the work that needs no weights for a window that is trained next."""
 
 
 class Rollouts(Protocol):
     """The inference side, as the loop uses it.
 
-    `work` and `heartbeat` are collectives of a unit's ranks; `settle` and `failed` are no collectives; the others are
-    collectives of all ranks.
+    `work` and `heartbeat` are collectives over a unit's ranks. `settle` and `failed` are not collectives. All other
+    methods are collectives over all ranks.
     """
 
     prompt_position: int | None
-    """With dynamic sampling: position at which the prompts begin of the step after the last one; else None."""
+    """With dynamic sampling: position of the first prompt of the next step; else None."""
 
     def begin(self, start: int) -> None:
-        """Say that the trainer is ready and begins with step `start`."""
+        """Tell the orchestrator that the trainer is ready and starts with step `start`."""
 
     def publish(self, model: PublishedModel, version: int) -> float:
-        """Give every instance exactly this version of the policy. Return the seconds that it blocked the trainer."""
+        """Give every instance exactly this version of the policy. Return the seconds that this blocked the trainer."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of the weights that this rank sent in the last publish."""
+        """Bytes of weights that this rank sent in the last publish."""
 
     def verify(self, model: PublishedModel, version: int) -> None:
         """Check, after `publish`, that the instances compute with the policy's weights.
 
-        They sample meanwhile. Where they take weights over in the background, this does not wait for the check.
+        The instances keep sampling during the check. If they load weights in the background, this does not wait for the
+        check.
         """
 
     def settle(self) -> None:
-        """Wait until nothing reads the published weights any more, before the policy changes them. No collective."""
+        """Wait until nothing reads the published weights any more, before the policy changes them. Not a collective."""
 
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the unit's work of the step, each piece as soon as it can be done. A collective of the unit.
+        """Yield the unit's work of the step, each piece as soon as it is available. Collective over the unit.
 
-        `prepare` may be called with a window before it is yielded, in a thread of its own.
+        `prepare` may be called with a window before the window is yielded, from another thread.
         """
 
     def heartbeat(self) -> None:
-        """Send a sign of life during long work that asks for nothing. A collective of the unit.
+        """Send a sign of life during long work without other requests. Collective over the unit.
 
-        Raises the error that has ended the run meanwhile.
+        Raises the error that has ended the run, if there is one.
         """
 
     def failed(self, error: MetronomeError) -> None:
-        """Tell the orchestrator, and through it the other units, that this unit ends with an error."""
+        """Tell the orchestrator, and through it the other units, that this unit has failed with an error."""
 
 
 class LiveRollouts:
@@ -127,9 +128,9 @@ class LiveRollouts:
         bodies: StoredBodies | None = None,
         prefetch: bool = False,
     ) -> None:
-        """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches the bodies of
-        columns that lie outside the orchestrator; `prefetch`: whether the next window is leased and prepared, in a
-        thread, while one is trained. With `early` or `bodies` it is not."""
+        """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches column bodies
+        that are stored outside the orchestrator; `prefetch`: whether a thread leases and prepares the next window while
+        one is trained. `prefetch` has no effect with `early` or `bodies`."""
         self._bodies = bodies
         self._control = control
         self._ranks = ranks
@@ -139,11 +140,11 @@ class LiveRollouts:
         self._ahead = prefetch and not early and bodies is None
         self.prompt_position: int | None = None
         self.prompts: str | None = None
-        """The fingerprint of the run's prompts; before `begin` that of a checkpoint, or None."""
+        """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
 
     @classmethod
     def of(cls, service: ServiceClient, ranks: Ranks | None = None) -> LiveRollouts:
-        """Those of a program outside, whose ranks are `ranks`; None: one."""
+        """Return the rollouts of an external program with these ranks; None means one rank."""
         alone = ranks or OneRank()
         early = service.config.train.score_early
         publisher = service.publisher(alone)
@@ -158,14 +159,15 @@ class LiveRollouts:
         )
 
     def begin(self, start: int) -> None:
-        """Tell the orchestrator, which compares the prompts with those of the checkpoint."""
+        """Tell the orchestrator that the trainer is ready. The orchestrator compares the prompts with the
+        checkpoint's."""
         ready = messages.Ready(
             start=start, prompt_position=self.prompt_position, prompts=self.prompts, units=self._ranks.units
         )
         self.prompts = self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint or self.prompts
 
     def publish(self, model: PublishedModel, version: int) -> float:
-        """Wait until weights may move, then give every instance the version. Return the seconds of both."""
+        """Wait until publishing is allowed, then give every instance the version. Return the seconds that both took."""
         started = time.perf_counter()
         may_publish = messages.MayPublish(version=version)
         while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
@@ -187,16 +189,16 @@ class LiveRollouts:
         self._publisher.settle()
 
     def start(self, step: int) -> None:
-        """Ask the orchestrator to start the batch, unless programs put its groups."""
+        """Ask the orchestrator to start the batch. Does nothing if programs put the groups (data.pushed)."""
         if not self._config.data.pushed:
             self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
         """Lease windows from the table until the units have trained all groups of the step.
 
-        While a window is trained, the next one is asked for, opened and prepared in a thread. A request acknowledges
-        the windows before whose gradient is in: mostly one round trip a window. Raises DeadlineError if nothing comes
-        for train.timeout_s of a step whose groups programs put.
+        While one window is trained, a thread requests, opens and prepares the next one. Each request also acknowledges
+        the windows whose gradient has been added, so a window usually costs one round trip. If programs put the groups,
+        raises DeadlineError when nothing arrives for train.timeout_s.
         """
         done: tuple[int, ...] = ()
         last = time.monotonic()
@@ -216,13 +218,14 @@ class LiveRollouts:
             if isinstance(reply, Window) and self._ahead:
                 coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
-            if opened:  # else a sign of life: ask again
+            if opened:  # otherwise the reply is a sign of life: ask again
                 yield opened
                 last = time.monotonic()
                 done += (reply.lease,) if isinstance(reply, Window) else ()
 
     def _look_ahead(self, step: int, done: tuple[int, ...], prepare: Prepare) -> tuple[messages.Work, Work]:
-        """Ask once for the next window, and prepare it. A collective of the unit's threads beside training."""
+        """Ask once for the next window and prepare it. Collective over the unit; it runs in a thread next to
+        training."""
         reply = self._ranks.from_leader_beside(partial(self._lease, step, done, time.monotonic(), ahead=True))
         opened = self._opened(reply)
         if isinstance(reply, Window):
@@ -230,8 +233,9 @@ class LiveRollouts:
         return reply, opened
 
     def _acknowledge(self, step: int, done: tuple[int, ...], coming: Future[Any]) -> tuple[int, ...]:
-        """Say what is trained while the request for the next window waits: it may wait for just that. Return what is
-        left to be said; the next request raises an error on all ranks of the unit, where this one would on one."""
+        """Acknowledge trained windows while the request for the next window waits, since it may be waiting for exactly
+        that. Return the leases still to be acknowledged: after an error this returns them all, and the next request
+        raises the error on all ranks of the unit instead of on one."""
         if not self._ranks.leader or coming.done():
             return done
         unit = self._ranks.unit
@@ -242,7 +246,7 @@ class LiveRollouts:
         return ()
 
     def _lease(self, step: int, done: tuple[int, ...], last: float, ahead: bool = False) -> messages.Work:
-        """Return what the unit does next. A sign of life while the bodies of a window are being fetched."""
+        """Return the unit's next work; a sign of life while the bodies of a window are being fetched."""
         limit = self._config.train.timeout_s
         if self._config.data.pushed and time.monotonic() - last > limit:
             raise DeadlineError(f"no program has put a group of step {step} in {limit:g} s (train.timeout_s)")
@@ -274,28 +278,28 @@ class LiveRollouts:
                 file=sys.stderr,
                 flush=True,
             )
-            return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was said
+            return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was already acknowledged
         self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
         return StillWaiting()
 
     def _opened(self, given: messages.Work) -> Work:
-        """The groups or responses of a reply; [] of one that has none."""
+        """Return the groups or responses of a reply; [] if it has none."""
         if isinstance(given, Window):
             weights = self._config.reward_weights
             return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
         return list(map(open_landed, given.landed)) if isinstance(given, EarlyWork) else []
 
     def heartbeat(self) -> None:
-        """Sent by the unit's leader."""
+        """Send a sign of life from the unit's leader."""
         _send_heartbeat(self._control, self._ranks)
 
     def failed(self, error: MetronomeError) -> None:
-        """Sent by the unit's leader."""
+        """Report the error from the unit's leader."""
         _report_failure(error, self._control, self._ranks)
 
 
 class ReplayedRollouts:
-    """A record in place of instances: nothing is published or started."""
+    """A record instead of instances: nothing is published or started."""
 
     prompt_position: int | None = None
     prompts: str | None = None
@@ -307,25 +311,25 @@ class ReplayedRollouts:
         self._ranks = ranks
 
     def begin(self, start: int) -> None:
-        """Tell the orchestrator."""
+        """Tell the orchestrator that the trainer is ready."""
         ready = messages.Ready(start=start, prompt_position=None, prompts=None, units=self._ranks.units)
         self._ranks.from_first(lambda: self._control.ask(ready))
 
     def publish(self, model: PublishedModel, version: int) -> float:
-        """There are no instances. Return 0."""
+        """Return 0: there are no instances."""
         return 0.0
 
     def verify(self, model: PublishedModel, version: int) -> None:
-        """Nothing was published."""
+        """Do nothing: nothing was published."""
 
     def settle(self) -> None:
-        """Nothing was published."""
+        """Do nothing: nothing was published."""
 
     def start(self, step: int) -> None:
-        """Nothing to start."""
+        """Do nothing: there is nothing to start."""
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the unit's recorded work of the step in the recorded order, then wait until all units are done."""
+        """Yield the unit's recorded work of the step in recorded order, then wait until all units are done."""
         for work in self._replay.work(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
             yield work
@@ -336,11 +340,11 @@ class ReplayedRollouts:
         return self._control.ask(messages.ReplayProgress(unit=self._ranks.unit, step=step, done=done))
 
     def heartbeat(self) -> None:
-        """Sent by the unit's leader."""
+        """Send a sign of life from the unit's leader."""
         _send_heartbeat(self._control, self._ranks)
 
     def failed(self, error: MetronomeError) -> None:
-        """Sent by the unit's leader."""
+        """Report the error from the unit's leader."""
         _report_failure(error, self._control, self._ranks)
 
 

@@ -1,4 +1,4 @@
-"""The figures that ranks add up during a step, and the report made of them."""
+"""The figures that ranks add up during a step, and the report built from them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 class StepMetrics:
     """One rank's sums over a step.
 
-    Of ranks that hold the same tokens only one adds them: `leader`, `feeds` and `judges` of `RankGroup` say which.
+    If several ranks hold the same tokens, only one adds them: `leader`, `feeds` and `judges` of `RankGroup` tell which.
     """
 
     rewards: list[float] = field(default_factory=list)
-    """Of the responses that are not excluded."""
+    """Rewards of the responses that are not excluded."""
     excluded: int = 0
     statuses: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class StepMetrics:
     unequal: int = 0
     """Groups whose rewards differ."""
     losses: list[float] = field(default_factory=lambda: [0.0])
-    """Sum of the responses' losses, by update."""
+    """Sum of the responses' losses for each update."""
     kl: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
@@ -58,12 +58,12 @@ class StepMetrics:
     wait_first_s: float = 0.0
     wait_s: float = 0.0
     expert_tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By layer: the tokens that were sent to each expert."""
+    """Tokens sent to each expert, by layer."""
 
     def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
         """Count a group's responses and scores.
 
-        `loss_tokens`: how many of its response tokens are trained; `unequal`: whether its rewards differ.
+        `loss_tokens`: number of its trained response tokens; `unequal`: whether its rewards differ.
         """
         self.groups += 1
         self.loss_tokens += loss_tokens
@@ -79,17 +79,17 @@ class StepMetrics:
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
-        """Count seconds blocked on the table."""
+        """Count the seconds that the loop waited for groups."""
         if not self.lengths:
             self.wait_first_s += seconds
         self.wait_s += seconds
 
     def worst_gap(self, gap: float) -> None:
-        """Keep the largest ratio gap. NaN replaces every number, so that it can't hide."""
+        """Keep the largest ratio gap. NaN replaces every number, so that it can't go unnoticed."""
         self.max_ratio_gap = _largest_or_nan((self.max_ratio_gap, gap))
 
     def worst_ratio(self, ratio: float) -> None:
-        """Keep the largest ratio of the loss, likewise."""
+        """Keep the largest ratio of the loss; NaN replaces every number."""
         self.old_ratio_max = _largest_or_nan((self.old_ratio_max, ratio))
 
     @staticmethod
@@ -99,13 +99,13 @@ class StepMetrics:
         by_response: bool = True,
         peak: float | None = None,
     ) -> TrainingFigures:
-        """Return the figures of steps.jsonl that the trainer knows, from every rank's metrics.
+        """Return the figures of steps.jsonl that the trainer knows, from the metrics of all ranks.
 
-        The loss of each update is divided by its own denominator; the step's is their mean. KL, entropy, clip
-        fraction and dropped share are means over responses of their means over tokens, or means over all tokens, as the
-        loss aggregates; each token counts once, as its update computed it. Times are means over the units (their
-        leaders), in seconds. `peak`: operations per second of a rank's device at the most; "mfu" is left out without
-        it.
+        The loss of each update is divided by its own denominator; the step's loss is the mean over updates. KL,
+        entropy, clip fraction and dropped share follow the loss's aggregation: means over responses of their means over
+        tokens, or means over all tokens. Each token counts once, with the values from its update. Times are means over
+        the units (their leaders), in seconds. `peak`: highest operations per second of a rank's device; without it
+        "mfu" is left out.
         """
         sums = [asdict(rank.metrics) for rank in ranks]
         leaders = [asdict(rank.metrics) for rank in ranks if rank.leader]
@@ -155,7 +155,7 @@ class StepMetrics:
         }
 
     def _balance(self) -> OptionalFigures:
-        """Return the largest load of an expert over the mean of its layer, if experts got any tokens."""
+        """Return the highest load of an expert relative to the mean of its layer; {} if no expert got any tokens."""
         loads = [max(tokens) * len(tokens) / sum(tokens) for tokens in self.expert_tokens.values() if any(tokens)]
         return {"expert_load_max": max(loads)} if loads else {}
 
@@ -164,12 +164,12 @@ class LossCounts(msgspec.Struct):
     """One rank's counts for the denominator of an update."""
 
     tokens: int = 0
-    """Response tokens that are trained."""
+    """Trained response tokens."""
     groups: int = 0
     unequal: int = 0
     """Groups whose rewards differ."""
     unsound: list[str] = []
-    """Ids of prompts in whose micro-batches a figure of the loss is not finite."""
+    """Ids of prompts whose micro-batches have a loss figure that is not finite."""
 
     def add(self, tokens: int, unequal: bool) -> None:
         """Count a group."""
@@ -189,7 +189,7 @@ class RankMetrics(msgspec.Struct):
 
 
 def _largest_or_nan(values: Iterable[float]) -> float:
-    """Return the largest value, or NaN if any value is NaN, so that it can't hide."""
+    """Return the largest value, or NaN if any value is NaN, so that a NaN can't go unnoticed."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
@@ -215,4 +215,4 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
     "expert_tokens": _added_by_layer,
 }
-"""How the ranks' values of each figure are merged into the step's."""
+"""How to merge the ranks' values of each figure into the step's."""

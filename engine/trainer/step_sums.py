@@ -1,4 +1,4 @@
-"""What one rank adds up while it trains a step, and what the denominators of its updates need."""
+"""What one rank adds up while it trains a step, and the counts that the denominators of its updates need."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class StepSums:
     """One rank's sums over a step."""
 
     def __init__(self, ranks: RankGroup, credit: Credit, updates: int) -> None:
-        """`updates`: number of updates of a step."""
+        """`updates`: number of updates in a step."""
         self.metrics = StepMetrics(losses=[0.0] * updates)
         self.denominators: list[float] = []
-        """Denominators of the updates that are reduced."""
+        """Denominators of the updates already reduced."""
         self._ranks = ranks
         self._credit = credit
         self._counts = [LossCounts() for _ in range(updates)]
         self._unsound: set[str] = set()
-        """Ids of prompts in whose micro-batches a figure was not finite."""
+        """Ids of prompts whose micro-batches have a figure that is not finite."""
         self._on_device: list[Tensor] = []
-        """Flat tensors of the window under way, which `end_window` copies to the host."""
+        """Flat tensors of the current window, which `end_window` copies to the host."""
         self._when_copied: list[Callable[[Tensor], None]] = []
-        """What takes each of them there."""
+        """For each of these tensors, the function that receives its host copy."""
 
     @property
     def update(self) -> int:
-        """Number of the update that is under way."""
+        """Number of the current update."""
         return len(self.denominators)
 
     def add_window(self, window: Sequence[Group]) -> None:
-        """Count the groups of a window, on the rank that leads its unit."""
+        """Count the groups of a window. Does nothing on ranks that do not lead their unit."""
         if not self._ranks.leader:
             return
         for group in window:
@@ -55,12 +55,13 @@ class StepSums:
             self._counts[group.mini_batch].add(tokens, unequal)
 
     def compare(self, batch: MicroBatch, logprobs: Tensor) -> None:
-        """Have the trainer's [T] log-probabilities compared with the instances' at the end of the window."""
+        """Schedule the comparison of the trainer's [T] log-probabilities with the instances' for the end of the
+        window."""
         self._on_device.append(torch.cat([logprobs, batch.rollout]))
         self._when_copied.append(partial(self._add_comparison, batch))
 
     def add_loss(self, batch: MicroBatch, loss: Loss) -> None:
-        """Have a micro-batch's loss added to the update under way at the end of the window."""
+        """Schedule a micro-batch's loss to be added to the current update at the end of the window."""
         if not self._ranks.judges:
             return
         figures = (loss.total.detach(), loss.kl, loss.entropy, loss.ratio_max, loss.clipped, loss.dropped)
@@ -68,8 +69,8 @@ class StepSums:
         self._when_copied.append(partial(self._add_figures, batch, self.update))
 
     def end_window(self) -> None:
-        """Add what the window's micro-batches left on the device to the metrics, by one copy to the host: each copy
-        waits until the device has computed all before it."""
+        """Add the figures that the window's micro-batches left on the device to the metrics. All are copied to the host
+        at once, because each copy waits for all earlier work on the device."""
         if not self._on_device:
             return
         sizes = [piece.numel() for piece in self._on_device]
@@ -80,7 +81,7 @@ class StepSums:
         self._when_copied.clear()
 
     def _add_comparison(self, batch: MicroBatch, both: Tensor) -> None:
-        """`both`: [2·T] log-probabilities of the trainer, then of the instances."""
+        """`both`: [2·T] log-probabilities, first the trainer's, then the instances'."""
         gap, divergence = mismatch_figures(*both.chunk(2))
         self.metrics.worst_gap(gap)
         if not self._ranks.judges:
@@ -105,9 +106,9 @@ class StepSums:
             self._unsound |= {group.prompt.id for group, _ in batch.members}
 
     def counts(self) -> LossCounts:
-        """Return the counts of the update under way over all ranks. A collective of all ranks.
+        """Return the counts of the current update over all ranks. Collective over all ranks.
 
-        Raises MetronomeError naming the prompts if a figure was not finite on any rank.
+        Raises MetronomeError, which names the prompts, if a figure was not finite on any rank.
         """
         mine = self._counts[self.update]
         mine.unsound = sorted(self._unsound)
@@ -125,7 +126,7 @@ class StepSums:
 
 
 def sum_over_context(sums: Tensor) -> Tensor:
-    """Sums over this context rank's tokens → sums over the tokens of the whole row."""
+    """Turn sums over this context rank's tokens into sums over the tokens of the whole row."""
     if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # these ranks hold equally many sums
         dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return sums

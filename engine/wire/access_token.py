@@ -1,6 +1,6 @@
-"""The access token of a run's servers, which are the orchestrator and the instances of both engines.
+"""The access token of a run's servers: the orchestrator and the instances of both engines.
 
-This module imports the standard library and engine.errors only, because vLLM's environment imports it too.
+This module imports only the standard library and engine.errors, because vLLM's environment imports it too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from engine.errors import BadInput
 
 VARIABLE = "METRONOME_TOKEN"
-"""Environment variable with the token, for servers and for their clients."""
+"""Environment variable with the token, read by servers and their clients."""
 TOKEN_FILE = "rollout.token"
-"""File in the run folder with the token that programs ask the orchestrator with; only its owner can read it."""
+"""File in the run folder with the token that programs send to the orchestrator; only its owner can read it."""
 
 
 def write_token(file: Path, token: str) -> None:
@@ -46,7 +46,8 @@ def authorization_headers(token: str | None) -> dict[str, str]:
 
 
 def is_authorized(header: str | bytes | None, token: str | None) -> bool:
-    """Whether an Authorization header (None: the request has none) carries the token, compared in constant time.
+    """Whether an Authorization header (None: the request has none) carries the token. The comparison takes constant
+    time.
 
     Without a token every request is authorized, because the server then listens on loopback only (check_address).
     """
@@ -58,7 +59,7 @@ def is_authorized(header: str | bytes | None, token: str | None) -> bool:
 
 
 def check_address(host: str, token: str | None, key: str = "--host") -> None:
-    """Raise BadInput, which names `key`, unless `host` is an IP address or localhost; without a token it must be a
+    """Raise BadInput, which names `key`, unless `host` is an IP address or localhost. Without a token it must be a
     loopback address."""
     try:
         loopback = is_loopback(host)
@@ -72,6 +73,6 @@ def check_address(host: str, token: str | None, key: str = "--host") -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`. Raises ValueError unless it is an IP address
-    or localhost."""
+    """Whether a server that listens on `host` is reachable from this machine only. Raises ValueError unless it is an IP
+    address or localhost."""
     return host == "localhost" or ipaddress.ip_address(host).is_loopback

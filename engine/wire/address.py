@@ -1,6 +1,6 @@
 """Addresses: host and port in text and URLs, and the address at which instances join a run.
 
-This module imports the standard library and engine.errors only, because vLLM's environment imports it too.
+This module imports only the standard library and engine.errors, because vLLM's environment imports it too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def split_address(text: str, key: str) -> tuple[str, int]:
 def reachable_host(host: str) -> str:
     """Return the address at which other machines reach a server that listens on `host`.
 
-    For 0.0.0.0 and :: that is this machine's IPv4 address on the default route, or 127.0.0.1 without a network.
+    For 0.0.0.0 and :: this is the machine's IPv4 address on the default route, or 127.0.0.1 without a network.
     """
     if host not in ("0.0.0.0", "::"):
         return host
@@ -53,9 +53,9 @@ def address_towards(peer: str, port: int = 9) -> str:
 
 
 def orchestrator_address(text: str) -> str:
-    """Return host:port of the orchestrator; `text` is host:port, a run folder, or the file rollout.address in one.
+    """Return host:port of the orchestrator. `text` is host:port, a run folder, or the file rollout.address in one.
 
-    Raises BadInput if there is no host:port, FileNotFoundError while the run does not listen yet.
+    Raises BadInput if there is no host:port, FileNotFoundError if the run is not listening yet.
     """
     path = Path(text).expanduser()
     file = path / ADDRESS_FILE if path.is_dir() else path

@@ -1,5 +1,5 @@
-"""The certificate of a run with several nodes: made anew for each start of the orchestrator, and trusted by its ranks
-only because the invitation carries it."""
+"""The certificate of a run with several nodes. Each start of the orchestrator makes a new one; the ranks trust it only
+because the invitation contains it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass
 
 CERTIFICATE = "METRONOME_CERTIFICATE"
-"""Environment variable of ranks with the server's certificate (PEM); unset where the server speaks plain HTTP."""
+"""Environment variable of ranks with the server's certificate (PEM); unset if the server speaks plain HTTP."""
 DAYS = 3650
-"""How long it is valid. It is trusted as long as the orchestrator that made it runs."""
+"""Validity of the certificate in days. It is trusted only while the orchestrator that made it runs."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Certificate:
 
     @staticmethod
     def make() -> Certificate:
-        """Make a new one."""
+        """Make a new certificate."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -50,10 +50,10 @@ class Certificate:
         return Certificate(made.public_bytes(serialization.Encoding.PEM).decode(), private.decode())
 
     def server_context(self) -> ssl.SSLContext:
-        """The context of the server that has the private key."""
+        """Return the TLS context of the server that holds the private key."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # mode 0600; the library reads files only
+        with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # mode 0600; the library can only read files
             file.write(self.private + self.public)
             file.flush()
             context.load_cert_chain(file.name)
@@ -61,7 +61,8 @@ class Certificate:
 
 
 def client_context(certificate: str) -> ssl.SSLContext:
-    """The context of a client that trusts this certificate (PEM) and no other, whatever name the server has."""
+    """Return the TLS context of a client that trusts this certificate (PEM) and no other, whatever the server's
+    name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
@@ -70,5 +71,5 @@ def client_context(certificate: str) -> ssl.SSLContext:
 
 
 def own_certificate() -> str | None:
-    """The certificate in this process's environment; None without one."""
+    """Return the certificate in this process's environment; None without one."""
     return os.environ.get(CERTIFICATE) or None

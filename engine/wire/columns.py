@@ -1,8 +1,9 @@
-"""Rows and columns: a group on its way from the instances to the trainer (docs/architecture.md, The plane).
+"""Rows and columns: the form in which a group travels from the instances to the trainer (docs/architecture.md, The
+plane).
 
-A row is a group: a step, and the group's index in it. A column is a named value of a row, packed once, with a digest
-that tells a damaged one from a whole one. Numbers are raw buffers all the way: `open_group` gives users' code a view
-that reads them when it is asked.
+A row is a group, identified by a step and the group's index in it. A column is a named value of a row. It is packed
+once, with a digest that reveals damage. Numbers stay raw buffers: `open_group` gives users' code a view that reads them
+on demand.
 """
 
 from __future__ import annotations
@@ -24,57 +25,57 @@ from engine.types import BatchScores, Group, Landed, Prompt, Response, Score
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 
 PROMPT = "prompt"
-"""The column of a row's prompt: `PromptColumn`."""
+"""Column of a row's prompt: `PromptColumn`."""
 RESPONSES = "responses"
-"""The column of its responses' tokens: `ResponsesColumn`."""
+"""Column of the responses' tokens: `ResponsesColumn`."""
 LOGPROBS = "logprobs"
-"""The column of the instances' log-probabilities of these tokens: values, [tokens] fp32."""
+"""Column of the instances' log-probabilities of these tokens: values, [tokens] fp32."""
 SCORES = "scores"
-"""The column of the reward: a `Score` for each response."""
+"""Column of the reward: a `Score` for each response."""
 REFERENCE = "reference_logprobs"
-"""The column of the reference's log-probabilities, where a stage of its own computes them: values, [tokens] fp32."""
+"""Column of the reference's log-probabilities, if a separate stage computes them: values, [tokens] fp32."""
 GENERATED = (PROMPT, RESPONSES, LOGPROBS)
-"""Columns that the stage `generate` gives."""
+"""Columns that the stage `generate` writes."""
 OWN = (*GENERATED, SCORES)
-"""Columns that the orchestrator's own stages, `generate` and `reward`, give."""
+"""Columns that the orchestrator's stages, `generate` and `reward`, write."""
 ID_BYTES = 4
 """Bytes of a token id (int32)."""
 
 Decode = Callable[[Sequence[int]], str]
-"""Gives the text of token ids."""
+"""Returns the text of token ids."""
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A named value of a row as bytes."""
+    """A named value of a row, as bytes."""
 
     name: str
     digest: bytes
     """XXH3 (128 bits) of the body."""
     body: bytes
-    """msgpack. Empty where the body lies in a store outside the orchestrator."""
+    """msgpack. Empty if the body is in a store outside the orchestrator."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the body is the one that was packed."""
+        """Whether the body still has the bytes that were packed."""
         return xxhash.xxh3_128_digest(self.body) == self.digest
 
 
 class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A group as the plane keeps it: a few numbers that the table reads, and the columns."""
+    """A group in the plane: a few numbers that the table reads, and the columns."""
 
     step: int
     index: int
     """Position of the prompt in the step's batch, 0 … B−1."""
     tokens: int
-    """Number of tokens, those of the prompt counted once."""
+    """Number of tokens; the prompt counts once."""
     lengths: tuple[int, ...]
     """[G] tokens of each response."""
     columns: tuple[Column, ...]
     mini_batch: int = 0
-    """Number of the step's update that trains it. The table sets it."""
+    """Number of the step's update that trains it; set by the table."""
 
     def column(self, name: str) -> Column:
-        """Return a column. Raises KeyError if the row does not have it."""
+        """Return the column with this name. Raises KeyError if the row does not have it."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -87,22 +88,22 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def bytes(self) -> int:
-        """Size of the columns' bodies."""
+        """Total size of the column bodies."""
         return sum(len(column.body) for column in self.columns)
 
     def only(self, names: Iterable[str]) -> Row:
-        """The row with these of its columns."""
+        """Return the row with only these columns."""
         wanted = frozenset(names)
         return replace(self, columns=tuple(column for column in self.columns if column.name in wanted))
 
     def with_columns(self, columns: Iterable[Column]) -> Row:
-        """The row with these columns, which replace those of the same names."""
+        """Return the row with these columns added. They replace columns of the same names."""
         new = {column.name: column for column in columns}
         return replace(self, columns=tuple({**{one.name: one for one in self.columns}, **new}.values()))
 
 
 class PromptColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A prompt. The columns of its row in the data file are left out: only the reward reads them."""
+    """A prompt. Its further columns in the data file are left out, because only the reward reads them."""
 
     id: str
     problem: str
@@ -112,16 +113,16 @@ class PromptColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class ResponsesColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The responses of a group. Buffers hold the numbers of all responses, one response after the other."""
+    """The responses of a group. Each buffer concatenates the numbers of all responses."""
 
     lengths: tuple[int, ...]
     """[G] tokens of each response."""
     token_ids: bytes
     """[sum of lengths] int32."""
     loss_mask: bytes
-    """[sum of lengths] one byte for each token."""
+    """[sum of lengths], one byte per token."""
     versions: tuple[tuple[tuple[int, int], ...], ...]
-    """[G] as of engine.types.Response; so are the next three."""
+    """[G], as in engine.types.Response; so are the next three fields."""
     finish_reasons: tuple[str, ...]
     seeds: tuple[int | None, ...]
     instances: tuple[str, ...]
@@ -133,7 +134,7 @@ NO_RESPONSES = ResponsesColumn(
 
 
 class ValuesColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An array of numbers: one for each response, or one for each token of all responses laid end to end."""
+    """An array of numbers: one per response, or one per token of all responses, concatenated."""
 
     dtype: str
     """numpy's name: "float32", "int64", …"""
@@ -143,8 +144,8 @@ class ValuesColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class PackedResponse(msgspec.Struct, frozen=True):
-    """An engine.types.Response as it came from an instance: its numbers as buffers, and no text, which is decoded where
-    it is read."""
+    """An engine.types.Response as an instance returned it: its numbers are buffers, and it has no text, which is
+    decoded when it is read."""
 
     token_ids: bytes
     """int32."""
@@ -152,12 +153,12 @@ class PackedResponse(msgspec.Struct, frozen=True):
     """fp32."""
     versions: tuple[tuple[int, int], ...]
     loss_mask: bytes
-    """One byte for each token."""
+    """One byte per token."""
     finish_reason: str
     seed: int | None
     instance: str
     routes: bytes = b""
-    """Experts of the prompt's tokens and its own but the last (engine.wire.routes)."""
+    """Experts of the prompt's tokens and of the response's tokens except the last (engine.wire.routes)."""
 
     @property
     def length(self) -> int:
@@ -166,7 +167,7 @@ class PackedResponse(msgspec.Struct, frozen=True):
 
 
 class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
-    """An engine.types.Landed, its numbers packed as buffers."""
+    """An engine.types.Landed with its numbers packed as buffers."""
 
     step: int
     group: int
@@ -178,7 +179,7 @@ class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the response and its prompt."""
+        """Number of tokens of the response and its prompt together."""
         return (len(self.prompt) + len(self.token_ids)) // ID_BYTES
 
 
@@ -207,7 +208,7 @@ def pack_values(name: str, values: NDArray[Any]) -> Column:
 def pack_row(step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> Row:
     """Pack a group whose responses are complete: the columns of the stage `generate`.
 
-    Lone surrogates (half a character) in the prompt's texts become "?", because UTF-8 has none.
+    Lone surrogates (half a character) in the prompt's texts become "?", because UTF-8 can't encode them.
     """
     lengths = tuple(response.length for response in responses)
     prompt_column = PromptColumn(
@@ -241,14 +242,15 @@ def pack_scores(scores: Sequence[Score]) -> Column:
 
 
 def pack_group(group: Group) -> Row:
-    """Pack a group of opened responses with its scores and further columns. Its batch's scores are not part of it."""
+    """Pack a group of opened responses with its scores and further columns. The scores of its batch are not
+    included."""
     row = pack_row(group.step, group.index, group.prompt, tuple(map(pack_response, group.responses)))
     further = [pack_values(name, np.asarray(values)) for name, values in group.columns.items()]
     return row.with_columns([pack_scores(group.scores), *further])
 
 
 def pack_response(response: Response) -> PackedResponse:
-    """Pack a response: token ids as int32 buffers, log-probabilities as fp32 buffers, which loses nothing."""
+    """Pack a response: token ids as int32 buffers, log-probabilities as fp32 buffers. No precision is lost."""
     return PackedResponse(
         token_ids=_packed(response.token_ids, IDS),
         logprobs=_packed(response.logprobs, REALS),
@@ -267,7 +269,7 @@ def _packed(numbers: Sequence[Any], kind: str) -> bytes:
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as an int32 buffer."""
+    """Return token ids as an int32 buffer."""
     return _packed(token_ids, IDS)
 
 
@@ -297,12 +299,12 @@ def open_group(
     decode: Decode | None = None,
     reward_weights: Mapping[str, float] | None = None,
 ) -> Group:
-    """Return a view of a row as a group; texts are those of `decode`, else empty. The prompt's own columns are not
-    there, and numbers are read when they are asked for.
+    """Return a view of a row as a group. Texts come from `decode`, else they are empty. The prompt's further columns
+    are left out, and numbers are read on demand.
 
-    A row without one of the columns gives a group without what that holds. `batch`: the scores of the step's whole
-    batch, where the advantages depend on them; `reward_weights`: by column, the weight with which it enters the reward.
-    Raises TransferError if a column's bytes are not those that were packed.
+    If the row lacks a column, the group lacks what that column holds. `batch`: the scores of the step's whole batch, if
+    the advantages depend on them; `reward_weights`: by column, the weight with which it is added to the reward. Raises
+    TransferError if a column's bytes are damaged.
     """
     names = row.names
     sampled = _RESPONSES.decode(_whole(row, RESPONSES).body) if RESPONSES in names else NO_RESPONSES
@@ -336,7 +338,7 @@ def open_group(
 
 
 def _rewards(row: Row, weights: Mapping[str, float]) -> tuple[Score, ...]:
-    """The row's scores, to which the columns with a weight are added."""
+    """Return the row's scores with the weighted columns added."""
     scores = open_scores(row)
     for name, weight in weights.items():
         pairs = zip(scores, open_values(row, name), strict=True)
@@ -345,7 +347,7 @@ def _rewards(row: Row, weights: Mapping[str, float]) -> tuple[Score, ...]:
 
 
 def batch_scores(rows: Sequence[Row], reward_weights: Mapping[str, float] | None = None) -> BatchScores:
-    """The scores of all rows of a step, which may be given in any order; `reward_weights` as of `open_group`."""
+    """Return the scores of all rows of a step, given in any order; `reward_weights` as in `open_group`."""
     ordered = sorted(rows, key=lambda row: row.index)
     values = tuple(
         tuple(None if score.excluded else score.value for score in _rewards(row, reward_weights or {}))
@@ -355,7 +357,7 @@ def batch_scores(rows: Sequence[Row], reward_weights: Mapping[str, float] | None
 
 
 def open_response(packed: PackedResponse, decode: Decode | None = None) -> Response:
-    """Return a view of a packed response; the text is that of `decode`, else empty."""
+    """Return a view of a packed response. The text comes from `decode`, else it is empty."""
     token_ids = Numbers(packed.token_ids, IDS)
     return Response(
         token_ids=token_ids,
@@ -370,7 +372,7 @@ def open_response(packed: PackedResponse, decode: Decode | None = None) -> Respo
 
 
 def open_landed(packed: PackedLanded) -> Landed:
-    """Return a view of a response that is scored early."""
+    """Return a view of a response that is to be scored early."""
     return Landed(
         step=packed.step,
         group=packed.group,
@@ -381,7 +383,7 @@ def open_landed(packed: PackedLanded) -> Landed:
 
 
 def open_ids(buffer: bytes) -> Numbers:
-    """The token ids of an int32 buffer. Raises ValueError for a length that is no multiple of 4."""
+    """Return the token ids of an int32 buffer. Raises ValueError if its length is not a multiple of 4."""
     return Numbers(buffer, IDS)
 
 

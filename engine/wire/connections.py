@@ -1,6 +1,6 @@
-"""Connections of an HTTP server: how many there may be, and how long a client may take to send a request's headers.
+"""Limits of an HTTP server's connections: how many there may be, and how long a client may take to send the headers.
 
-This module imports the standard library only. A server calls `opened`, `expect`, `arrived` and `closed`.
+This module imports only the standard library. A server calls `opened`, `expect`, `arrived` and `closed`.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import time
 from typing import Any
 
 HEADERS_S = 10.0
-"""Seconds that a client has for a request's headers."""
+"""Seconds that a client has to send a request's headers."""
 MOST = 4096
-"""Most connections at a time where the limit on open files allows them."""
+"""Most connections at a time, if the limit on open files allows them."""
 SPARE = 128
-"""Open files that are left for other things: models, logs, sockets of the process's own requests."""
+"""Open files reserved for other uses: models, logs, sockets of the process's own requests."""
 REPEAT_S = 60.0
-"""Seconds after which the same message is printed again."""
+"""Seconds until the same message is printed again."""
 
 
 def most_connections() -> int:
-    """How many connections a server of this process may have, by its limit on open files."""
+    """Return how many connections a server of this process may have, given its limit on open files."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if files == resource.RLIM_INFINITY else max(16, min(MOST, files - SPARE))
 
 
 class Connections:
-    """The connections of one server, on the event loop that makes this object."""
+    """The connections of one server, on the event loop that creates this object."""
 
     def __init__(self, most: int | None = None, headers_s: float = HEADERS_S) -> None:
         self._most = most_connections() if most is None else most
         self._headers_s = headers_s
         self._all: set[asyncio.Transport] = set()
         self._waiting: dict[asyncio.Transport, asyncio.TimerHandle] = {}
-        """Those whose headers are awaited, the longest first."""
+        """Connections whose headers are awaited, the longest-waiting first."""
         self._log = RareMessages()
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """A connection is there. If it is one too many, the one that has been without headers for longest is closed; if
-        there is none, this one is."""
+        """Register a new connection. If there are too many, close the one that has waited longest for headers; if none
+        is waiting, close this one."""
         if len(self._all) >= self._most:
             self._log(f"more than {self._most} connections: closed one")
             self._close(next(iter(self._waiting), transport))
@@ -48,19 +48,19 @@ class Connections:
         self.expect(transport)
 
     def expect(self, transport: asyncio.Transport) -> None:
-        """The headers of its next request are awaited from now on."""
+        """Start the time limit for the headers of the connection's next request."""
         self.arrived(transport)
         if not transport.is_closing():
             timer = asyncio.get_running_loop().call_later(self._headers_s, self._late, transport)
             self._waiting[transport] = timer
 
     def arrived(self, transport: asyncio.Transport) -> None:
-        """The headers are there, or nothing is awaited."""
+        """Stop the time limit: the headers have arrived, or none are awaited."""
         if timer := self._waiting.pop(transport, None):
             timer.cancel()
 
     def closed(self, transport: asyncio.Transport) -> None:
-        """The connection is gone."""
+        """Forget a closed connection."""
         self.arrived(transport)
         self._all.discard(transport)
 
@@ -74,7 +74,7 @@ class Connections:
 
 
 class RareMessages:
-    """Prints each message to stderr at most once in REPEAT_S, with the number of times that it was due since."""
+    """Prints each message to stderr at most once in REPEAT_S, with the number of times it was suppressed."""
 
     def __init__(self) -> None:
         self._due: dict[str, float] = {}
@@ -91,9 +91,10 @@ class RareMessages:
         print(message + (f" (and {held} times before)" if held else ""), file=sys.stderr, flush=True)
 
     def of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An event loop's exception handler: what the system refuses is printed rarely, all else as usual.
+        """Handle exceptions of an event loop: print errors of the operating system rarely, all others as usual.
 
-        Without it, a process that has no more open files fills its log with the attempts to accept a connection.
+        Without this, a process without free file descriptors would fill its log with failed attempts to accept a
+        connection.
         """
         if isinstance(context.get("exception"), OSError):
             self(f"{context.get('message', 'error')}: {context['exception']}")
@@ -102,8 +103,8 @@ class RareMessages:
 
 
 class OneRequest(asyncio.Protocol):
-    """Passes a connection on to another protocol, for one request: its headers have a limit of time, and so has the
-    whole. Once the client is trusted, there are no limits any more."""
+    """Passes a connection on to another protocol, with a time limit for the headers and one for the whole request. Once
+    the client is trusted, there are no limits."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class OneRequest(asyncio.Protocol):
         whole_s: float = 60.0,
         guards: dict[asyncio.BaseTransport, OneRequest] | None = None,
     ) -> None:
-        """`guards`: gets this object under its transport while the connection is there."""
+        """`guards`: holds this object under its transport while the connection is open."""
         self._guards = guards if guards is not None else {}
         self._trusted = False
         self._inner = inner
@@ -121,10 +122,10 @@ class OneRequest(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._end: asyncio.TimerHandle | None = None
         self._head = b""
-        """The last bytes while the end of the headers is awaited."""
+        """The last bytes received while the end of the headers is awaited."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
+        """Start the limits of a new connection."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._guards[transport] = self
@@ -133,13 +134,13 @@ class OneRequest(asyncio.Protocol):
         self._end = asyncio.get_running_loop().call_later(self._whole_s, transport.abort)
 
     def trust(self) -> None:
-        """The client has shown that it may ask: the connection stays open for further requests."""
+        """Lift the limits: the client is authorized, and the connection stays open for further requests."""
         self._trusted = True
         if self._end is not None:
             self._end.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the request."""
+        """Pass on bytes of the request."""
         if self._trusted:
             self._inner.data_received(data)
             return
@@ -150,11 +151,11 @@ class OneRequest(asyncio.Protocol):
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """The client sends no more."""
+        """Pass on that the client sends no more."""
         return self._inner.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Pass on that the connection is closed, and drop its limits."""
         if self._transport is not None:
             self._guards.pop(self._transport, None)
             self._connections.closed(self._transport)
@@ -163,9 +164,9 @@ class OneRequest(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
+        """Pass on that the client reads too slowly."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """It reads again."""
+        """Pass on that the client reads again."""
         self._inner.resume_writing()

@@ -1,7 +1,7 @@
 """The invitation: a file that the orchestrator writes for the other nodes of a run, which must share the run folder.
 
-Ranks reach the orchestrator's server over TLS. The invitation holds its certificate, which they trust alone, and the
-token that it wants, so only the file's owner can read it.
+Ranks reach the orchestrator's server over TLS. The invitation contains its certificate, the only one they trust, and
+the token that it requires, so only the file's owner can read it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine.run.files import write_atomically
 from engine.wire.messages import PROTOCOL
 
 INVITATION = "trainer_nodes.json"
-"""File in the run folder. It is there while the orchestrator waits for ranks on other nodes, or has them."""
+"""File in the run folder. It exists while the orchestrator waits for, or has, ranks on other nodes."""
 POLL_S = 0.5
-"""Seconds between two looks for the invitation."""
+"""Seconds between two checks for the invitation."""
 
 
 class _Version(msgspec.Struct):
-    """What an invitation of any release says."""
+    """The fields that the invitations of all releases have."""
 
     run_id: str
     protocol: int | None = None
@@ -40,15 +40,15 @@ class Invitation(msgspec.Struct):
     rendezvous: str
     nodes: int
     ranks: int
-    """Of each node."""
+    """Ranks per node."""
     arguments: list[str]
-    """Command line of a rank."""
+    """Command-line arguments of a rank."""
     token: str
-    """The token that the orchestrator's server wants."""
+    """Token that the orchestrator's server requires."""
     certificate: str
     """Certificate (PEM) of the orchestrator's server."""
     threads: int
-    """Compute threads of a rank."""
+    """Compute threads per rank."""
     tensor: int
     """Tensor ranks of the layout."""
 
@@ -56,7 +56,7 @@ class Invitation(msgspec.Struct):
 def write_invitation(
     config: Config, folder: Path, run_id: str, arguments: Sequence[str], token: str, certificate: str
 ) -> None:
-    """Write the invitation. `arguments`: command-line arguments of a rank; `token` and `certificate`: those of the
+    """Write the invitation. `arguments`: command-line arguments of a rank; `token`, `certificate`: of the
     orchestrator's server."""
     invitation = Invitation(
         protocol=PROTOCOL,
@@ -78,7 +78,7 @@ def write_invitation(
 
 
 def wait_for_invitation(folder: Path, seen: str, wait_s: float) -> Invitation:
-    """Wait for the invitation in a run folder and return it; one with the run_id `seen` does not count.
+    """Wait for an invitation in a run folder and return it. One with the run_id `seen` is ignored.
 
     Raises DeadlineError after `wait_s` seconds, BadInput if the orchestrator has another version of the protocol.
     """

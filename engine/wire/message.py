@@ -1,4 +1,4 @@
-"""What all messages of the plane have in common: requests, replies, failures on their way to another process."""
+"""What all messages of the plane share: the base of requests and replies, and failures sent to another process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ERRORS = {
         errors.MetronomeError,
     )
 }
-"""By name: the errors that a `Failure` can carry to another process."""
+"""The errors that a `Failure` can carry to another process, by name."""
 
 Answer = TypeVar("Answer")
 
@@ -42,7 +42,7 @@ class Request(msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_un
     """A request of a stage. Its reply is an `Answer` or a `Failure`."""
 
     unit: int | None = None
-    """The unit of a run's own ranks that asks; None if rank 0 asks for all units, or a program does."""
+    """The unit that asks, of a run's own ranks; None if rank 0 asks for all units, or if a program asks."""
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,7 +50,7 @@ class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_default
 
 
 class Failure(Message):
-    """A MetronomeError on its way to another process."""
+    """A MetronomeError sent to another process."""
 
     kind: str
     """A key of ERRORS."""
@@ -58,16 +58,16 @@ class Failure(Message):
 
     @staticmethod
     def of(error: MetronomeError) -> Failure:
-        """Return the error as a message. A class that is not in ERRORS becomes its nearest base class that is."""
+        """Return the error as a message. A class that is not in ERRORS becomes its nearest base class in ERRORS."""
         return Failure(next(one.__name__ for one in type(error).__mro__ if one in ERRORS.values()), str(error))
 
     def error(self) -> MetronomeError:
-        """Return the error, to be raised in this process."""
+        """Return the error, to raise it in this process."""
         return ERRORS[self.kind](self.message)
 
 
 class Done(Message):
-    """What was asked for is done."""
+    """The request has been carried out."""
 
 
 pack = msgspec.msgpack.encode

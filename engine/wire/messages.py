@@ -1,8 +1,8 @@
 """The messages of the plane: what stages ask the orchestrator's server (POST /ask), its replies, and what the ranks of
-a stage say to each other. One struct for each.
+a stage send each other. Each is a struct.
 
-A request names its reply: `Lease` is a `Request[Work]`. `Plane.answers` says which method answers it. Messages are
-msgpack. Reading one raises an error if a field is unknown, missing or of another type.
+The base class of a request names its reply: `Lease` is a `Request[Work]`. `Plane.answers` says which method answers it.
+Messages are encoded as msgpack. Decoding raises an error if a field is unknown, missing or of another type.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ from engine.wire.sync_messages import (
 )
 
 PROTOCOL = 7
-"""Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
+"""Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
+same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
-"""HTTP header of each request with the client's `PROTOCOL`."""
+"""HTTP header of each request, with the client's `PROTOCOL`."""
 OURS_HEADER = "Metronome-Ours"
-"""HTTP header of the requests of a run's own ranks. It is no secret: it keeps a program's mistake from a run that has a
-trainer of its own."""
+"""HTTP header that marks requests of a run's own ranks. It is not a secret: it keeps a program from joining, by
+mistake, a run that has its own trainer."""
 CONTENT_TYPE = "application/msgpack"
 """Media type of requests and replies."""
 TRAIN = "train"
-"""The stage that consumes the rows and moves the weights."""
+"""The stage that consumes the rows and updates the weights."""
 
-# rows, as a stage goes through them ---------------------------------------------------------------
+# how a stage works through rows -------------------------------------------------------------------
 
 
 class Window(Message):
-    """Rows for a stage."""
+    """Rows for a stage to work on."""
 
     step: int
     rows: tuple[Row, ...]
     batch: BatchScores | None = None
     """The scores of the whole batch, if the advantages depend on them."""
     lease: int = 0
-    """Number of the lease, from 1, by which the rows are acknowledged (`Lease.done`)."""
+    """Number of the lease, from 1. It acknowledges the rows (`Lease.done`)."""
     lease_s: float | None = None
-    """Seconds after which the rows may be given again; None: the lease lasts as long as the ranks that hold it."""
+    """Seconds after which the rows may be leased again; None: the lease lasts as long as the ranks that hold it."""
     deliveries: int = 1
-    """How often the rows were given, this time included."""
+    """How often the rows have been leased, including this time."""
     store: StoreAddresses | None = None
-    """Where the bodies of the columns lie; None: they are here."""
+    """Where the column bodies are stored; None: they are in the rows."""
 
 
 class EarlyWork(Message):
@@ -69,63 +70,65 @@ class EarlyWork(Message):
 
 
 class StillWaiting(Message):
-    """A sign of life of the orchestrator, which has nothing to give yet: ask again."""
+    """A sign of life: the orchestrator has no work yet, so ask again."""
 
 
 class EndOfStep(Message):
-    """The stage is through with all rows of the step."""
+    """The stage has finished all rows of the step."""
 
     prompt_position: int | None = None
-    """With dynamic sampling: position at which the next step's prompts begin; else None."""
+    """With dynamic sampling: position of the next step's first prompt; else None."""
 
 
 class EndOfRun(Message):
-    """The last step is trained: no stage has anything left to do."""
+    """The last step has been trained: no stage has work left."""
 
 
 Work = Window | EarlyWork | EndOfStep | EndOfRun | StillWaiting
 
 
 class Lease(Request[Work]):
-    """Acknowledge the windows that a stage is through with, and ask what it does next."""
+    """Acknowledge the windows that a stage has finished, and ask for its next work."""
 
     budget: int
-    """The largest number of tokens of a window, which always has one row; 0: nothing more is asked for."""
+    """Most tokens in a window, which always has at least one row; 0: ask for no work."""
     stage: str = TRAIN
     step: int | None = None
-    """Of which step; None: of the oldest that has something to do."""
+    """Step to work on; None: the oldest step with work."""
     done: tuple[int, ...] = ()
-    """Numbers of the leases whose rows the stage is through with since the last request."""
+    """Numbers of the leases that the stage has finished since the last request."""
     columns: tuple[str, ...] = ()
-    """Names of the columns to give; empty: all that the stage needs."""
+    """Names of the columns to return; empty: all that the stage needs."""
     consumer: str = ""
-    """Name of a program outside, for messages."""
+    """Name of an external program, for messages."""
     ahead: bool = False
-    """Whether the unit still trains its last window. It gets none that another unit would begin sooner."""
+    """Whether the unit is still training its last window. If so, it gets no window that another unit would begin
+    sooner."""
     early: bool = False
     """Whether the stage scores responses early (`EarlyWork`)."""
     fetches: bool = False
-    """Whether the unit can fetch the bodies of columns itself (`Window.store`)."""
+    """Whether the unit can fetch column bodies itself (`Window.store`)."""
     unfetched: int | None = None
-    """Number of a lease whose bodies the unit could not fetch. A later reply is its window with them."""
+    """Number of a lease whose bodies the unit could not fetch. A later reply is its window, with the bodies."""
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The columns that a stage gives a row."""
+    """The columns that a stage writes to a row."""
 
     index: int
     columns: tuple[Column, ...]
 
 
 class Taken(Message):
-    """What was put or written is there."""
+    """The rows or columns have been stored."""
 
     new: bool
-    """False if the same was there already."""
+    """False if the same content was stored before."""
 
 
 class WriteColumns(Request[Taken]):
-    """Give rows of a lease the columns that its stage computes. Once all are written, the stage is through with it."""
+    """Write the columns that a stage computes to the rows of a lease. Once all are written, the stage has finished the
+    lease."""
 
     stage: str
     lease: int
@@ -133,7 +136,7 @@ class WriteColumns(Request[Taken]):
 
 
 class PromptData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt of a program's own."""
+    """A prompt supplied by a program."""
 
     problem: str
     answer: str
@@ -150,23 +153,23 @@ class PutPrompts(Request[Taken]):
 
     step: int
     prompts: tuple[PromptData, ...] | None = None
-    """train.prompts_per_step prompts; None: the next ones of the recipe's data."""
+    """train.prompts_per_step prompts; None: the next ones from the recipe's data."""
 
 
 class PutRow(Request[Taken]):
-    """Put a group that was sampled and scored outside (data.pushed)."""
+    """Put a group that was sampled and scored by a program (data.pushed)."""
 
     row: Row
 
 
 class Sampled(Message):
-    """A response for each seed, with the weight versions of its tokens."""
+    """One response per seed, with the weight versions of its tokens."""
 
     responses: tuple[PackedResponse, ...]
 
 
 class SampleResponses(Request[Sampled]):
-    """Sample responses to a prompt; no reward is computed."""
+    """Sample responses to a prompt. No reward is computed."""
 
     prompt: bytes
     """int32."""
@@ -174,18 +177,18 @@ class SampleResponses(Request[Sampled]):
 
 
 class Heartbeat(Request[Done]):
-    """A sign of life during work that needs no other request. The reply may be the failure that ends the run."""
+    """A sign of life during work without other requests. The reply may be the failure that ends the run."""
 
 
 class ReplayProgress(Request[EndOfStep | StillWaiting]):
-    """A unit goes on with its replay of a step, or is done with it and waits for the others."""
+    """A unit is still replaying a step, or has finished it and waits for the others."""
 
     step: int
     done: bool
 
 
 class AwaitVersion(Request[Done | StillWaiting]):
-    """Ask whether every instance holds and has verified this weight version, or a later one."""
+    """Ask whether every instance holds and has verified this weight version or a later one."""
 
     version: int
 
@@ -194,60 +197,61 @@ class AwaitVersion(Request[Done | StillWaiting]):
 
 
 class Engines(Message):
-    """The engines are started; what a program needs to know of them."""
+    """The engines have started. This is what a program needs to know about them."""
 
     config: str
     """The whole configuration, as JSON."""
     weights: str
-    """Folder for weights on their way to the instances, where they travel as files."""
+    """Folder for weights on their way to the instances, if they are sent as files."""
     version: int | None
-    """The weight version that was published last; None before the first."""
+    """The weight version published last; None before the first."""
 
 
 class InitEngines(Request[Engines]):
-    """Begin to use the plane."""
+    """Start using the plane."""
 
 
 class Prompts(Message):
-    """The fingerprint of the run's prompts, in their order; None for a replay, which has no prompts."""
+    """The fingerprint of the run's prompts in order; None for a replay, which has no prompts."""
 
     fingerprint: str | None
 
 
 class Ready(Request[Prompts]):
-    """The trainer has loaded its models and begins with step `start`."""
+    """The trainer has loaded its models and starts with step `start`."""
 
     start: int
     prompt_position: int | None
-    """Number of prompts used before `start`, as the checkpoint says; None if it does not say."""
+    """Number of prompts used before `start`, from the checkpoint; None if the checkpoint does not say."""
     prompts: str | None
-    """The fingerprint of the run's prompts in the checkpoint; None if it has none."""
+    """Fingerprint of the run's prompts, from the checkpoint; None if the checkpoint has none."""
     units: int = 1
-    """Number of units that take windows on their own."""
+    """Number of units that take windows independently."""
 
 
 class Report(Request[Done]):
-    """The figures of a step that has been trained, by the keys of steps.jsonl."""
+    """The figures of a trained step, by the keys of steps.jsonl."""
 
     step: int
     figures: StepFigures
 
 
 class StageFailed(Request[Done]):
-    """A stage of ours ends with `error`, and with it the run."""
+    """A stage has failed with `error`, which ends the run."""
 
     error: Failure
     stage: str = TRAIN
 
 
 def is_of_trainer(request: Request[Any]) -> bool:
-    """Whether a request is the trainer's: it moves a step or the weights, and shows that the trainer lives."""
+    """Whether a request is the trainer's: one that advances a step or the weights, and so shows that the trainer is
+    alive."""
     if isinstance(request, Lease | WriteColumns | StageFailed):
         return request.stage == TRAIN
     return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion | IsSnapshotWanted)
 
 
-# among a stage's ranks ---------------------------------------------------------------------------
+# between a stage's ranks -------------------------------------------------------------------------
 
 
 class CheckpointDue(Message):
@@ -317,10 +321,10 @@ _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMess
 
 
 def read_request(data: bytes) -> AnyRequest:
-    """Return the request that `data` encodes. Raises msgspec.ValidationError for anything else."""
+    """Return the request encoded in `data`. Raises msgspec.ValidationError for anything else."""
     return _REQUESTS.decode(data)
 
 
 def read_message(data: bytes) -> AnyMessage:
-    """Return the reply or ranks' message that `data` encodes. Raises msgspec.ValidationError for anything else."""
+    """Return the reply or rank message encoded in `data`. Raises msgspec.ValidationError for anything else."""
     return _MESSAGES.decode(data)

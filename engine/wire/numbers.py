@@ -1,4 +1,4 @@
-"""Numbers in a buffer that look like a tuple, and are read when they are asked for."""
+"""Numbers in a buffer that behave like a tuple and are read on demand."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FLAGS: Final = "?"
 class Numbers(Sequence[Any]):
     """A read-only view of a buffer as int, float or bool.
 
-    It compares equal to a tuple or list of the same numbers, and can be sliced, added to a tuple and hashed as one.
+    It equals a tuple or list of the same numbers, and can be sliced, added to a tuple and hashed like one.
     """
 
     __slots__ = ("view",)
 
     def __init__(self, buffer: bytes | memoryview, kind: Kind) -> None:
-        """Raises ValueError for a buffer that does not hold a whole number of them."""
+        """Raises ValueError if the buffer does not hold a whole number of values."""
         view = memoryview(buffer)
         size = struct.calcsize(kind)
         if view.nbytes % size:
@@ -35,7 +35,7 @@ class Numbers(Sequence[Any]):
 
     @classmethod
     def of_view(cls, view: memoryview[Any]) -> Numbers:
-        """Numbers of a view that has their format already."""
+        """Return the numbers of a view that already has their format."""
         numbers = cls.__new__(cls)
         numbers.view = view
         return numbers

@@ -1,8 +1,8 @@
-"""The version of the rollout protocol (docs/protocol.md), which both sides say before anything else is asked.
+"""The version of the rollout protocol (docs/protocol.md). Both sides state it before any other request.
 
-Imports nothing: vLLM's environment imports it, too.
+This module imports nothing, because vLLM's environment imports it too.
 """
 
 ROLLOUT_PROTOCOL = 2
-"""It goes up with every change by which an orchestrator and an instance of different releases would misunderstand each
+"""It rises with every change after which an orchestrator and an instance of different releases would misunderstand each
 other."""

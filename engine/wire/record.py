@@ -1,4 +1,4 @@
-"""The record of a run: the windows and early work of each trainer unit, in the order in which they were leased."""
+"""The record of a run: the windows and early work of each trainer unit, in the order of their leases."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PLAN = (
     "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.router_dtype", "train.recompute",
     "train.distributed_optimizer", "algorithm", "attention", "parallel", "stages",
 )  # fmt: skip
-"""Keys whose values, with the content of the base model, must be those of the recorded run, so that a replay gives the
-same weights. A name without a dot stands for a whole table."""
+"""Keys whose values must match the recorded run's for a replay to give the same weights, as must the content of the
+base model. A name without a dot stands for a whole table."""
 
 
 FILE = "record.msgpack"
-"""Name of a run's record in its folder."""
+"""Name of the record in the run folder."""
 
 
 class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     step: int
     rows: tuple[Row, ...] = ()
     batch: BatchScores | None = None
-    """As of `Window`."""
+    """As in `Window`."""
     landed: tuple[PackedLanded, ...] = ()
 
     @property
@@ -51,22 +51,22 @@ class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         return len(self.rows)
 
     def window(self, reward_weights: Mapping[str, float] | None = None) -> list[Group]:
-        """The groups, to be trained together; `reward_weights` as of `open_group`. Raises TransferError for a damaged
-        one."""
+        """Return the groups to train together; `reward_weights` as in `open_group`. Raises TransferError for a damaged
+        group."""
         return [open_group(row, self.batch, reward_weights=reward_weights) for row in self.rows]
 
 
 class RecordWriter:
     """Writes `record.msgpack`: first the settings, then each window and early work that a unit leases.
 
-    Micro-batches are not recorded, because they are a function of the windows.
+    Micro-batches are not recorded, because the windows determine them.
     """
 
     def __init__(self, path: Path, config: Config, start: int) -> None:
-        """Open the record. On resume the entries of steps from `start` on are removed, because these steps are redone.
+        """Open the record. On resume, entries of steps from `start` on are removed, because these steps are repeated.
 
-        Raises BadInput if the settings differ from those of the record that is continued: a replay has one plan for
-        all steps.
+        Raises BadInput if the settings differ from those of the record that is continued: a replay has one plan for all
+        steps.
         """
         kept = check_continued(path, config, start)
         partial = path.with_suffix(".partial")
@@ -85,15 +85,16 @@ class RecordWriter:
         self._file.write(msgspec.msgpack.encode(entry))
 
     def flush(self) -> None:
-        """Put the added entries on the disk; called once a step."""
+        """Write the added entries to disk; called once per step."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
 def check_continued(path: Path, config: Config, start: int) -> list[RecordEntry]:
-    """The entries of a record that stay when its run goes on with step `start`; none without a record.
+    """Return the entries of a record that remain valid if its run continues with step `start`; [] without a record.
 
-    Raises BadInput if the settings are not those of the record, or if it is damaged before the groups of that step.
+    Raises BadInput if the settings differ from the record's, or if the record is damaged before the groups of that
+    step.
     """
     kept = _entries_before(path, config, start) if path.exists() else []
     if kept:
@@ -102,7 +103,8 @@ def check_continued(path: Path, config: Config, start: int) -> list[RecordEntry]
 
 
 def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]:
-    """The entries of the steps before `start`. What is damaged behind them, as by a power cut, is done again."""
+    """Return the entries of the steps before `start`. Damaged entries after them, as from a power cut, are recorded
+    again."""
     kept: list[RecordEntry] = []
     try:
         kept.extend(entry for entry in read_record(path) if entry.step < start)
@@ -119,7 +121,7 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
 def record_settings(config: Config) -> JsonObject:
     """Return the settings of `PLAN` by key, as JSON values, and the hash of the base model, whose files are read.
 
-    They include train.steps if the learning rate falls towards the last step.
+    They include train.steps if the learning rate decays towards the last step.
     """
     flat = flatten_keys(config.model_dump(mode="json"))
     found: JsonObject = {"content of model.path": content_hash(Path(config.model.path))}
@@ -140,7 +142,7 @@ def _unpack_items(path: Path) -> Iterator[Any]:
 
 
 def read_record(path: Path) -> Iterator[RecordEntry]:
-    """Iterate over the entries of a record. Raises BadInput for a file that is no record, or is damaged."""
+    """Yield the entries of a record. Raises BadInput if the file is not a record or is damaged."""
     items = _unpack_items(path)
     header = next(items, None)
     if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
@@ -161,14 +163,14 @@ def read_record(path: Path) -> Iterator[RecordEntry]:
 
 
 def check_record(path: Path, config: Config) -> None:
-    """Raise BadInput unless the file is a record of a run with the settings that a replay needs."""
+    """Raise BadInput unless the file is the record of a run with the settings that a replay needs."""
     for _ in read_record(path):
-        pass  # read it to the end, so that a damaged entry is refused now
+        pass  # read to the end, so that a damaged entry is reported now
     _check_same_plan(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
 
 
 def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
     recorded = next(_unpack_items(path))["plan"]
     for key, value in record_settings(config).items():
-        if json.dumps(recorded.get(key)) != json.dumps(value):  # true is not 1, as of train.recompute
+        if json.dumps(recorded.get(key)) != json.dumps(value):  # distinguishes true from 1, as train.recompute needs
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

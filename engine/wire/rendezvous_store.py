@@ -11,7 +11,7 @@ import torch.distributed as dist
 def serve_store(host: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
     """Return a store that listens on this address only; port 0 means any free port. Raises OSError if it can't.
 
-    torch alone would listen on all addresses, and spend seconds on the names of mapped addresses.
+    By default torch would listen on all addresses, and spend seconds on resolving the names of mapped addresses.
     """
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     return dist.TCPStore(

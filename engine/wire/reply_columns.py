@@ -1,7 +1,7 @@
-"""A reply to /v1/completions with its numbers as bytes (docs/protocol.md, Completions): a third of JSON's, and none to
-parse.
+"""A reply to /v1/completions with its numbers as bytes (docs/protocol.md, Completions). It is a third of the size of
+JSON, and the numbers need no parsing.
 
-It needs the standard library only, since it is also written in vLLM's environment.
+This module needs only the standard library, since it is also used in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ NUMBER_BYTES = 8
 
 def write_reply(head: JsonObject, token_ids: array[int], logprobs: array[float]) -> bytes:
     """Return the reply: `head` as JSON and a line feed, then the token ids ("q") and the log-probabilities ("d"), 8
-    bytes for each number, little-endian."""
+    bytes per number, little-endian."""
     return b"".join((json.dumps(head).encode(), b"\n", _little_endian(token_ids), _little_endian(logprobs)))
 
 
 def read_reply(body: bytes) -> tuple[bytes, array[int], array[float]]:
-    """The inverse of `write_reply`; the head is returned as it is. Raises ValueError unless there are as many token ids
+    """The inverse of `write_reply`, with the head still encoded. Raises ValueError unless there are as many token ids
     as log-probabilities."""
     head, _, numbers = body.partition(b"\n")
     count, rest = divmod(len(numbers), 2 * NUMBER_BYTES)

@@ -1,6 +1,6 @@
-"""The digest of a response on its way from an instance to the orchestrator (docs/protocol.md, Completions).
+"""The digest that protects a response on its way from an instance to the orchestrator (docs/protocol.md, Completions).
 
-It needs the standard library and xxhash only, since it is also computed in vLLM's environment.
+This module needs only the standard library and xxhash, since it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import xxhash
 
 Versions = Sequence[Sequence[int]]
-"""[index of its first token, weight version] of each stretch of tokens."""
+"""[index of its first token, weight version] for each stretch of tokens."""
 
 
 def compute_digest(
     token_ids: Sequence[int], logprobs: Sequence[float], versions: Versions, finish_reason: str, routes: bytes = b""
 ) -> str:
-    """XXH3 (128 bits, 32 hexadecimal digits) of all that is trained of a response.
+    """Return the XXH3 digest (128 bits, 32 hexadecimal digits) of everything in a response that training uses.
 
-    The bytes are those of the token ids, of the log-probabilities and of the pairs of `versions`, 8 for each number
-    (signed integers, IEEE 754 doubles, both little-endian), then the finish reason in UTF-8 and the bytes of its routes
-    if it has any. Raises OverflowError for an integer that needs more.
+    The digest covers the token ids, the log-probabilities and the pairs of `versions`, 8 bytes per number (signed
+    integers, IEEE 754 doubles, both little-endian), then the finish reason in UTF-8 and the bytes of the routes, if
+    any. Raises OverflowError for an integer that does not fit.
     """
     return packed_digest(array("q", token_ids), array("d", logprobs), versions, finish_reason, routes=routes)
 
@@ -30,7 +30,7 @@ def compute_digest(
 def packed_digest(
     token_ids: array[int], logprobs: array[float], versions: Versions, finish_reason: str, routes: bytes = b""
 ) -> str:
-    """`compute_digest` of numbers that are packed already."""
+    """Like `compute_digest`, for numbers that are already packed."""
     found = xxhash.xxh3_128()
     for packed in (token_ids, logprobs, array("q", [number for pair in versions for number in pair])):
         found.update(packed if sys.byteorder == "little" else _swapped(packed))

@@ -1,7 +1,7 @@
-"""The orchestrator's requests to a rollout instance, and the fields that it reads of the replies (docs/protocol.md).
+"""The orchestrator's requests to a rollout instance, and the fields that it reads from the replies (docs/protocol.md).
 
-Each is a struct; bodies are JSON. A reply may have more fields than these. A field that is missing or of another type
-is refused by name. An instance does not use these structs to check requests, since any client may send them: see
+Each is a struct; bodies are JSON. A reply may have further fields. An error about a missing or wrongly typed field
+names the field. Instances do not use these structs to check requests, since any client may send them: see
 engine.instance.protocol.
 """
 
@@ -19,11 +19,11 @@ Reply = TypeVar("Reply")
 
 
 class Acknowledged(msgspec.Struct):
-    """A reply whose status alone says that the request was carried out; its body is not read."""
+    """A reply whose status says all: the request was carried out. Its body is not read."""
 
 
 class Health(msgspec.Struct):
-    """The reply of an instance whose model is loaded and whose engine lives."""
+    """The reply of an instance whose model is loaded and whose engine is alive."""
 
     protocol: int | None = None
     """Version of the rollout protocol that the instance speaks; None if the reply lacks it."""
@@ -35,7 +35,7 @@ class Load(msgspec.Struct):
     running: int
     """Responses being generated."""
     waiting: int
-    """Responses that wait for a slot."""
+    """Responses waiting for a slot."""
     generated_tokens: int
     """Tokens sampled since the start."""
     weight_version: int
@@ -48,7 +48,7 @@ class WeightVersion(msgspec.Struct):
 
 
 class WorldSize(msgspec.Struct):
-    """The number of the instance's processes that take part in a transfer of weights."""
+    """The number of the instance's processes that take part in a weight transfer."""
 
     world_size: int
 
@@ -66,7 +66,8 @@ class TokenLogprob(msgspec.Struct):
 
 
 class Routes(msgspec.Struct):
-    """The experts that computed the tokens of prompt and response but the last, which no layer has computed."""
+    """The experts that computed the tokens of prompt and response, except the last token, which no layer has
+    computed."""
 
     dtype: str
     """"uint8" for fewer than 256 experts in a layer, else "uint16"."""
@@ -83,7 +84,7 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs
     finish_reason: str
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
-    """One entry for each token of the prompt, with its id as key; None for the first token."""
+    """One entry per token of the prompt, keyed by its id; None for the first token."""
     routes: Routes | None = None
 
 
@@ -92,14 +93,14 @@ class CompletionReply(msgspec.Struct):
 
     choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
     digest: str
-    """Of the response (engine.wire.reply_digest)."""
+    """Digest of the response (engine.wire.reply_digest)."""
     weight_versions: tuple[tuple[int, int], ...] = ()
-    """(index of its first token, weight version) of each stretch of tokens."""
+    """(index of its first token, weight version) for each stretch of tokens."""
 
     @staticmethod
     def of_columns(body: bytes) -> CompletionReply:
-        """Read a reply that has its numbers as bytes (engine.wire.reply_columns). Raises msgspec.DecodeError or
-        ValueError for anything else."""
+        """Read a reply with its numbers as bytes (engine.wire.reply_columns). Raises msgspec.DecodeError or ValueError
+        for anything else."""
         head, token_ids, logprobs = reply_columns.read_reply(body)
         reply = msgspec.json.decode(head, type=CompletionReply)
         reply.choices[0].token_ids = token_ids
@@ -117,12 +118,12 @@ class InstanceRequest(msgspec.Struct, Generic[Reply]):
 
     @property
     def path(self) -> str:
-        """The route with its query."""
+        """The route, with its query."""
         return self.route
 
 
 class GetHealth(InstanceRequest[Health]):
-    """Asks whether the instance is there."""
+    """Asks whether the instance is alive."""
 
     method = "GET"
     route = "/health"
@@ -138,7 +139,7 @@ class GetLoad(InstanceRequest[Load]):
 
 
 class GetWeightVersion(InstanceRequest[WeightVersion]):
-    """Asks for the weight version that the instance's workers hold."""
+    """Asks for the weight version held by the instance's workers."""
 
     method = "GET"
     route = "/weight_version"
@@ -171,15 +172,15 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     logprobs: int = 0
     return_token_ids: bool = True
     continued: int | msgspec.UnsetType = msgspec.UNSET
-    """How many of the prompt's last tokens belong to the response."""
+    """Number of the prompt's last tokens that belong to the response."""
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
-    """0 asks for the log-probabilities of the prompt's tokens, too."""
+    """0 also requests the log-probabilities of the prompt's tokens."""
     routes: bool | msgspec.UnsetType = msgspec.UNSET
-    """Whether the experts of each token are asked for, too."""
+    """Whether to return the experts of each token as well."""
 
 
 class Pause(InstanceRequest[Acknowledged]):
-    """Has the instance admit nothing from now on. The reply comes once nothing runs."""
+    """Makes the instance stop admitting requests. The reply arrives once nothing runs."""
 
     route = "/pause"
 
@@ -187,30 +188,30 @@ class Pause(InstanceRequest[Acknowledged]):
 
     @property
     def path(self) -> str:
-        """The route with the mode as its query."""
+        """The route, with the mode as query."""
         return f"{self.route}?mode={self.mode}"
 
 
 class Resume(InstanceRequest[Acknowledged]):
-    """Has the instance admit requests again."""
+    """Makes the instance admit requests again."""
 
     route = "/resume"
 
 
 class ResetPrefixCache(InstanceRequest[Acknowledged]):
-    """Has the instance drop its cached prompts."""
+    """Makes the instance drop its cached prompts."""
 
     route = "/reset_prefix_cache"
 
 
 class StartProfile(InstanceRequest[Acknowledged]):
-    """Has the instance begin to record a profile."""
+    """Makes the instance start recording a profile."""
 
     route = "/start_profile"
 
 
 class StopProfile(InstanceRequest[Acknowledged]):
-    """Has the instance write its profile."""
+    """Makes the instance write its profile."""
 
     route = "/stop_profile"
 
@@ -221,7 +222,7 @@ class InitInfo(msgspec.Struct, kw_only=True):
     transport: str
     generation: int
     stages: list[MeetingPlace]
-    """One place for each pipeline stage."""
+    """One address for each pipeline stage."""
     world_size: int
     rank: int
     """Rank of the instance's first process in each group."""
@@ -230,7 +231,7 @@ class InitInfo(msgspec.Struct, kw_only=True):
 
 
 class Connect(InstanceRequest[Acknowledged]):
-    """Has the instance join the groups of the pipeline stages."""
+    """Makes the instance join the groups of the pipeline stages."""
 
     route = "/init_weight_transfer_engine"
 
@@ -238,7 +239,7 @@ class Connect(InstanceRequest[Acknowledged]):
 
 
 class StartUpdate(InstanceRequest[Acknowledged]):
-    """Has the instance begin a weight update, or begin it again."""
+    """Makes the instance begin a weight update, or restart it."""
 
     route = "/start_weight_update"
 
@@ -257,7 +258,7 @@ class BaseWeights(msgspec.Struct, tag_field="transport", tag="base"):
 
 
 class Update(InstanceRequest[Acknowledged]):
-    """Has the instance receive and load weights, or begin to stage them."""
+    """Makes the instance receive and load weights, or begin to stage them."""
 
     route = "/update_weights"
 
@@ -265,13 +266,13 @@ class Update(InstanceRequest[Acknowledged]):
 
 
 class PoolState(msgspec.Struct):
-    """What the orchestrator's pool makes of an instance: its state, as GET /status names it."""
+    """The state of an instance in the orchestrator's pool, as named by GET /status."""
 
     state: str
 
 
 class Join(InstanceRequest[PoolState], kw_only=True):
-    """From an instance to the orchestrator: take it in, or keep it."""
+    """From an instance to the orchestrator: add this instance, or keep it."""
 
     route = "/join"
     reply = PoolState
@@ -279,13 +280,13 @@ class Join(InstanceRequest[PoolState], kw_only=True):
     protocol: int
     name: str
     url: str
-    """Where the orchestrator reaches the instance."""
+    """URL at which the orchestrator reaches the instance."""
     again: bool
-    """Whether it was in the pool before."""
+    """Whether the instance was in the pool before."""
 
 
 class Leave(InstanceRequest[PoolState]):
-    """From an instance to the orchestrator: send it nothing new."""
+    """From an instance to the orchestrator: send no new requests."""
 
     route = "/leave"
     reply = PoolState
@@ -306,7 +307,7 @@ class PoolStatus(msgspec.Struct):
 
 
 class GetStatus(InstanceRequest[PoolStatus]):
-    """Asks the orchestrator which instances it has."""
+    """Asks the orchestrator for its instances."""
 
     method = "GET"
     route = "/status"
@@ -314,7 +315,7 @@ class GetStatus(InstanceRequest[PoolStatus]):
 
 
 class FinishUpdate(InstanceRequest[Acknowledged]):
-    """Ends the update: the instance's weights are this version now."""
+    """Ends the update: the instance's weights now have this version."""
 
     route = "/finish_weight_update"
 

@@ -1,8 +1,9 @@
-"""The experts that computed each token in an instance (routes), for routing replay: on the wire and as a column.
+"""Routes for routing replay: the experts that computed each token in an instance. Defines them on the wire and as a
+column.
 
-In a reply they are those of all tokens but the last one, which no layer has computed yet, the prompt's first. The
-column `routes` of a row has all tokens: those of the prompt, as its first response gives them, then those of all
-responses laid end to end.
+A reply has the routes of all tokens, the prompt's first, except the last one, which no layer has computed. The column
+`routes` of a row has an entry for all tokens: those of the prompt, taken from the first response that has any, then
+those of all responses, concatenated.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from engine.model.shape import Experts
 from engine.wire.columns import Column, PackedResponse, pack_values
 
 ROUTES = "routes"
-"""The column of the experts: values, [tokens, layers with experts, experts per token], uint8 for fewer than 256 experts
-in a layer, else uint16. The type's largest number means that no instance has routed the token."""
+"""Column of the experts: values, [tokens, layers with experts, experts per token], uint8 for fewer than 256 experts in
+a layer, else uint16. The type's largest number means that no instance has routed the token."""
 
 
 def route_type(experts: int) -> np.dtype[Any]:
-    """The type of routes among so many experts of a layer."""
+    """Return the type of routes for this number of experts per layer."""
     return np.dtype("<u1" if experts < 256 else "<u2")
 
 
 def pack_routes(prompt: int, responses: Sequence[PackedResponse], experts: Experts) -> Column:
-    """Pack the routes of a group whose prompt has so many tokens."""
+    """Pack the routes of a group. `prompt`: number of prompt tokens."""
     kind = route_type(experts.count)
     token = (len(experts.layers), experts.per_token)
     size = prompt * kind.itemsize * token[0] * token[1]
@@ -39,14 +40,14 @@ def pack_routes(prompt: int, responses: Sequence[PackedResponse], experts: Exper
 
 
 def open_routes(values: NDArray[Any]) -> NDArray[np.int16]:
-    """The values of the column as int16, with -1 for a token that no instance has routed."""
+    """Return the column's values as int16, with -1 for tokens that no instance has routed."""
     found = values.astype(np.int16)
     found[values == np.iinfo(values.dtype).max] = -1
     return found
 
 
 def problem_of_form(dtype: str, shape: Sequence[int], tokens: int, experts: Experts) -> str:
-    """Say how the type or the shape of the routes of so many tokens is wrong; "" if they are right."""
+    """Return what is wrong with the type or shape of routes for this number of tokens; "" if nothing is."""
     expected = [tokens, len(experts.layers), experts.per_token]
     kind = route_type(experts.count).name
     if (dtype, list(shape)) != (kind, expected):
@@ -58,7 +59,8 @@ def problem_of_form(dtype: str, shape: Sequence[int], tokens: int, experts: Expe
 
 
 def problem_of_routes(values: NDArray[Any], experts: Experts, unknown: bool = False) -> str:
-    """Say what is wrong with routes of the right form; "" if nothing is. `unknown`: whether tokens may lack them."""
+    """Return what is wrong with routes of the right form; "" if nothing is. `unknown`: whether tokens may lack
+    routes."""
     if unknown:
         values = values[(values != np.iinfo(values.dtype).max).any(axis=(1, 2))]
     if values.size and (largest := int(values.max())) >= experts.count:

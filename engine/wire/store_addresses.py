@@ -1,4 +1,4 @@
-"""Where the processes of TransferQueue listen: written by the process that hosts them, read by the orchestrator."""
+"""Addresses of the TransferQueue processes. The process that hosts them writes these; the orchestrator reads them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import msgspec
 
 
 class StoreServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process."""
+    """One TransferQueue process."""
 
     id: str
     ip: str
     ports: dict[str, int]
-    """By TransferQueue's name of the socket."""
+    """Ports by TransferQueue's name of the socket."""
     node: str = ""
-    """Ray's id of its node."""
+    """Ray's id of the node."""
 
 
 class StoreAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All processes."""
+    """All TransferQueue processes."""
 
     controller: StoreServer
     units: tuple[StoreServer, ...]
-    """The storage units, in the order in which rows are spread over them."""
+    """The storage units, in the order in which rows are distributed over them."""
 
 
 def pack_addresses(addresses: StoreAddresses) -> bytes:

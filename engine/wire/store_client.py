@@ -1,8 +1,8 @@
-"""A client of TransferQueue as a store of keys and values, with a deadline around every call.
+"""A client that uses TransferQueue as a key-value store, with a deadline for every call.
 
-A row there is a row of the plane: its partition is the step, its key the group's index, and its fields are the bodies
-of the columns, each of which can be fetched alone. All fields of a row lie in one storage unit, so that the loss of a
-unit costs no row of the others.
+A row of TransferQueue is a row of the plane: its partition is the step, its key the group's index, and its fields are
+the column bodies, each of which can be fetched alone. All fields of a row are in one storage unit, so the loss of a
+unit affects only its own rows.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class StoreFault(MetronomeError):
 
 
 class StoreClient:
-    """Asks the servers of one start of TransferQueue. It belongs to one event loop."""
+    """Calls the servers of one start of TransferQueue. It belongs to one event loop."""
 
     def __init__(self, client: Any, limit_s: float) -> None:  # noqa: ANN401
-        """`client`: TransferQueue's own; `limit_s`: seconds that a call may take (queue.timeout_s)."""
+        """`client`: TransferQueue's client; `limit_s`: seconds that a call may take (queue.timeout_s)."""
         self._client = client
         self._limit_s = limit_s
 
     @staticmethod
     async def connect(addresses: StoreAddresses, name: str, limit_s: float) -> StoreClient:
-        """Return a client that is connected with the servers. Raises StoreFault."""
-        await asyncio.to_thread(_load)  # waits for nobody, and takes many seconds on a busy machine
+        """Return a client connected to the servers. Raises StoreFault."""
+        await asyncio.to_thread(_load)  # needs no server, but takes many seconds on a busy machine
         connecting = asyncio.to_thread(_connect, addresses, name)
         what = f"to connect with {len(addresses.units)} storage units"
         return StoreClient(await _within(limit_s, what, connecting), limit_s)
 
     async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
-        """Keep the bodies of a row's columns, given by name. Raises StoreFault."""
+        """Store the column bodies of a row, given by name. Raises StoreFault."""
         await _within(self._limit_s, f"to keep {_title(step, index, bodies)}", self._put(step, index, bodies))
 
     async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
@@ -47,7 +47,7 @@ class StoreClient:
         return await _within(self._limit_s, f"to return {_title(step, index, names)}", self._get(step, index, names))
 
     async def clear(self, step: int, indices: Sequence[int]) -> None:
-        """Forget rows. Raises StoreFault."""
+        """Delete rows. Raises StoreFault."""
         await _within(self._limit_s, f"to forget {len(indices)} groups of step {step}", self._clear(step, indices))
 
     async def check(self) -> None:
@@ -55,10 +55,10 @@ class StoreClient:
         await _within(self._limit_s, "to list its rows", self._client.async_kv_list(None))
 
     def close(self) -> None:
-        """Close the sockets. No call may be under way."""
+        """Close the sockets. No call may be in progress."""
         self._client.close()
 
-    # the bodies of async_kv_batch_put, async_kv_batch_get and async_kv_clear, for a client of one's own
+    # these do what async_kv_batch_put, async_kv_batch_get and async_kv_clear do, with a given client
 
     async def _put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
         import torch
@@ -90,27 +90,29 @@ def _title(step: int, index: int, names: Iterable[str]) -> str:
 
 
 async def _within(limit_s: float, what: str, call: Awaitable[T]) -> T:
-    """Return the result of `call`. Raises StoreFault if it takes too long or fails as TransferQueue's client does."""
+    """Return the result of `call`. Raises StoreFault if it times out or fails with an error of TransferQueue's
+    client."""
     try:
         async with asyncio.timeout(limit_s):
             return await call
     except TimeoutError as error:
         raise StoreFault(f"waited queue.timeout_s = {limit_s:g} s for TransferQueue {what}") from error
-    except _faults() as error:  # as for a row that is not there
+    except _faults() as error:  # for example, the row does not exist
         raise StoreFault(f"TransferQueue failed {what}: {error}") from error
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """What TransferQueue's client raises. Its sockets are those of a library that only its extra brings."""
+    """Return the errors that TransferQueue's client raises. zmq is imported here because it is installed only together
+    with TransferQueue."""
     import zmq
 
     return RuntimeError, ValueError, LookupError, zmq.ZMQError
 
 
 def _load() -> None:
-    """Import the library, which reads its environment then."""
+    """Import the library, which reads its environment variables at import."""
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TQ_NUM_THREADS", "1")  # it would warn of more in each call
+    os.environ.setdefault("TQ_NUM_THREADS", "1")  # with more, it would print a warning in each call
     import transfer_queue.client  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""The messages of a weight sync: what the trainer's publisher asks the orchestrator, in this order."""
+"""The messages of a weight sync, from the trainer's publisher to the orchestrator, in this order."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class MayPublish(Request[PublishAllowed]):
 
 
 class SyncOpened(Message):
-    """The instances that take part in a sync. They are paused now; with weights.staged they go on generating."""
+    """The instances that take part in a sync. They are now paused; with weights.staged they keep generating."""
 
     generation: int
-    """Number of the groups' current set of members; it rises when groups must be made anew."""
+    """Number of the groups' current membership; it rises when the groups must be rebuilt."""
     members: tuple[str, ...]
     """Names of the instances."""
     world_size: int
-    """Number of ranks in the group of a pipeline stage, its sender included."""
+    """Number of ranks in the group of a pipeline stage, including its sender."""
     connect: bool
-    """Whether the groups must be made anew."""
+    """Whether the groups must be rebuilt."""
     local: bool
     """Whether all members are on the orchestrator's machine."""
     probe: tuple[int, ...]
@@ -37,13 +37,13 @@ class SyncOpened(Message):
 
 
 class OpenSync(Request[SyncOpened]):
-    """Begin a weight sync, or begin it again."""
+    """Begin a weight sync, or restart it."""
 
     version: int
 
 
 class Proceed(Message):
-    """A part of the sync is done. With `retry` it failed, and the sync begins again with `OpenSync`."""
+    """A part of the sync is done. With `retry` it failed, and the sync restarts with `OpenSync`."""
 
     retry: bool = False
 
@@ -56,7 +56,7 @@ class MeetingPlace(msgspec.Struct, frozen=True):
 
 
 class ConnectSync(Request[Proceed]):
-    """Have all members join the stages' groups."""
+    """Make all members join the stages' groups."""
 
     version: int
     transport: str
@@ -77,48 +77,49 @@ class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     path: str | None = None
     """Path of the bucket's file, with transport "file"."""
     staged: bool = False
-    """Whether to receive it into host memory while generation goes on."""
+    """Whether to receive it into host memory while generation continues."""
 
     @property
     def title(self) -> str:
-        """Which part of which update it is, for messages."""
+        """Which part of which update this is, for messages."""
         return f"weight version {self.version}, bucket {self.bucket} of stage {self.stage}"
 
 
 class SendBucket(Request[Proceed]):
-    """Have every member receive a bucket."""
+    """Make every member receive a bucket."""
 
     info: BucketInfo
 
 
 class AbortSync(Request[Proceed]):
-    """The sender failed to send, so the sync must begin again."""
+    """The sender failed to send, so the sync must restart."""
 
     version: int
     reason: str
 
 
 class FinishSync(Request[Done]):
-    """Have every member serve the version, at once or in the background."""
+    """Make every member serve the version, at once or in the background."""
 
     version: int
     snapshot: str
-    """Folder from which late instances load the version, once it is there; empty if there is none."""
+    """Folder from which late instances load the version once it exists; empty if there is no snapshot."""
 
 
 class VerifySync(Request[Done]):
-    """Compare the members' log-probabilities of the probe with `expected`, the trainer's; empty: compare nothing."""
+    """Compare the members' log-probabilities of the probe with `expected`, the trainer's; if empty, compare nothing."""
 
     expected: tuple[float, ...]
 
 
 class SnapshotWanted(Message):
-    """Whether a late instance waits for the snapshot; if not, the sender asks again."""
+    """Whether a late instance is waiting for the snapshot; if not, the sender asks again."""
 
     now: bool
 
 
 class IsSnapshotWanted(Request[SnapshotWanted]):
-    """Ask whether a late instance waits for the snapshot of this version, which is written only then."""
+    """Ask whether a late instance is waiting for the snapshot of this version. The snapshot is written only if one
+    is."""
 
     version: int

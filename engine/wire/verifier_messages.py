@@ -1,7 +1,8 @@
-"""The messages between the orchestrator and a verifier process: msgpack frames over a socket pair; no pickle.
+"""The messages between the orchestrator and a verifier process: msgpack frames over a socket pair, without pickle.
 
-A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. First the orchestrator sends `LoadTokenizer`
-and the process `RewardLoaded` or `RewardRefused`; then it answers each `ScoreCall` with `Scores` or `RewardFailed`.
+A frame is a length in 4 bytes (big endian), followed by that many bytes of msgpack. First the orchestrator sends
+`LoadTokenizer` and the process `RewardLoaded` or `RewardRefused`; after that the process answers each `ScoreCall` with
+`Scores` or `RewardFailed`.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from engine.wire.columns import Decode, PackedResponse, open_ids, open_response,
 from engine.wire.messages import PROTOCOL
 
 LENGTH = struct.Struct(">I")
-"""The head of a frame."""
+"""The header of a frame."""
 TOO_MANY_PROCESSES = 75
 """Exit status of a verifier process that was ended because its reward had more processes than reward.processes."""
 
 
 class VerifierMessage(msgspec.Struct, tag=True, array_like=True):
-    """A message of either side. Texts are sent as bytes, because a response may end in half a character."""
+    """A message from either side. Texts are sent as bytes, because a response may end in half a character."""
 
 
 class LoadTokenizer(VerifierMessage):
-    """The tokenizer that decodes responses; without `json` and `model` each comes with its text."""
+    """The tokenizer that decodes responses. Without `json` and `model`, every response is sent with its text."""
 
     json: bytes = b""
-    """As the library `tokenizers` writes it."""
+    """The tokenizer as written by the library `tokenizers`."""
     model: str = ""
-    """The model's folder, for a tokenizer that this library does not have."""
+    """The model's folder, for a tokenizer that the library does not support."""
     left_out: tuple[int, ...] = ()
-    """The tokens that are no text of a response."""
+    """Tokens left out of a response's text."""
 
 
 class RewardLoaded(VerifierMessage):
@@ -53,23 +54,24 @@ class RewardRefused(VerifierMessage):
 
 
 class ScoreCall(VerifierMessage):
-    """A call of the reward. A built-in one reads the answer and the responses' texts only, so the rest is not sent."""
+    """A call of the reward. Built-in rewards read only the answer and the responses' texts, so the rest is not sent to
+    them."""
 
     id: str
     answer: bytes
     responses: tuple[PackedResponse, ...]
     texts: tuple[bytes | None, ...]
-    """The text of each response; None: to be decoded from its token ids."""
+    """The text of each response; None: decode it from the token ids."""
     problem: bytes = b""
     text: bytes = b""
     token_ids: bytes = b""
     """The prompt's, int32."""
     columns: bytes = b"{}"
-    """As JSON, because integers may have more than the 64 bits of msgpack."""
+    """JSON, because integers may need more than the 64 bits of msgpack."""
 
 
 class Scores(VerifierMessage):
-    """One score for each response, in order: value, status, detail, whether it is excluded."""
+    """One score per response, in order: value, status, detail, whether it is excluded."""
 
     scores: tuple[tuple[float, str, bytes, bool], ...]
 
@@ -86,7 +88,7 @@ class Scores(VerifierMessage):
 
 
 class RewardFailed(VerifierMessage):
-    """The reward raised, or did not return one score for each response."""
+    """The reward raised an error, or did not return one score per response."""
 
     message: str
 
@@ -103,12 +105,13 @@ def frame_message(message: VerifierMessage) -> bytes:
 
 
 def read_message(body: bytes) -> AnyVerifierMessage:
-    """Return the message in `body`, a frame without its head."""
+    """Return the message in `body`, a frame without its header."""
     return _DECODER.decode(body)
 
 
 def make_score_call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_only: bool) -> ScoreCall:
-    """Return a call as a message. `text_only`: with only what built-in rewards read: id, answer, responses' texts."""
+    """Return a call as a message. `text_only`: include only what built-in rewards read: id, answer, responses'
+    texts."""
     packed = tuple(pack_response(one) if isinstance(one, Response) else one for one in responses)
     texts = tuple(_encode_text(one.text) if isinstance(one, Response) else None for one in responses)
     answer = _encode_text(prompt.answer)
@@ -143,7 +146,7 @@ def score_arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Re
 
 
 def _only_text(response: PackedResponse, text: bytes | None) -> PackedResponse:
-    """Return what the text is made of."""
+    """Return the response with only the fields needed to get its text."""
     token_ids = response.token_ids if text is None else b""
     return msgspec.structs.replace(response, token_ids=token_ids, logprobs=b"", loss_mask=b"", routes=b"")
 

@@ -1,4 +1,4 @@
-"""`python -m engine.instance.embedded`: one rollout instance with the embedded engine."""
+"""`python -m engine.instance.embedded`: runs one rollout instance with the embedded engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine.instance import command_line
 from engine.run.process import bind_cores, watch_lifeline
 from engine.wire.connections import RareMessages
 
-if TYPE_CHECKING:  # torch reads its environment variables when it is imported: they are set before
+if TYPE_CHECKING:  # torch reads its environment variables at import, so they must be set first
     from engine.instance.embedded.engine import Engine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
+    """Serve until SIGTERM or SIGINT, then return 0. Return 2 on bad input, 1 on failure."""
     options = command_line.make_parser("engine.instance.embedded", __doc__).parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop takes over, while the model loads
     watch_lifeline()
@@ -66,15 +66,15 @@ async def _serve(options: argparse.Namespace) -> None:
     await asyncio.wait([serving, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
     server.end()
     await serving
-    backend.close()  # a broadcast under way would keep the process alive until its deadline
+    backend.close()  # a running broadcast would keep the process alive until its deadline
     if ended.is_set():
         raise ProcessDied("the engine's thread ended; the error above says why")
     worker.stop()
 
 
 def _warm_engine(options: argparse.Namespace) -> Engine:
-    """Return the engine with its model loaded. It has sampled one response, so that no request pays for first-time
-    set-up."""
+    """Return the engine with its model loaded. It has already sampled one response, so that no request pays for
+    first-time set-up."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 

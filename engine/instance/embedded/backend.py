@@ -1,6 +1,5 @@
 """The embedded engine behind the HTTP routes, and its weight updates: other threads receive the bytes, the engine's
-thread copies them into the model.
-"""
+thread copies them into the model."""
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ from engine.wire.weights.backends import BACKENDS
 
 
 class Updates:
-    """The steps of a weight update, one at a time. The routes never cancel a step that has begun: it must end."""
+    """The steps of a weight update, one at a time. The routes never cancel a running step, because it must end."""
 
     def __init__(self, worker: EngineThread, base: Path) -> None:
-        """`base`: the folder that the model was loaded from."""
+        """`base`: folder that the model was loaded from."""
         self._worker = worker
         self._base = base
         self._receiver = Receiver()
@@ -38,18 +37,18 @@ class Updates:
         self._loading: asyncio.Task[None] | None = None
 
     async def connect(self, init_info: JsonObject) -> None:
-        """Call Receiver.connect, which cancels a transfer or a connect under way."""
+        """Call Receiver.connect, which cancels a transfer or a connect in progress."""
         await asyncio.to_thread(self._receiver.connect, init_info)
 
     def close(self) -> None:
-        """Cancel what is under way and leave the groups."""
+        """Cancel transfers in progress and leave the groups."""
         self._receiver.close()
 
     async def start_update(self) -> None:
-        """Call Engine.start_update once a step under way has ended."""
+        """Call Engine.start_update once the running step has ended."""
         async with self._step:
             if self._loading is not None:
-                await asyncio.gather(self._loading, return_exceptions=True)  # a bucket of the update that begins again
+                await asyncio.gather(self._loading, return_exceptions=True)  # a bucket of the update that is restarted
                 self._loading = None
             await self._worker.call(Engine.start_update)
 
@@ -57,7 +56,7 @@ class Updates:
         """Receive and load a bucket, or begin to stage it.
 
         A malformed update_info is refused without effect; any later failure ends the update. A broadcast bucket is
-        verified and loaded while the next one is received, so that the next call raises its error.
+        verified and loaded while the next one is received, so its error is raised by the next call.
         """
         if update_info.get("staged"):
             self._receiver.stage(update_info)
@@ -92,7 +91,7 @@ class Updates:
         self._loading = asyncio.create_task(self._load_bucket(verify))
 
     async def _wait_for_previous(self) -> None:
-        """Wait until the previous bucket is loaded. Raise its error."""
+        """Wait until the previous bucket is loaded. Raises its error."""
         loading = self._loading
         self._loading = None
         if loading is not None:
@@ -108,12 +107,12 @@ class Updates:
 
 
 class EmbeddedBackend(Updates):
-    """A Backend that calls the engine in its thread. Its base class has the weight updates."""
+    """A Backend that calls the engine in the engine's thread. Its base class handles the weight updates."""
 
     world_size = 1
 
     def __init__(self, worker: EngineThread, limits: RequestLimits, model: str, profile: Path | None = None) -> None:
-        """`profile`: the file that a profile is written to, without the ending .json.gz; None: there is none."""
+        """`profile`: file that a profile is written to, without the suffix .json.gz; None: profiling is off."""
         super().__init__(worker, Path(model))
         self._profile = profile
         self._recording: Any = None
@@ -121,12 +120,12 @@ class EmbeddedBackend(Updates):
         self.model = model
 
     async def complete(self, asked: Completion, on_token: Callable[[int, float], None] | None = None) -> Result:
-        """Sample one response; `on_token` hears of each token and its log-probability. Raise Conflict after a weight
-        update that failed half-way."""
+        """Sample one response. `on_token` is called with each token and its log-probability. Raise Conflict after a
+        weight update that failed half-way."""
         return await self._worker.complete(asked.prompt, sampling_of(asked), asked.prompt_logprobs, on_token)
 
     async def check_health(self) -> None:
-        """Do nothing: while the process lives, so does the engine's thread."""
+        """Do nothing: as long as the process lives, so does the engine's thread."""
 
     async def weight_version(self) -> int:
         """Return Engine.version."""
@@ -137,7 +136,7 @@ class EmbeddedBackend(Updates):
         return await self._worker.call(Engine.load)
 
     async def metrics(self) -> bytes:
-        """Return nothing: the engine has no metrics besides those of every instance."""
+        """Return nothing: the engine has no metrics beyond those of every instance."""
         return b""
 
     async def pause(self, abort: bool) -> None:
@@ -149,7 +148,7 @@ class EmbeddedBackend(Updates):
         await self._worker.call(Engine.resume)
 
     async def start_profile(self) -> None:
-        """Have torch's profiler record the engine's thread."""
+        """Make torch's profiler record the engine's thread."""
         if self._profile is None:
             raise BadInput(NO_PROFILES)
         if self._recording is not None:
@@ -158,7 +157,7 @@ class EmbeddedBackend(Updates):
         await self._worker.call(lambda engine: self._recording.start())
 
     async def stop_profile(self) -> None:
-        """Write what was recorded. Nothing is sampled meanwhile."""
+        """Write the recorded profile. Nothing is sampled during this."""
         if self._recording is None:
             raise Conflict("no profile is being recorded; send /start_profile first")
         recorded = self._recording
@@ -171,7 +170,7 @@ class EmbeddedBackend(Updates):
 
 
 def sampling_of(asked: Completion) -> Sampling:
-    """Return the sampling parameters of a completion. One without a seed gets a random seed."""
+    """Return the sampling parameters of a completion. Without a seed it gets a random one."""
     return Sampling(
         max_tokens=asked.max_tokens,
         temperature=asked.temperature,

@@ -13,10 +13,10 @@ BLOCK = 16
 
 
 class KeyValueCache:
-    """Keys and values [layers, slots, kv heads, dim, capacity]; the capacity doubles when a response outgrows it.
+    """Keys and values [layers, slots, kv heads, dim, capacity]. The capacity doubles when a response outgrows it.
 
-    Tokens are the last dimension because decoding multiplies a query or two of a head with all tokens of its slot. Both
-    products then run along the tokens, which takes half the time of [capacity, dim] (measured, heads of 16).
+    Tokens are the last dimension because decoding multiplies one or two queries per head with all tokens of a slot.
+    Both products then run along the tokens, which takes half the time of [capacity, dim] (measured, heads of 16).
     """
 
     def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, capacity: int) -> None:
@@ -30,7 +30,8 @@ class KeyValueCache:
         return self.keys.shape[4]
 
     def reserve(self, length: int, limit: int) -> None:
-        """Grow every slot to at least `length` tokens. To grow seldom, double the capacity where `limit` allows."""
+        """Grow every slot to at least `length` tokens. The capacity doubles where `limit` allows, so that slots rarely
+        grow."""
         if length <= self.capacity:
             return
         room = min(max(length, 2 * self.capacity), limit) - self.capacity
@@ -43,7 +44,7 @@ class KeyValueCache:
         self.values[:, slot, :, :, :length] = values
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of slot `source` over those of slot `target`."""
+        """Copy the first `length` tokens of slot `source` to slot `target`."""
         self.keys[:, target, :, :, :length] = self.keys[:, source, :, :, :length]
         self.values[:, target, :, :, :length] = self.values[:, source, :, :, :length]
 
@@ -55,7 +56,8 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A computed prompt: keys and values [layers, kv heads, dim, length], logits [vocabulary] of the token after it."""
+    """A computed prompt: keys and values [layers, kv heads, dim, length], and the logits [vocabulary] of the next
+    token."""
 
     keys: Tensor
     values: Tensor
@@ -65,7 +67,7 @@ class Prefill:
 class PromptCache:
     """Recently computed prompts by their token ids, so that the requests of a group share one prefill.
 
-    It keeps at most `limit` tokens in all, but always the prompt used last.
+    It keeps at most `limit` tokens in total, but always the most recently used prompt.
     """
 
     def __init__(self, compute: Callable[[list[int]], tuple[Tensor, Tensor, Tensor]], limit: int) -> None:
@@ -76,7 +78,7 @@ class PromptCache:
         self._kept: dict[tuple[int, ...], Prefill] = {}
 
     def get(self, prompt: tuple[int, ...]) -> Prefill:
-        """Return the prompt's prefill; it is computed if it is not kept."""
+        """Return the prompt's prefill, computing it if it is not cached."""
         found = self._kept.pop(prompt, None)
         if found is None:
             found = Prefill(*self.compute(list(prompt)))
@@ -87,5 +89,5 @@ class PromptCache:
         return found
 
     def clear(self) -> None:
-        """Drop all prompts; needed whenever the weights change."""
+        """Drop all prompts. Required whenever the weights change."""
         self._kept.clear()

@@ -1,6 +1,6 @@
 """Continuous batching: requests wait in order of arrival, run in slots, and every step decodes one token of each.
 
-Nothing here knows of HTTP or threads; the thread that owns the engine calls it between steps.
+This module knows nothing about HTTP or threads; the thread that owns the engine calls it between steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
 
 PROMPTS_KEPT = 8
-"""Size of the prompt cache in full slots: enough for the groups being admitted, little compared with the slots."""
+"""Size of the prompt cache, in full slots. This is enough for the groups being admitted and small compared with the
+slots."""
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class SamplingRequest:
     """One random number in [0, 1) for each token that may be sampled."""
 
     def add(self, token: int, logprob: float) -> FinishReason | None:
-        """Append a sampled token. Return the finish reason if it ends the response, else None."""
+        """Append a sampled token. Return the finish reason if the token ends the response, else None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if self.on_token is not None:
@@ -59,13 +60,14 @@ class Engine:
     """The state of a rollout instance: slots, queue, pause, weight version. Slot i holds `running[i]`."""
 
     def __init__(self, model: RolloutModel, slots: int, max_context: int, deterministic: bool = False) -> None:
-        """With `deterministic`, every step decodes all slots at full length, so that no shape depends on the load."""
+        """With `deterministic`, every step decodes all slots at full length, so that no tensor shape depends on the
+        load."""
         self.model = model
         self.slots = slots
         self.max_context = max_context
         self.deterministic = deterministic
         capacity = max_context if deterministic else min(4 * BLOCK, max_context)
-        # kernels divide rows between threads: with odd numbers of rows, a row's bits depended on its slot
+        # kernels divide rows between threads: with odd numbers of rows, a row's bits would depend on its slot
         self.rows = -(-slots // BLOCK) * BLOCK if deterministic else slots
         self.cache = KeyValueCache(
             layers=len(model.layers),
@@ -82,9 +84,9 @@ class Engine:
         """Tokens sampled since the start."""
         self.paused = False
         self._load: WeightLoad | None = None
-        """The weight update under way; None between updates."""
+        """The weight update in progress; None between updates."""
         self._mixed = False
-        """Whether some weights are new and finish_update has not given them a version."""
+        """Whether some weights are new but finish_update has not given them a version."""
         self._on_idle: list[Callable[[], None]] = []
 
     @property
@@ -95,7 +97,7 @@ class Engine:
     # requests -------------------------------------------------------------------------------------
 
     def submit(self, request: SamplingRequest) -> None:
-        """Queue a request. The caller has checked it: prompt and max_tokens together fit into the context.
+        """Queue a request. The caller has checked that prompt and max_tokens together fit into the context.
 
         Raise Conflict after a weight update that failed half-way.
         """
@@ -111,16 +113,16 @@ class Engine:
             self.waiting.remove(request)
 
     def step(self) -> None:
-        """Sample the next token of every running response, and the first token of each request admitted now."""
+        """Sample the next token of every running response, and the first token of each newly admitted request."""
         decoded = [self._decode()] if self.running else []
-        first = [] if self.paused else self._admit()  # after decoding, which writes to unused slots too
+        first = [] if self.paused else self._admit()  # after decoding, which also writes to unused slots
         logits = torch.cat([*decoded, *first]) if first else decoded[0]
         uniforms = [request.uniforms[len(request.token_ids)] for request in self.running]
         tokens, logprobs = sample_tokens(logits, [request.sampling for request in self.running], uniforms)
         self._record_tokens(tokens, logprobs)
 
     def _admit(self) -> list[Tensor]:
-        """Move waiting requests into free slots. Return the logits [1, vocabulary] of each one's first token."""
+        """Move waiting requests into free slots. Return the logits [1, vocabulary] of each request's first token."""
         logits = []
         while self.waiting and len(self.running) < self.slots:
             request = self.waiting.popleft()
@@ -133,7 +135,8 @@ class Engine:
         return logits
 
     def _scored_prefill(self, request: SamplingRequest) -> Prefill:
-        """Compute the prompt and its log-probabilities, not from the cache: they must be the present weights' own."""
+        """Compute the prompt and its log-probabilities. The cache is not used, because they must come from the current
+        weights."""
         computed, request.prompt_logprobs = self.model.scored_prefill(list(request.prompt))
         return Prefill(*computed)
 
@@ -174,7 +177,7 @@ class Engine:
         )
 
     def _free_slot(self, slot: int) -> None:
-        """Free a slot. The last response moves into it, so that the running responses stay in the first slots."""
+        """Free a slot. The last response moves into it, so that running responses occupy the first slots."""
         last = self.running.pop()
         if slot < len(self.running):
             self.cache.move(len(self.running), slot, len(last.prompt) + len(last.token_ids))
@@ -191,10 +194,10 @@ class Engine:
     # control --------------------------------------------------------------------------------------
 
     def pause(self, abort: bool, done: Callable[[], None]) -> None:
-        """Admit nothing from now on; call `done` once nothing runs.
+        """Stop admitting requests; call `done` once nothing runs.
 
-        With `abort` every request ends at once with the tokens it has, waiting ones too; otherwise the running ones
-        finish.
+        With `abort` every request, including waiting ones, ends at once with the tokens it has; otherwise the running
+        ones finish.
         """
         self.paused = True
         if abort:
@@ -216,7 +219,7 @@ class Engine:
         self.paused = False
 
     def start_update(self) -> None:
-        """Begin a weight update, or begin it again. Raise Conflict unless paused and drained."""
+        """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
         if not self.paused or self.running:
             raise Conflict(
                 f"{len(self.running)} responses run, paused: {self.paused}; call /pause and wait for its reply first"
@@ -224,20 +227,20 @@ class Engine:
         self._load = WeightLoad(self.model.hf)
 
     def check_updating(self) -> None:
-        """Raise Conflict unless a weight update is under way."""
+        """Raise Conflict unless a weight update is in progress."""
         if self._load is None:
             raise Conflict("no weight update was started; send /start_weight_update first")
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return WeightLoad.lend. Raise Conflict unless a weight update is under way."""
+        """Return WeightLoad.lend. Raise Conflict unless a weight update is in progress."""
         self.check_updating()
         assert self._load is not None
         return self._load.lend(names)
 
     def update(self, tensors: Sequence[Named], cast: bool = False) -> None:
-        """Copy a bucket of new weights into the parameters; with `cast` from any dtype.
+        """Copy a bucket of new weights into the parameters; with `cast`, from any dtype.
 
-        Raise Conflict unless a weight update is under way. Raise BadInput for tensors that do not fit, and end the
+        Raise Conflict unless a weight update is in progress. Raise BadInput for tensors that do not fit, and end the
         update.
         """
         self.check_updating()
@@ -250,8 +253,8 @@ class Engine:
         self._mixed = self._mixed or self._load.touched
 
     def fail_update(self) -> None:
-        """End the update without success. If some weights are new already, requests are refused until another update
-        succeeds, and waiting ones end as aborted."""
+        """End the update unsuccessfully. If some weights are already new, requests are refused until another update
+        succeeds, and waiting ones are aborted."""
         self._load = None
         if self._mixed:
             for request in self.waiting:

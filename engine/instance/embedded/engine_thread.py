@@ -1,4 +1,4 @@
-"""The thread that owns the engine, and the calls of the event loop to it."""
+"""The thread that owns the engine, and the event loop's calls to it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.instance.replies import Result
 T = TypeVar("T")
 
 STOP_S = 30.0
-"""Seconds the thread may take to finish the step it is in."""
+"""Seconds that the thread may take to finish its current step."""
 
 
 class EngineThread:
-    """Runs the engine's steps in a thread. Calls come through a queue and are carried out between steps."""
+    """Runs the engine's steps in a thread. Calls arrive through a queue and run between steps."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
         """`on_end` is called in `loop` when the thread ends, by `stop` or by an error."""
@@ -31,11 +31,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. From now on no other thread may use the engine."""
+        """Start the thread. From then on no other thread may use the engine."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; running requests get no reply. Raise DeadlineError after STOP_S."""
+        """End the thread after its current step. Running requests get no reply. Raise DeadlineError after STOP_S."""
         self._calls.put(None)
         self._thread.join(STOP_S)
         if self._thread.is_alive():
@@ -48,7 +48,7 @@ class EngineThread:
         score_prompt: bool = False,
         on_token: Callable[[int, float], None] | None = None,
     ) -> Result:
-        """Sample one response. When the awaiting task is cancelled, the request is dropped.
+        """Sample one response. If the awaiting task is cancelled, the request is dropped.
 
         `on_token` is called in the event loop with each token and its log-probability, as soon as it is sampled.
         """
@@ -103,8 +103,8 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._on_end)
 
     def _carry_out_calls(self) -> bool:
-        """Carry out the calls in the queue; wait for one if there is nothing to decode. Return False after `stop`."""
-        wait = not self._engine.busy  # without a deadline: being idle is no fault
+        """Run the queued calls; wait for one if there is nothing to decode. Return False after `stop`."""
+        wait = not self._engine.busy  # no deadline: being idle is not an error
         while wait or not self._calls.empty():
             wait = False
             call = self._calls.get()
@@ -115,7 +115,7 @@ class EngineThread:
 
 
 def _succeed(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():  # else it was cancelled: the client has left
+    if not future.done():  # else it was cancelled because the client has left
         future.set_result(value)
 
 

@@ -1,11 +1,11 @@
-"""A Llama-shaped Hugging Face model as a rollout instance runs it: prefill of one prompt, decoding of many slots.
+"""A Llama-shaped Hugging Face model for rollouts: prefill of one prompt, decoding of many slots.
 
-The modules of transformers cost more than the arithmetic of a small model, so the forward is written out here over the
-same parameters. Where several projections are computed as one, their parameters become views of the joint tensor.
+The modules of transformers cost more than the arithmetic of a small model, so the forward pass is written out here over
+the same parameters. Where several projections are computed as one, their parameters become views of the joint tensor.
 
-Linear maps use oneDNN where it is faster than MKL, which `F.linear` calls on a CPU. MKL uses AVX-512 on Intel's CPUs
-only: on one core of an AMD EPYC of 2024 it does 90 GFLOP/s and oneDNN 210, with the same fp32 arithmetic. torch ships
-both. In fp32 it gives access to oneDNN by an operator that its compiler uses.
+Linear maps use oneDNN where it is faster than MKL, which `F.linear` calls on a CPU. MKL uses AVX-512 only on Intel
+CPUs: on one core of an AMD EPYC of 2024 it reaches 90 GFLOP/s and oneDNN 210, with the same fp32 arithmetic. torch
+includes both. In fp32 it exposes oneDNN through an operator that its compiler uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.errors import BadInput
 from engine.instance.embedded.cache import KeyValueCache
 
 ROWS = 32
-"""Fewest rows for oneDNN. With fewer, its overhead of about 10 µs exceeds what it saves (measured, hidden 128)."""
+"""Fewest rows for oneDNN. With fewer, its overhead of about 10 µs exceeds the time it saves (measured, hidden 128)."""
 
 
 def onednn_available() -> bool:
@@ -38,7 +38,7 @@ ONEDNN = onednn_available()
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [n, in] · weight [out, in]ᵀ + bias [out] in fp32, without gradients.
 
-    A row of the result depends on n and the same row of x only.
+    A row of the result depends only on n and the same row of x.
     """
     if ONEDNN and len(x) >= ROWS:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -49,7 +49,7 @@ SUPPORTED = ("qwen3", "qwen2", "llama")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 SCORED_ROWS = 256
-"""Prompt tokens whose logits are computed at a time."""
+"""Number of prompt tokens whose logits are computed at a time."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Computes attention: (layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]."""
@@ -63,7 +63,7 @@ class HfNorm(Protocol):
 
 
 class HfAttention(Protocol):
-    """Attention of a Hugging Face model; some models have no norms of queries and keys."""
+    """Attention of a Hugging Face model. Some models lack the norms of queries and keys."""
 
     head_dim: int
     q_proj: nn.Linear
@@ -114,7 +114,8 @@ class RolloutModel:
         self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
 
     def prefill(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a prompt's keys and values [layers, kv heads, dim, len(ids)], and the logits [vocabulary] after it."""
+        """Return a prompt's keys and values [layers, kv heads, dim, len(ids)], and the logits [vocabulary] of the next
+        token."""
         keys, values, hidden = self._prompt_states(ids)
         return keys, values, self._logits(hidden[-1:])[0]
 
@@ -126,7 +127,7 @@ class RolloutModel:
         keys, values, hidden = self._prompt_states(ids)
         targets = torch.tensor(ids[1:])[:, None]
         scores = [
-            value  # in pieces: all logits of a long prompt with a large vocabulary are gigabytes
+            value  # in pieces: all logits of a long prompt with a large vocabulary take gigabytes
             for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
             for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()
         ]
@@ -146,9 +147,10 @@ class RolloutModel:
         return torch.stack(keys), torch.stack(values), hidden
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache, length: int) -> Tensor:
-        """Add one token to each of the cache's first n slots. Return the logits [n, vocabulary] after it.
+        """Add one token to each of the cache's first n slots. Return the logits [n, vocabulary] of the tokens after
+        these.
 
-        tokens [n] are put at positions [n], all below `length`. Attention reads the first `length` entries of a slot
+        tokens [n] are placed at positions [n], all below `length`. Attention reads the first `length` entries of a slot
         and masks those after the row's position.
         """
         n = len(tokens)
@@ -171,7 +173,7 @@ class RolloutModel:
         return self._logits(self._forward(tokens, positions, attend))
 
     def refresh(self) -> None:
-        """Recompute what is derived from the Hugging Face parameters. Call it after they changed in place."""
+        """Recompute the values derived from the Hugging Face parameters. Call this after they have changed in place."""
         for layer in self.layers:
             layer.refresh()
 
@@ -209,7 +211,7 @@ class Layer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what is derived from the parameters: the weight [heads + kv heads, dim] of q's and k's norm."""
+        """Recompute the values derived from the parameters: the weight [heads + kv heads, dim] of q's and k's norm."""
         if self.norm_qk is not None:
             q = self.attention.q_norm.weight
             k = self.attention.k_norm.weight
@@ -241,15 +243,15 @@ class Norm:
         self.eps = torch.tensor(float(norm.variance_epsilon))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the normalised x, same shape. F.rms_norm has seven operations; this makes a step a few per cent
-        faster."""
+        """Return the normalised x, same shape. This makes a step a few per cent faster than F.rms_norm with its seven
+        operations."""
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(self.weight)
 
 
 def _causal_attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention (`Attend`) over rows that are one sequence."""
+    """Compute causal attention (`Attend`) over rows that form one sequence."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
@@ -269,7 +271,7 @@ def _load_model(folder: str) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInput(f"--model {folder}: {error}") from None
-    if found["missing_keys"]:  # transformers would continue with random ones
+    if found["missing_keys"]:  # transformers would continue with random weights
         raise BadInput(f"--model {folder}: its files lack {sorted(found['missing_keys'])[0]}")
     _check_supported(model, folder)
     return model.eval().requires_grad_(False)
@@ -289,7 +291,8 @@ def _check_supported(model: PreTrainedModel, folder: str) -> None:
 
 
 def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation config (else of the config) and of the tokenizer, if any."""
+    """Return the end-of-sequence ids of the generation config (or else of the config) and of the tokenizer, if there is
+    one."""
     ids = model.generation_config.eos_token_id
     ids = model.config.eos_token_id if ids is None else ids
     found = set(ids) if isinstance(ids, list) else {ids}
@@ -299,7 +302,7 @@ def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
 
 
 def _rotary_tables(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [length, 1, dim] of every position. The first half of sin is negated, see Layer."""
+    """Return cos and sin [length, 1, dim] for every position. The first half of sin is negated, see Layer."""
     cos, sin = rotary(torch.empty(0), torch.arange(length)[None])
     half = sin.shape[-1] // 2
     sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)

@@ -1,4 +1,4 @@
-"""Sampling of one token per row, each row with its own temperature, top-k, top-p and random number."""
+"""Samples one token per row, each row with its own temperature, top-k, top-p and random number."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one response is sampled. The values were checked when the request was parsed (engine.instance.protocol)."""
+    """How one response is sampled. Parsing the request has checked the values (engine.instance.protocol)."""
 
     max_tokens: int
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 switches it off."""
+    """0 turns it off."""
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     continued: int = 0
-    """Number of tokens of the response that were sampled before and are part of the prompt."""
+    """Number of the response's tokens that were sampled earlier and are part of the prompt."""
 
     def uniforms(self) -> list[float]:
         """Return `max_tokens` random numbers in [0, 1), one for each token to sample.
 
-        They depend on the seed only, not on what else is sampled. A continued response continues in its sequence.
+        They depend only on the seed, not on what else is sampled. A continued response continues the same sequence.
         """
         count = self.continued + self.max_tokens
         return torch.rand(count, generator=torch.Generator().manual_seed(self.seed)).tolist()[self.continued :]
 
 
 def sample_tokens(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:
-    """Draw one token per row of logits [n, vocabulary]: invert its cumulative distribution at the row's uniform.
+    """Draw one token per row of logits [n, vocabulary]: invert the row's cumulative distribution at its uniform.
 
-    Return the tokens and their log-probabilities. These are of softmax(logits / temperature), before top-k and top-p,
-    or of softmax(logits) when greedy. Every operation works row by row, so that rows don't depend on each other.
+    Return the tokens and their log-probabilities. These come from softmax(logits / temperature), before top-k and
+    top-p, or from softmax(logits) when greedy. Every operation works row by row, so rows do not depend on each other.
     """
     temperature = torch.tensor([p.temperature or 1.0 for p in params])[:, None]
     scaled = logits / temperature
@@ -49,18 +49,19 @@ def sample_tokens(logits: Tensor, params: list[Sampling], uniforms: list[float])
 
 
 def _invert_cumulative(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index [n, 1] where cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] · the sum."""
+    """Return the first index [n, 1] at which the cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] · the
+    sum."""
     cumulated = probabilities.cumsum(-1)
     total = cumulated[:, -1:]
     # rounding may lift u * total to total, which no entry exceeds; below total, the entry found has a probability > 0
     at = torch.minimum(uniforms * total, total.nextafter(torch.zeros(())))
-    # not-a-number exceeds nothing; the caller sees it in the log-probability
+    # NaN exceeds nothing; the caller sees it in the log-probability
     return torch.searchsorted(cumulated, at, right=True).clamp_(max=probabilities.shape[1] - 1)
 
 
 def _restrict_to_top(scaled: Tensor, params: list[Sampling]) -> Tensor:
-    """Return the logits with -inf outside the top_k most likely tokens and the smallest set of tokens that holds top_p
-    of the probability."""
+    """Return the logits with -inf outside the top_k most likely tokens and outside the smallest set of tokens that
+    holds top_p of the probability."""
     if all(p.top_k == 0 and p.top_p == 1 for p in params):
         return scaled
     vocabulary = scaled.shape[1]

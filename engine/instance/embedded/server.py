@@ -1,4 +1,4 @@
-"""The HTTP server of the embedded engine: uvicorn without logs, which ends at once."""
+"""The embedded engine's HTTP server: uvicorn without logs and with immediate shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.wire.connections import Connections
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's connection, whose headers have a limit of time."""
+    """uvicorn's connection, with a time limit for the headers."""
 
     def __init__(self, guard: Connections, **given: Any) -> None:  # noqa: ANN401
         super().__init__(**given)
@@ -53,7 +53,7 @@ class EngineServer(uvicorn.Server):
                 ws="none",
                 access_log=False,
                 log_config=None,
-                log_level="critical",  # logs of malformed requests would fill the disk; InstanceApp logs faults
+                log_level="critical",  # logs of malformed requests would fill the disk; InstanceApp logs bugs
                 server_header=False,
                 date_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -61,7 +61,7 @@ class EngineServer(uvicorn.Server):
         )
 
     def end(self) -> None:
-        """Make `serve` return soon. Open requests are cut off."""
+        """Make `serve` return soon. Open requests are aborted."""
         self.should_exit = True
         self.force_exit = True
 
@@ -71,8 +71,8 @@ class EngineServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Abort all connections first, so that clients see a broken connection and not an error reply, which counts as
-        a fault."""
+        """First abort all connections, so that clients see a broken connection instead of an error reply, which would
+        count as a fault."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         await super().shutdown(sockets)

@@ -1,8 +1,8 @@
-"""The embedded engine's routes with text, as OpenAI has them: completions, chat completions, models; also streams.
+"""The embedded engine's text routes, in OpenAI's format: completions, chat completions, models; with streaming.
 
-`parse_request` reads a request, and refuses by name a key that the engine can't serve as asked. `Detokenizer` makes
-text of a response while it is sampled, up to its first stop string. `ReplyForm` writes the reply, whole or as events of
-a stream.
+`parse_request` reads a request, and its errors name a key that the engine can't serve as requested. `Detokenizer`
+decodes a response while it is sampled, up to its first stop string. `ReplyForm` writes the reply, whole or as stream
+events.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from engine.instance.refusals import Conflict, Refusal, as_refusal
 from engine.types import JsonObject
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What the bytes of an incomplete character are decoded to."""
+"""The text that the bytes of an incomplete character decode to."""
 
 
 class Detokenizer:
-    """Decodes the tokens of one response. What it gives, put together, is the response's text."""
+    """Decodes the tokens of one response. Its outputs, concatenated, are the response's text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """`stop`: strings that end the text and are no part of it."""
+        """`stop`: strings that end the text and are not part of it."""
         self._tokenizer = tokenizer
         self._stop = stop
         self._ids: list[int] = []
-        self._begin = 0  # tokens from here on are decoded again, because a token's text depends on the one before
+        self._begin = 0  # tokens from here on are decoded again, because a token's text depends on the previous one
         self._read = 0  # tokens before this one are in the text
-        self._held = ""  # decoded, but it may be the beginning of a stop string
+        self._held = ""  # decoded, but may be the beginning of a stop string
         self.stopped = False
-        """Whether a stop string came; then nothing more belongs to the text."""
+        """Whether a stop string was found. If so, the text is complete."""
 
     def add(self, token: int) -> str:
         """Return the text that is certain with this token; "" while a character or a stop string is incomplete."""
@@ -58,7 +58,7 @@ class Detokenizer:
         return self._up_to_stop(now[len(before) :])
 
     def end(self) -> str:
-        """Return the rest of the text, when no token follows."""
+        """Return the rest of the text. Call this after the last token."""
         before = self._tokenizer.decode(self._ids[self._begin : self._read])
         rest = self._tokenizer.decode(self._ids[self._begin :])[len(before) :]
         text = self._up_to_stop(rest)
@@ -67,7 +67,7 @@ class Detokenizer:
         return text + held
 
     def _up_to_stop(self, more: str) -> str:
-        """Return what is certain of the text with `more`, and hold back what may begin a stop string."""
+        """Return the part of the text that is certain with `more`, and hold back what may begin a stop string."""
         text = self._held + more
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if self.stopped or found:
@@ -84,17 +84,17 @@ class Detokenizer:
 MOST = 128
 """Most responses to one request: prompts times `n`."""
 STOPS = 16
-"""Most stop strings of a request."""
+"""Most stop strings in a request."""
 AS_OF_TOKENS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos")
-"""Keys that mean the same as in a request with token ids."""
+"""Keys with the same meaning as in a request with token ids."""
 SHARED = frozenset({"model", "n", "stop", "stream", "stream_options", "logprobs", *AS_OF_TOKENS})
 KEYS = {
     False: SHARED | {"prompt", "add_special_tokens"},
     True: SHARED | {"messages", "max_completion_tokens", "chat_template_kwargs"},
 }
-"""Keys that are served, by whether it is a chat."""
+"""Supported keys, by whether the request is a chat."""
 IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
-"""Keys that mean nothing to a server without accounts."""
+"""Keys without a meaning on a server without accounts."""
 ONLY: Mapping[str, Sequence[object]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -109,7 +109,7 @@ ONLY: Mapping[str, Sequence[object]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Keys whose other values this engine can't serve, and the values that ask for nothing. A key may also be null."""
+"""Keys of which this engine supports only the listed values, which request nothing. A key may also be null."""
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,20 @@ class TextRequest:
 
     chat: bool
     completions: tuple[Completion, ...]
-    """One for each response, in the order of the reply's choices."""
+    """One per response, in the order of the reply's choices."""
     prompt_tokens: int
-    """Tokens of all prompts; each is counted once, however many responses it gets."""
+    """Tokens of all prompts. Each prompt counts once, however many responses it gets."""
     stop: tuple[str, ...]
-    """Each of these strings ends a response, and is no part of it."""
+    """Each of these strings ends a response, and is not part of it."""
     logprobs: bool
-    """Whether the reply has the log-probabilities of the sampled tokens."""
+    """Whether the reply includes the log-probabilities of the sampled tokens."""
     stream: bool
     usage: bool
-    """Whether the last event of a stream counts the tokens."""
+    """Whether the last event of a stream reports token counts."""
 
 
 def parse_request(body: JsonObject, chat: bool, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> TextRequest:
-    """Return the checked body. Raise Refusal that names the first key that can't be served as asked."""
+    """Return the checked body. Raise Refusal, which names the first key that can't be served as requested."""
     _check_keys(body, chat)
     if body.get("model") not in (None, "", model):
         raise Refusal(404, f"there is no model {repr_short(body['model'])} here; this is {model!r}", param="model")
@@ -175,7 +175,7 @@ def _check_keys(body: JsonObject, chat: bool) -> None:
 
 
 def _same(given: object, wanted: object) -> bool:
-    """Whether they are the same in JSON, where 0 is 0.0 but not false."""
+    """Whether two values are the same in JSON, where 0 equals 0.0 but not false."""
     return given == wanted and isinstance(given, bool) == isinstance(wanted, bool)
 
 
@@ -226,7 +226,7 @@ def _text_prompts(body: JsonObject, tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _chat_prompt(body: JsonObject, tokenizer: Tokenizer) -> list[int]:
-    """Return the messages in the tokenizer's chat form, with the beginning of the answer."""
+    """Return the messages in the tokenizer's chat format, followed by the beginning of the answer."""
     if not tokenizer.hf.chat_template:
         raise _wrong(
             "messages",
@@ -258,7 +258,7 @@ def _message(place: int, message: Any) -> dict[str, str]:  # noqa: ANN401
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong("messages", f"message {place} is {repr_short(message)}; it must have a role and a content")
     content = message.get("content")
-    if isinstance(content, list):  # parts, of which this engine takes text
+    if isinstance(content, list):  # a list of parts; this engine accepts only text parts
         content = "\n".join(_part(place, part) for part in content)
     if not isinstance(content, str):
         raise _wrong("messages", f"message {place}: its content is {repr_short(content)}; it must be a text")
@@ -275,7 +275,7 @@ def _part(place: int, part: Any) -> str:  # noqa: ANN401
 def _completion(
     body: JsonObject, chat: bool, prompt: list[int], limits: RequestLimits, tokenizer: Tokenizer
 ) -> Completion:
-    """Return what is asked for one response to a prompt."""
+    """Return what is requested for one response to a prompt."""
     asked: JsonObject = {key: body[key] for key in AS_OF_TOKENS if key in body}
     longest = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
     if chat:
@@ -293,7 +293,7 @@ def _completion(
 
 
 def _responses(one: Completion, count: int) -> list[Completion]:
-    """Return it for each response to its prompt, with a seed of its own."""
+    """Return the completion once per response to its prompt. If it has a seed, each gets a different one."""
     if one.seed is None:
         return [one] * count
     after = protocol.SEEDS.stop
@@ -303,14 +303,14 @@ def _responses(one: Completion, count: int) -> list[Completion]:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token of a response, with what the reply says of it."""
+    """A token of a response, with its data for the reply."""
 
     text: str
     logprob: float
 
     @property
     def entry(self) -> JsonObject:
-        """Its log-probability in a chat completion."""
+        """The token's entry in a chat completion's log-probabilities."""
         return {
             "token": self.text,
             "logprob": self.logprob,
@@ -320,16 +320,16 @@ class SampledToken:
 
 
 def list_models(name: str, max_context: int, since: int) -> JsonObject:
-    """The reply to /v1/models. `since`: the time of the server's start, in seconds."""
+    """Return the reply to /v1/models. `since`: start time of the server, in seconds."""
     model = {"id": name, "object": "model", "created": since, "owned_by": "metronome", "max_model_len": max_context}
     return {"object": "list", "data": [model]}
 
 
 class ReplyForm:
-    """The form of the replies to one request."""
+    """The format of the replies to one request."""
 
     def __init__(self, chat: bool, number: int, model: str) -> None:
-        """`number`: of the request, for its id."""
+        """`number`: number of the request, for its id."""
         self._chat = chat
         self._common: JsonObject = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{number}",
@@ -338,24 +338,24 @@ class ReplyForm:
         }
 
     def whole(self, choices: Sequence[JsonObject], usage: JsonObject) -> JsonObject:
-        """The reply with all choices."""
+        """Return the reply with all choices."""
         kind = "chat.completion" if self._chat else "text_completion"
         return self._common | {"object": kind, "choices": list(choices), "usage": usage}
 
     def choice(self, index: int, text: str, tokens: Sequence[SampledToken] | None, reason: str) -> JsonObject:
-        """A choice of a whole reply. `tokens`: None where no log-probabilities were asked for."""
+        """Return a choice of a whole reply. `tokens`: None if log-probabilities were not requested."""
         said: JsonObject = {"text": text}
         if self._chat:
             said = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"index": index, **said, "finish_reason": reason, "logprobs": self._logprobs(tokens, 0)}
 
     def event(self, choices: Sequence[JsonObject], usage: JsonObject | None = None) -> JsonObject:
-        """An event of a stream."""
+        """Return an event of a stream."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return self._common | {"object": kind, "choices": list(choices), "usage": usage}
 
     def opening(self, index: int) -> JsonObject | None:
-        """The first piece of a choice; None where there is none."""
+        """Return the first piece of a choice; None if there is none."""
         if not self._chat:
             return None
         delta = {"role": "assistant", "content": ""}
@@ -364,7 +364,7 @@ class ReplyForm:
     def piece(
         self, index: int, text: str, tokens: Sequence[SampledToken] | None, offset: int, reason: str | None
     ) -> JsonObject:
-        """A piece of a choice. `offset`: characters of the choice before it."""
+        """Return a piece of a choice. `offset`: number of the choice's characters before it."""
         said: JsonObject = {"text": text}
         if self._chat:
             said = {"delta": {"content": text} if text or reason is None else {}}
@@ -388,7 +388,7 @@ class ReplyForm:
 
 
 def token_usage(prompts: int, sampled: int) -> JsonObject:
-    """The numbers of tokens of a request's prompts and responses."""
+    """Return the token counts of a request's prompts and responses."""
     return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
@@ -399,7 +399,7 @@ class EmbeddedText:
     """TextRoutes of the embedded engine."""
 
     def __init__(self, backend: EmbeddedBackend, tokenizer: Tokenizer, name: str) -> None:
-        """`name`: of the model, in requests and replies."""
+        """`name`: the model's name in requests and replies."""
         self.name = name
         self._backend = backend
         self._tokenizer = tokenizer
@@ -407,7 +407,7 @@ class EmbeddedText:
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Message, body: JsonObject, receive: Receive, send: Send) -> None:
-        """Answer a request for a text, or for the list of models."""
+        """Answer a request for text, or for the list of models."""
         path = scope["path"]
         if path == MODELS[1]:
             await send_json(send, list_models(self.name, self._backend.limits.max_context, self._since))
@@ -431,7 +431,7 @@ class EmbeddedText:
         await send_json(send, form.whole(choices, _usage(asked, writers)))
 
     async def _write(self, writers: Sequence[_Writer]) -> None:
-        """Sample all responses. The first error ends them all."""
+        """Sample all responses. The first error ends all of them."""
         tasks = [asyncio.create_task(one.write(self._backend)) for one in writers]
         try:
             await asyncio.gather(*tasks)
@@ -440,7 +440,8 @@ class EmbeddedText:
                 task.cancel()
 
     async def _stream(self, asked: TextRequest, form: ReplyForm, writers: Sequence[_Writer], send: Send) -> None:
-        """Send each piece of text as it comes. An error before the first piece is raised, a later one is an event."""
+        """Send each piece of text once it is available. An error before the first piece is raised, a later one becomes
+        an event."""
         pieces: asyncio.Queue[JsonObject | None] = asyncio.Queue()
         for one in writers:
             one.on_piece = _pieces(form, one, asked.logprobs, pieces.put_nowait)
@@ -476,15 +477,16 @@ class _Writer:
         self.text = ""
         self.tokens: list[SampledToken] = []
         self.reason = ""
-        """Why it ended; "" while it is sampled."""
+        """Why the response ended; "" while it is sampled."""
         self.on_piece: Callable[[str], None] = lambda text: None
-        """Called with each further piece of the text, with "" at the first token, and after `reason` is known."""
+        """Called with each new piece of the text, with "" at the first token, and once more after `reason` is known."""
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
         self._cut: Callable[[], object] = lambda: None
 
     async def write(self, backend: EmbeddedBackend) -> None:
-        """Sample it. Raise Conflict if a pause breaks it off, Refusal if its log-probabilities are not finite."""
+        """Sample the response. Raise Conflict if a pause interrupts it, Refusal if its log-probabilities are not
+        finite."""
         sampling = asyncio.ensure_future(backend.complete(self.asked, self._add))
         self._cut = sampling.cancel
         try:
@@ -511,7 +513,7 @@ class _Writer:
         self.tokens.append(SampledToken(self._tokenizer.hf.decode([token]), logprob))
         if len(self.tokens) == 1:
             self.on_piece("")
-        if token in self.asked.stop_ids:  # it is part of the response, but not of its text
+        if token in self.asked.stop_ids:  # the token is part of the response, but not of its text
             return
         text = self._detokenizer.add(token)
         self.text += text
@@ -524,7 +526,7 @@ class _Writer:
 def _pieces(
     form: ReplyForm, writer: _Writer, logprobs: bool, put: Callable[[JsonObject], None]
 ) -> Callable[[str], None]:
-    """Return a function that makes pieces of a stream of a writer's text."""
+    """Return a function that turns a writer's text into pieces of a stream."""
     told = 0  # tokens whose log-probabilities were sent
 
     def on_piece(text: str) -> None:

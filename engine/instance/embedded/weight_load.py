@@ -18,7 +18,7 @@ Named = tuple[str, Tensor]
 
 
 class WeightLoad:
-    """One update of a model's parameters, in place."""
+    """One in-place update of a model's parameters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=True))
@@ -28,22 +28,23 @@ class WeightLoad:
 
     @property
     def touched(self) -> bool:
-        """Whether a parameter was changed."""
+        """Whether any parameter has changed."""
         return bool(self._loaded)
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the memory of the parameters with these names, to receive new weights into.
 
-        Return none until something was loaded, so that a failure of the first bucket leaves the weights unchanged.
+        Returns none until something was loaded, so that a failure of the first bucket leaves the weights unchanged.
         """
         return {name: self._parameters[name].data for name in names if name in self._parameters} if self._loaded else {}
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Named], cast: bool = False) -> None:
-        """Copy tensors, under their Hugging Face names, into the parameters; with `cast` from another dtype if need be.
+        """Copy tensors, under their Hugging Face names, into the parameters; with `cast`, convert from another dtype if
+        needed.
 
-        Raises BadInput for a tensor that is unknown, came before, or has another shape or dtype, before a parameter is
-        changed. A tied output layer may be absent, or equal to the embedding.
+        Raises BadInput, before any parameter is changed, for a tensor that is unknown, a duplicate, or of another shape
+        or dtype. A tied output layer may be absent, or equal to the embedding.
         """
         self._check_tensors(tensors, cast)
         for name, tensor in tensors:
@@ -51,12 +52,13 @@ class WeightLoad:
                 self._head = tensor.clone()
             else:
                 parameter = self._parameters[name]
-                if parameter.data_ptr() != tensor.data_ptr():  # else it was received there
+                if parameter.data_ptr() != tensor.data_ptr():  # else it was received in place
                     parameter.copy_(tensor)
                 self._loaded.add(name)
 
     def check_whole(self) -> None:
-        """Raise Conflict unless every parameter was loaded; BadInput if a tied output layer is not the embedding."""
+        """Raise Conflict unless every parameter was loaded; BadInput if a tied output layer differs from the
+        embedding."""
         if missing := sorted(self._parameters.keys() - self._loaded):
             raise Conflict(f"the weights are not whole: missing {len(missing)} tensor(s), the first {missing[0]}")
         if self._head is not None and not torch.equal(
@@ -82,7 +84,7 @@ class WeightLoad:
         self._check_tied(dict(tensors))
 
     def _check_tied(self, tensors: dict[str, Tensor]) -> None:
-        """Raise BadInput if a tied embedding comes under both names with different values."""
+        """Raise BadInput if a tied embedding arrives under both names with different values."""
         if (
             self._tied
             and OUTPUT in tensors

@@ -1,4 +1,4 @@
-"""`python -m engine.instance.vllm`: one rollout instance with vLLM; runs in vLLM's environment.
+"""`python -m engine.instance.vllm`: runs one rollout instance with vLLM, in vLLM's environment.
 
 It runs `serve` as the main module under its own name. Processes that vLLM spawns import the main module again, so that
 they end with this one; Python skips that import for modules called __main__.

@@ -1,4 +1,5 @@
-"""vLLM's engine behind the HTTP routes: EngineClient gives completions, WeightSession in its workers takes weights."""
+"""vLLM's engine behind the HTTP routes: EngineClient computes completions, WeightSession in its workers receives
+weights."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from engine.types import JsonObject
 from engine.wire.routes import route_type
 
 LEAST = -9999.0
-"""vLLM's value for a log-probability of minus infinity, which JSON does not have."""
+"""vLLM's value for a log-probability of minus infinity, which JSON can't represent."""
 
 
 def sampling_arguments(asked: Completion) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def sampling_arguments(asked: Completion) -> dict[str, Any]:
         "top_p": asked.top_p,
         "top_k": asked.top_k,
         "stop_token_ids": sorted(asked.stop_ids),
-        "ignore_eos": True,  # the ids above stop; vLLM has no tokenizer that knows others
+        "ignore_eos": True,  # the ids above stop the response; vLLM has no tokenizer to know others
         "detokenize": False,
         "logprobs": 0,
     }
@@ -44,7 +45,7 @@ def sampling_arguments(asked: Completion) -> dict[str, Any]:
 
 
 def _request_seed(seed: int, continued: int) -> int:
-    """Return the seed for vLLM, which begins a random sequence with each request. A continued response gets another
+    """Return the seed for vLLM, which starts a random sequence with each request. A continued response gets another
     seed, since it must not draw its first numbers again."""
     if not continued:
         return seed
@@ -53,7 +54,7 @@ def _request_seed(seed: int, continued: int) -> int:
 
 def read_output(output: Any, version: int, experts: Experts | None = None) -> Result:  # noqa: ANN401
     """Return the result in vLLM's RequestOutput. It lacks the prompt's log-probabilities if the request was aborted
-    before they were computed. `experts`: the model's, if the tokens' are asked for."""
+    before they were computed. `experts`: the model's experts, if the tokens' experts are requested."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
     scores = output.prompt_logprobs
@@ -68,35 +69,35 @@ def read_output(output: Any, version: int, experts: Experts | None = None) -> Re
 
 
 def _routes(found: Any, experts: Experts) -> NDArray[Any]:  # noqa: ANN401
-    """Return vLLM's [tokens, layers, experts per token] without the layers that have no experts. Raise Refusal if there
-    are none."""
+    """Return vLLM's [tokens, layers, experts per token] without the layers that have no experts. Raise Refusal if vLLM
+    returned none."""
     if found is None:
         raise Refusal(500, "vLLM returned no experts (routed_experts), though it was started to (--routes)")
     return np.ascontiguousarray(found[:, list(experts.layers)], dtype=route_type(experts.count))
 
 
 def _logprobs(entries: Any, tokens: list[int]) -> list[float]:  # noqa: ANN401
-    """Return each token's log-probability from vLLM's {token: Logprob, …} for each position; NaN stays NaN."""
+    """Return each token's log-probability from vLLM's {token: Logprob, …} for each position. NaN stays NaN."""
     return [max(entry[token].logprob, LEAST) for entry, token in zip(entries, tokens, strict=True)]
 
 
 DRAIN_S = 60.0
-"""Seconds a pause waits for the replies to requests that vLLM has ended."""
+"""Seconds that a pause waits for the replies to requests that vLLM has ended."""
 
 POLL_S = 0.0005
-"""Seconds between the first two looks at a transfer under way; the pauses grow up to MAX_POLL_S."""
+"""Seconds between the first two checks of a running transfer. The pauses grow up to MAX_POLL_S."""
 MAX_POLL_S = 0.02
 
 
 class VllmBackend:
-    """A Backend: vLLM's engine, whether it is paused, and the completions under way.
+    """A Backend: vLLM's engine, its pause state, and the completions in progress.
 
-    Weights change only while no completion is under way, and the workers are asked for their version when an update
-    ends, in whatever way. So all tokens of a completion are of the version that is known when it is admitted.
+    Weights change only while no completion is in progress, and whenever an update ends, successfully or not, the
+    workers are asked for their version. So all tokens of a completion belong to the version known when it is admitted.
     """
 
     def __init__(self, engine: Any, routes: bool = False) -> None:  # noqa: ANN401
-        """`engine`: vLLM's EngineClient; `routes`: whether it keeps the experts of each token."""
+        """`engine`: vLLM's EngineClient; `routes`: whether it records the experts of each token."""
         config = engine.vllm_config
         self.model: str = config.model_config.model
         self.limits = RequestLimits(
@@ -112,16 +113,16 @@ class VllmBackend:
         self._engine = engine
         self._seats = config.scheduler_config.max_num_seqs
         self._version = 0
-        """The version that the workers held after the last update: their weights are from disk at first."""
+        """The version that the workers held after the last update. It starts with the weights from disk."""
         self._paused = False
-        self._draining = 0  # pauses under way
+        self._draining = 0  # pauses in progress
         self._held: set[asyncio.Future[bool]] = set()
         self._idle = asyncio.Event()  # no completion between vLLM and its reply
         self._idle.set()
         self._running = self._generated = self._prefills = self._jobs = 0
         self._updating = False
         self._mixed = False
-        """Whether the workers may hold other weights than those of the version: an update failed."""
+        """Whether the workers may hold weights other than those of the version, because an update failed."""
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
 
@@ -163,13 +164,13 @@ class VllmBackend:
         return True
 
     def _release_held(self, admitted: bool) -> None:
-        """End the wait of all held completions; `admitted`: whether they may go to vLLM."""
+        """Release all held completions; `admitted`: whether they may go to vLLM."""
         for turn in self._held:
             if not turn.done():
                 turn.set_result(admitted)
 
     async def _generate(self, asked: Completion) -> Any:  # noqa: ANN401
-        """Return vLLM's RequestOutput. vLLM drops the request when this is cancelled."""
+        """Return vLLM's RequestOutput. If this call is cancelled, vLLM drops the request."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -191,7 +192,7 @@ class VllmBackend:
         return await self._read_version()
 
     async def load(self) -> dict[str, int]:
-        """Return the figures."""
+        """Return the figures of Backend.load."""
         running = min(self._running, self._seats)
         return {
             "running": running,
@@ -209,7 +210,7 @@ class VllmBackend:
         return generate_latest(get_prometheus_registry())
 
     async def start_profile(self) -> None:
-        """Have vLLM's workers record, as its `profiler_config` says."""
+        """Make vLLM's workers record a profile, as its `profiler_config` says."""
         if not self._profiles:
             raise BadInput(NO_PROFILES)
         if self._profiling:
@@ -218,14 +219,14 @@ class VllmBackend:
         self._profiling = True
 
     async def stop_profile(self) -> None:
-        """Have vLLM's workers write what they have recorded."""
+        """Make vLLM's workers write the recorded profile."""
         if not self._profiling:
             raise Conflict("no profile is being recorded; send /start_profile first")
         self._profiling = False
         await self._engine.stop_profile()
 
     async def pause(self, abort: bool) -> None:
-        """Hold new completions back. Return once none is under way."""
+        """Hold back new completions. Return once none is in progress."""
         self._paused = True
         self._draining += 1
         try:
@@ -245,8 +246,8 @@ class VllmBackend:
             self._draining -= 1
 
     async def resume(self) -> None:
-        """Admit completions again, also the held ones. Raise Conflict while responses drain, and while the weights are
-        not whole."""
+        """Admit completions again, including the held ones. Raise Conflict while responses drain, and while the weights
+        are incomplete."""
         async with self._control:
             if self._draining:
                 raise Conflict(f"{self._running} responses are still draining; resume when /pause has answered")
@@ -259,8 +260,8 @@ class VllmBackend:
             self._release_held(admitted=True)
 
     async def reset_prefix_cache(self) -> None:
-        """Drop the cached prompts. Raise Conflict while a request holds some of them: vLLM refuses then."""
-        for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is freed a moment later
+        """Drop the cached prompts. Raise Conflict while a request uses some of them, because vLLM then refuses."""
+        for pause_s in (0.0, 0.01, 0.1, 0.5):  # a finished request's prompts are freed a moment later
             await asyncio.sleep(pause_s)
             if await self._engine.reset_prefix_cache() is not False:
                 return
@@ -273,7 +274,7 @@ class VllmBackend:
         await self._run_job("connect", init_info)
 
     async def start_update(self) -> None:
-        """Begin a weight update, or begin it again. Raise Conflict unless paused and drained."""
+        """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
         async with self._control:
             if not self._paused or self._running:
                 raise Conflict(
@@ -283,14 +284,14 @@ class VllmBackend:
             self._updating = True
 
     async def update(self, update_info: JsonObject) -> None:
-        """Receive a bucket into the model or, if `staged`, into host memory while generation goes on."""
+        """Receive a bucket into the model or, if `staged`, into host memory while generation continues."""
         if update_info.get("staged"):
             await self._call_workers("stage", update_info)
         else:
             await self._update_step(lambda: self._run_job("receive", update_info))
 
     async def finish_update(self, version: int) -> None:
-        """End the update in every worker: its weights are this version."""
+        """End the update in every worker and set the version of its weights."""
         await self._update_step(lambda: self._finish(version))
 
     async def _finish(self, version: int) -> None:
@@ -299,10 +300,10 @@ class VllmBackend:
         self._updating = self._mixed = False
 
     async def _update_step(self, step: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Carry out a step of the update. Raise Conflict if none is under way.
+        """Carry out a step of the update. Raise Conflict if no update is in progress.
 
-        A refused step ends the update in all workers, also in those that did not refuse it. What they hold then they
-        are asked: some may have ended the update with its new version.
+        A refused step ends the update in all workers, including those that did not refuse it. The workers are then
+        asked for their state, because some may have ended the update with its new version.
         """
         async with self._control:
             if not self._updating:
@@ -311,7 +312,7 @@ class VllmBackend:
                 await step()
             except Refusal:
                 self._updating = False
-                self._mixed = True  # also if this is cut off
+                self._mixed = True  # also if this is cancelled
                 await self._call_workers("abort")
                 states = await self._call_workers("state")
                 versions = {state["weight_version"] for state in states}
@@ -323,7 +324,7 @@ class VllmBackend:
                 raise
 
     async def _run_job(self, kind: str, info: JsonObject) -> None:
-        """Call WeightSession.begin and wait for its end. Meanwhile the engine takes other calls."""
+        """Call WeightSession.begin and wait until the job ends. The engine accepts other calls in the meantime."""
         self._jobs += 1
         number = self._jobs
         pause_s = POLL_S

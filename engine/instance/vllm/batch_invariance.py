@@ -1,7 +1,7 @@
-"""The probe of an instance with rollout.deterministic: whether what else runs changes the bits of a response.
+"""The probe of an instance with rollout.deterministic: it checks whether other requests change the bits of a response.
 
 One seeded request is answered alone, then again, then in a full batch of requests of other lengths. vLLM promises the
-same bits on some platforms only, for some models, and with kernels that change from release to release: so they are
+same bits only on some platforms, for some models, and with kernels that change from release to release. So the bits are
 compared at every start.
 """
 
@@ -21,9 +21,9 @@ COMPLETIONS = "/v1/completions"
 TOKENS = 64
 """Tokens sampled for the request, if the context has room."""
 PROMPT = 1024
-"""Longest prompt: long enough for a prompt that is computed in several parts and for attention that is split."""
+"""Longest prompt. It is long enough to be computed in several parts and to split attention."""
 IDS = 16
-"""Number of different tokens in the prompts. Every vocabulary has so many."""
+"""Number of different tokens in the prompts. Every vocabulary has at least this many."""
 WAIT_S = 60.0
 POLL_S = 0.01
 
@@ -32,8 +32,8 @@ Ask = Callable[[str, str, JsonObject], JsonObject]
 
 
 def check_invariance(ask: Ask, slots: int, max_context: int, platform: str) -> None:
-    """Raise BadInput if the request's token ids and log-probabilities are not the same bits each time. `platform`:
-    the text for messages."""
+    """Raise BadInput if the request's token ids and log-probabilities do not have the same bits each time. `platform`:
+    its description for messages."""
     request, others = invariance_requests(slots, max_context)
     alone = ask("POST", COMPLETIONS, request)
     again = ask("POST", COMPLETIONS, request)
@@ -53,7 +53,7 @@ def check_invariance(ask: Ask, slots: int, max_context: int, platform: str) -> N
 
 
 def invariance_requests(slots: int, max_context: int) -> tuple[JsonObject, list[JsonObject]]:
-    """Return the request, and as many others as the instance has slots, of other lengths."""
+    """Return the request, and as many others of different lengths as the instance has slots."""
     tokens = min(TOKENS, max_context // 2)
     longest = min(PROMPT, max_context - tokens)
     draw = random.Random(0)
@@ -70,8 +70,8 @@ def _request(draw: random.Random, length: int, tokens: int, seed: int) -> JsonOb
 
 
 def _in_full_batch(ask: Ask, request: JsonObject, others: list[JsonObject]) -> tuple[JsonObject, JsonObject]:
-    """Return the replies to the request when it begins with the others, and when it comes while they run."""
-    ask("POST", "/pause?mode=wait", {})  # holds them back until all are there
+    """Return the replies to the request when it starts together with the others, and when it arrives while they run."""
+    ask("POST", "/pause?mode=wait", {})  # holds them back until all have arrived
     with ThreadPoolExecutor(len(others) + 2) as pool:
         try:
             sent = [pool.submit(ask, "POST", COMPLETIONS, body) for body in (request, *others)]

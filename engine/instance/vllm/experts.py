@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 PACKS_ONCE = "0.32."
-"""Beginning of the numbers of the vLLM releases with this behaviour."""
+"""Prefix of the versions of the vLLM releases with this behaviour."""
 
 
 def pack_at_every_load() -> None:
     """Make vLLM pack the experts' weights at every load. Without this, the kernel reads plain weights as packed ones.
 
-    It does nothing if vLLM does not compute on a CPU, nor in releases that were not examined: if another release needs
-    the fix, the comparison after a weight sync refuses its mixtures.
+    Does nothing if vLLM does not compute on a CPU, or in releases that were not examined. If another release needs the
+    fix, the comparison after a weight sync rejects its mixtures of experts.
     """
     from vllm import __version__
     from vllm.platforms import current_platform
@@ -28,7 +28,7 @@ def pack_at_every_load() -> None:
 
 def repack_experts(method: Any) -> None:  # noqa: ANN401
     """Change the class that prepares a layer's experts (vLLM's, or one with the same interface) to pack in later calls
-    too."""
+    as well."""
     set_up = method._setup_kernel
 
     def _setup_kernel(self: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:  # noqa: ANN401

@@ -1,5 +1,5 @@
-"""Attention heads of any size on a CPU: vLLM's kernels for CPUs support some sizes (32, 64, 80 …) and end the engine
-for others."""
+"""Attention heads of any size on a CPU: vLLM's CPU kernels support some sizes (32, 64, 80 …) and end the engine for
+others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def support_every_size() -> None:
     """Make vLLM's attention layers pad heads of an unsupported size with zeros to the next supported size.
 
     The results stay the same: zeros add nothing to q·k, and v's zeros become columns that are cut off. The cache grows
-    by the same factor. It does nothing if vLLM does not compute on a CPU.
+    by the same factor. Does nothing if vLLM does not compute on a CPU.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform

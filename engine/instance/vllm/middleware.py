@@ -1,7 +1,7 @@
-"""Our routes in vLLM's server (its --middleware): the outermost ASGI layer, which every request reaches.
+"""Our routes in vLLM's server (its --middleware): the outermost ASGI layer, which every request reaches first.
 
-It answers all requests, so that of vLLM's own routes only those with text can be reached from outside (`--text`):
-completions, chat completions and the list of models, behind our checks.
+It answers all requests, so from outside only vLLM's text routes can be reached (`--text`), after our checks:
+completions, chat completions and the list of models.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from engine.instance.vllm.backend import VllmBackend
 from engine.types import JsonObject
 
 OF_BODY = (b"content-length", b"transfer-encoding", b"content-type")
-"""Headers that say how long the body is and in what form."""
+"""Headers that describe the body's length and format."""
 
 
 class VllmText:
-    """TextRoutes that vLLM's application answers."""
+    """TextRoutes that pass requests on to vLLM's application."""
 
     def __init__(
         self, app: Callable[[Message, Receive, Send], Awaitable[None]], backend: VllmBackend, name: str
     ) -> None:
-        """`app`: vLLM's application. `name`: of the model, in requests and replies."""
+        """`app`: vLLM's application. `name`: the model's name in requests and replies."""
         self.name = name
         self._app = app
         self._backend = backend
 
     async def __call__(self, scope: Message, body: JsonObject, receive: Receive, send: Send) -> None:
-        """Give the request to vLLM. Raise Conflict after a weight update that failed half-way."""
+        """Pass the request on to vLLM. Raise Conflict after a weight update that failed half-way."""
         self._backend.check_whole()
         if scope["path"] == COMPLETION[1]:
-            # as the prompts of a training (data.prompt_template), and as the embedded engine
+            # like training prompts (data.prompt_template) and the embedded engine
             body = {"add_special_tokens": False, **body}
         content = json.dumps(body).encode()
         headers = [(key, value) for key, value in scope["headers"] if key not in OF_BODY]
-        # curl names another type, which vLLM refuses
+        # curl sends another content type, which vLLM refuses
         headers += [(b"content-length", str(len(content)).encode()), (b"content-type", b"application/json")]
         given = False
 
@@ -53,22 +53,22 @@ class VllmText:
 
 
 class Middleware:
-    """One instance's routes around vLLM's application, which only starts and ends the engine."""
+    """One instance's routes around vLLM's application, which only starts and stops the engine."""
 
     options: argparse.Namespace
-    """Options of the command line. They are set on the class before vLLM's server makes its layers, because it gives a
-    layer nothing but the next one."""
+    """Options of the command line. They are set on the class before vLLM's server creates its layers, because it passes
+    a layer nothing but the next one."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._vllm = app
         self._routes: InstanceApp | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request; pass the start and the end of the server on to vLLM."""
+        """Answer a request. Pass the start and the end of the server on to vLLM."""
         if scope["type"] == "lifespan":
             await self._vllm(scope, receive, send)
             return
-        if self._routes is None:  # made with the first request: when vLLM makes its layers there is no engine yet
+        if self._routes is None:  # created at the first request: when vLLM creates its layers there is no engine yet
             backend = VllmBackend(scope["app"].state.engine_client, self.options.routes)
             text = VllmText(self._vllm, backend, self.options.text) if self.options.text else None
             self._routes = InstanceApp(backend, self.options.open_requests, self.options.read_timeout, text)

@@ -1,6 +1,6 @@
 """One rollout instance with vLLM: its OpenAI server in this process, with our middleware and worker extension.
 
-Processes that vLLM spawns import this module first (as __mp_main__): keep its imports light.
+Processes that vLLM spawns import this module first (as __mp_main__), so its imports must stay light.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from engine.wire.access_token import access_token, authorization_headers
 from engine.wire.weights.watchdogs import WATCHDOGS
 
 NAP = "METRONOME_VLLM_NAP_S"
-"""Environment variable for vLLM's processes on a CPU: seconds that they sleep instead of each call of `os.sched_yield`;
-0: they do not sleep.
+"""Environment variable for vLLM's processes on a CPU: seconds to sleep instead of each call of `os.sched_yield`; 0: no
+sleep.
 
 After each message its reader calls `os.sched_yield` in a loop (vLLM 0.32: SpinCondition.wait in
-vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half of a core from the
-processes that compute. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2
-(8 steps each, one run each).
+vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half a core from the processes
+that compute. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2 (8 steps
+each, one run each).
 """
 HEAD_DTYPE = (0, 32)
-"""The first release of ours whose models that generate have an output layer of another dtype."""
+"""The first supported vLLM release whose generating models can have an output layer of another dtype."""
 NAP_LIMIT_S = 0.01
 """Longest nap in seconds. A token needs several messages, so longer naps cost more time than they save."""
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's environment variable for the way it starts processes."""
 if __name__ == "__mp_main__":
-    watch_lifeline()  # vLLM's engine and workers end with this server, however it ends
+    watch_lifeline()  # vLLM's engine and workers end with this server, even if it crashes
     if nap := os.environ.get(NAP):
         vars(os)["sched_yield"] = functools.partial(time.sleep, float(nap))
 
 NAME = "metronome"
-"""The model's name in vLLM, unless it takes text; requests with token ids need not have it."""
+"""The model's name in vLLM, unless the instance takes text. Requests with token ids need not give it."""
 SEEDS = 2**32
-"""numpy, which vLLM seeds too, takes seeds below this."""
+"""Seeds must be below this for numpy, which vLLM seeds as well."""
 POLL_S = 0.1
 WARM_UP_S = 600.0
 """Deadline of the first completion in seconds. vLLM completes its set-up with the first batch with log-probabilities,
-which takes 2 to 15 s, on a busy machine minutes. The orchestrator has a deadline of its own (rollout.timeout_s)."""
+which takes 2 to 15 s, on a busy machine minutes. The orchestrator has a separate deadline (rollout.timeout_s)."""
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it vLLM lacks the engine calls that the weight routes need
@@ -71,18 +71,18 @@ SETTINGS = {
 CPU_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", NAP: "1e-4"}
 NPU_SETTINGS = {"VLLM_ASCEND_ENABLE_NZ": "0"}  # FRACTAL_NZ weights can't be updated in place
 PROFILER = {"profiler": "torch", "ignore_frontend": True, "torch_profiler_with_stack": False}
-"""vLLM's profiler of its workers, with torch's on a CPU and on CUDA and with torch_npu's under vllm-ascend."""
+"""vLLM's profiler of its workers: torch's on a CPU and on CUDA, torch_npu's under vllm-ascend."""
 INVARIANT = {"cuda": {batch_invariance.VARIABLE: "1"}, "npu": {batch_invariance.VARIABLE: "1"}}
-"""Settings of a deterministic instance, by device. vLLM has no batch-invariant kernels for CPUs, where its release 0.32
-would take those for devices."""
+"""Settings of a deterministic instance, by device. vLLM has no batch-invariant kernels for CPUs; release 0.32 would use
+those for devices there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
+    """Serve until SIGTERM or SIGINT, then return 0. Return 2 on bad input, 1 on failure."""
     options = _parser().parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM sets its own handlers, when it serves
+    for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM sets its own handlers when it starts serving
         signal.signal(number, lambda *_: _exit_now(0))
-    # ends this process only, not its group: Python's resource tracker lives on and frees the shared memory
+    # ends only this process, not its group, so that Python's resource tracker can free the shared memory
     watch_lifeline(lambda: _exit_now(1))
     return command_line.run_command(options, _run)
 
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _exit_now(code: int) -> None:
-    """Exit at once. vLLM's processes end too when the lifeline closes."""
+    """Exit at once. vLLM's processes also end, because the lifeline closes."""
     drop_lifeline()
     os._exit(code)
 
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise BadInput for options that cannot work."""
+    """Raise BadInput for options that can't work."""
     _check_environment()
     command_line.check_options(options)
     if importlib.util.find_spec("vllm") is None:
@@ -126,7 +126,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _check_environment() -> None:
-    """Raise BadInput for environment variables that cannot work."""
+    """Raise BadInput for environment variables that can't work."""
     if (method := os.environ.get(METHOD, "spawn")) != "spawn":
         raise BadInput(f"{METHOD}={method}: must be spawn; processes that vLLM forks would not end with this server")
     nap = os.environ.get(NAP, "0")
@@ -139,7 +139,7 @@ def _check_environment() -> None:
 
 
 def _set_environment(options: argparse.Namespace) -> None:
-    """Set the environment variables of vLLM. A variable that the user has set keeps its value."""
+    """Set vLLM's environment variables. A variable set by the user keeps its value."""
     by_device = {"cpu": CPU_SETTINGS, "npu": NPU_SETTINGS}.get(options.device, {})
     invariant = INVARIANT.get(options.device, {}) if options.deterministic else {}
     for key, value in {**SETTINGS, **by_device, **WATCHDOGS.get(options.transport, {}), **invariant}.items():
@@ -160,11 +160,11 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--dtype": options.dtype,
         "--max-model-len": str(options.max_context),
         "--max-num-seqs": str(options.slots),
-        # vLLM's default is 0 for all: then instances would sample the same responses to requests without a seed
+        # vLLM's default is 0, with which all instances would sample the same responses to requests without a seed
         "--seed": str(secrets.randbelow(SEEDS)),
         "--tensor-parallel-size": str(options.tensor),
-        "--logprobs-mode": "processed_logprobs",  # of the logits after the temperature
-        "--generation-config": "vllm",  # not the model folder's, which may change how is sampled
+        "--logprobs-mode": "processed_logprobs",  # log-probabilities after the temperature
+        "--generation-config": "vllm",  # not the model folder's, which may change the sampling
         "--worker-extension-cls": "engine.instance.vllm.worker_entry.WorkerExtension",
         "--middleware": "engine.instance.vllm.middleware.Middleware",
         "--allowed-origins": "[]",
@@ -190,7 +190,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
 
 
 def _check_head() -> None:
-    """Raise BadInput if this vLLM has no output layer of another dtype than the model's."""
+    """Raise BadInput if this vLLM does not support an output layer with another dtype than the model's."""
     from vllm import __version__
 
     release = re.match(r"(\d+)\.(\d+)", __version__)  # a build from source may have another form
@@ -204,7 +204,8 @@ def _flag(name: str) -> str:
 
 
 def _as_vllm_takes(flag: str, value: Any) -> list[str]:  # noqa: ANN401
-    """Return the parts of vLLM's command line that set an argument. Of two settings of one argument the last counts."""
+    """Return the parts of vLLM's command line that set an argument. If an argument is set twice, the last setting
+    counts."""
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, list):
@@ -217,7 +218,7 @@ def _as_text(value: Any) -> str:  # noqa: ANN401
 
 
 def _serve(options: argparse.Namespace) -> None:
-    """Run vLLM's server on a socket of ours, so that no other process can take the free port meanwhile."""
+    """Run vLLM's server on a socket that we bind, so that no other process can take the free port in the meantime."""
     with command_line.bind_socket(options) as sock:
         port = sock.getsockname()[1]
         arguments = _parse_as_vllm(_vllm_arguments(options, port), options.vllm)
@@ -233,13 +234,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _parse_as_vllm(arguments: list[str], given: JsonObject) -> Any:  # noqa: ANN401
-    """Return the options as vLLM parses them. Raise BadInput if it refuses one, with its key in `given`
+    """Return the options as vLLM parses them. Raise BadInput if it rejects one, with its key in `given`
     (rollout.vllm)."""
     # the module that defines both functions moved after 0.23; the command `vllm serve` imports them in every release
     from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))  # half a name would pass by our checks
+    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))  # an abbreviated name would bypass our checks
     parser.error = functools.partial(_refuse_arguments, given)  # argparse would print its usage and exit
     try:
         parsed = parser.parse_args(arguments)
@@ -257,8 +258,8 @@ def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:
-    """Wait until the server answers, send one completion, so that no request pays for first-time set-up, probe a
-    deterministic instance, and write the port file."""
+    """Wait until the server answers, and send one completion, so that no request pays for first-time set-up. Then probe
+    a deterministic instance, and write the port file."""
     try:
         while not _answers(url + "/health"):
             time.sleep(POLL_S)
@@ -267,7 +268,7 @@ def _announce(options: argparse.Namespace, url: str, port: int) -> None:
         if options.deterministic:
             ask = functools.partial(_ask, url)
             batch_invariance.check_invariance(ask, options.slots, options.max_context, _platform(options))
-    except OSError as error:  # HTTP errors are OSErrors, too
+    except OSError as error:  # HTTP errors are OSErrors as well
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
         print(f"{options.name}: the first completion failed: {error} {detail}", file=sys.stderr, flush=True)
         _exit_now(1)

@@ -1,5 +1,5 @@
-"""Weight updates of one vLLM worker, inside the worker: our receiver gets the weights, vLLM's layerwise reload loads
-them."""
+"""Weight updates of one vLLM worker, inside the worker: our receiver receives the weights, vLLM's layerwise reload
+loads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.instance.refusals import Conflict
 from engine.types import JsonObject
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
-"""Environment variable of a test: 1 keeps vLLM's stale copy of a tied lm_head, which the self-test must notice."""
+"""Environment variable of a test: 1 keeps vLLM's stale copy of a tied lm_head, which the self-test must detect."""
 
 TIED_HEAD = "lm_head.weight"
 
@@ -27,9 +27,8 @@ TIED_HEAD = "lm_head.weight"
 class WeightSession:
     """Receives weights and loads them into the worker's model, bucket by bucket between start and finish.
 
-    A bucket is received and verified whole before it is loaded ("base" excepted). A refused bucket ends the
-    update. If the update has loaded tensors by then, the weights are a mixture (`damaged`) until a later update is
-    finished.
+    A bucket is received and verified completely before it is loaded (except "base"). A refused bucket ends the update.
+    If the update has loaded tensors by then, the weights are a mixture (`damaged`) until a later update finishes.
     """
 
     def __init__(self, worker: Any) -> None:  # noqa: ANN401
@@ -38,7 +37,7 @@ class WeightSession:
         self._receiver = Receiver(device=worker.device)
         self._base = Path(worker.vllm_config.model_config.model)
         self._expected = _tensor_shapes(self._base)
-        self._loaded: set[str] | None = None  # names loaded by the update under way
+        self._loaded: set[str] | None = None  # names loaded by the current update
         self._version = 0
         self._damaged = False
         self._job: _Job | None = None
@@ -46,13 +45,14 @@ class WeightSession:
     # state ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return {"weight_version": of the last finished update (0: from disk), "damaged": …, "updating": …}."""
+        """Return {"weight_version": version of the last finished update (0: from disk), "damaged": …, "updating":
+        …}."""
         return {"weight_version": self._version, "damaged": self._damaged, "updating": self._loaded is not None}
 
     # the update -----------------------------------------------------------------------------------
 
     def begin(self, job: dict[str, Any]) -> None:
-        """Begin to join groups or to receive a bucket, in a thread, so that the engine takes other calls meanwhile.
+        """Begin to join groups or to receive a bucket, in a thread, so that the engine can take other calls.
 
         `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older job; joining
         new groups also cancels waits in the older ones. `poll` says whether the job is done.
@@ -67,7 +67,7 @@ class WeightSession:
         work: Callable[[], Any] | None = None
         if info.get("transport") == "base":  # needs no sender, and is too large to hold at once
             self._load(self._receiver.receive(info, self._base))
-        else:  # received whole before it is loaded, so that nothing of a refused bucket is loaded
+        else:  # received completely before loading, so that no part of a refused bucket is loaded
 
             def work() -> list[tuple[str, Tensor]]:
                 return list(self._receiver.receive(info, self._base))
@@ -75,7 +75,7 @@ class WeightSession:
         self._job = _Job(job["number"], work)
 
     def poll(self, number: int) -> bool:
-        """Return whether the job is done; then the weights that it received are in the model. Raise its error, or
+        """Return whether the job is done; if so, the weights that it received are in the model. Raise its error, or
         TransferError if a newer job has replaced it."""
         job = self._job
         if job is None or job.number != number:
@@ -87,7 +87,7 @@ class WeightSession:
         return True
 
     def start(self) -> None:
-        """Prepare the model for new weights. An update under way is aborted: its sender has begun again."""
+        """Prepare the model for new weights. An update in progress is aborted, because its sender has restarted."""
         if self._loaded is not None:
             self.abort()
         with self._with_vllm_config():
@@ -95,11 +95,11 @@ class WeightSession:
         self._loaded = set()
 
     def stage(self, update_info: JsonObject) -> None:
-        """Begin to receive a bucket into host memory; generation goes on."""
+        """Begin to receive a bucket into host memory while generation continues."""
         self._receiver.stage(update_info)
 
     def finish(self, version: int) -> None:
-        """Let vLLM finish its layers, and set the version. Raise Conflict if tensors are missing."""
+        """Make vLLM finish its layers, and set the version. Raise Conflict if tensors are missing."""
         if self._loaded is None or not self._loaded:
             raise Conflict("no weights were loaded since /start_weight_update")
         if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
@@ -112,7 +112,7 @@ class WeightSession:
         self._version = version
 
     def abort(self) -> None:
-        """End an update early. Layers without new weights keep theirs; once a tensor was loaded, the model is
+        """End an update early. Layers without new weights keep theirs; if any tensor was loaded, the model is
         `damaged`."""
         if self._loaded is None:
             return
@@ -148,7 +148,7 @@ class WeightSession:
                 _copy_pending(_layerwise_reload().get_layerwise_info(layer))
 
     def _check_and_note(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Yield the tensors; check each one and note it as loaded."""
+        """Yield the tensors, checking each one and recording it as loaded."""
         assert self._loaded is not None
         for name, tensor in tensors:
             self._check_tensor(name, tuple(tensor.shape))
@@ -167,7 +167,8 @@ class WeightSession:
             _layerwise_reload().finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _refresh_tied_head(self) -> None:
-        """Pack a tied lm_head anew: vLLM on the CPU computes logits from a packed copy that a reload leaves."""
+        """Pack a tied lm_head again: vLLM on the CPU computes logits from a packed copy, which a reload does not
+        update."""
         head = getattr(self._model, "lm_head", None)
         method = getattr(head, "quant_method", None)
         if head is None or method is None or os.environ.get(KEEP_STALE_HEAD) == "1":
@@ -178,10 +179,10 @@ class WeightSession:
 
 
 class _Job:
-    """Work in a thread, which ends with a result or an error."""
+    """Work in a thread that ends with a result or an error."""
 
     def __init__(self, number: int, work: Callable[[], Any] | None) -> None:
-        """Start the work; without `work` the job is done already."""
+        """Start the work. Without `work` the job is done at once."""
         self.number = number
         self._work = work
         self._result: Any = None
@@ -195,7 +196,7 @@ class _Job:
     def _run(self) -> None:
         try:
             self._result = self._work() if self._work else None
-        except BaseException as error:  # `take` raises it, of any kind
+        except BaseException as error:  # `take` raises it, whatever its type
             self._error = error
         finally:
             self._ended.set()
@@ -206,7 +207,7 @@ class _Job:
         return self._ended.is_set()
 
     def take(self) -> Any:  # noqa: ANN401
-        """Return the result, or raise the work's error; only once, then it is dropped."""
+        """Return the result, or raise the work's error. The result is dropped after the first call."""
         result = self._result
         self._result = None
         error = self._error
@@ -217,7 +218,8 @@ class _Job:
 
 
 def _copy_pending(info: Any) -> None:  # noqa: ANN401
-    """Copy the tensors that vLLM keeps of an incomplete layer: the next bucket is received into the same memory."""
+    """Copy the tensors that vLLM keeps of an incomplete layer, because the next bucket is received into the same
+    memory."""
     for _, bound in info.loaded_weights:
         for key, value in bound.arguments.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -231,7 +233,7 @@ def _layerwise_reload() -> Any:  # noqa: ANN401
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a Hugging Face folder by its name."""
+    """Return the shape of every tensor of a Hugging Face folder, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

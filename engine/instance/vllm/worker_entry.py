@@ -1,4 +1,4 @@
-"""The module that --worker-extension-cls names. vLLM imports it in each of its workers before the model is built."""
+"""The module named by --worker-extension-cls. vLLM imports it in each of its workers before the model is built."""
 
 from engine.instance.vllm.experts import pack_at_every_load
 from engine.instance.vllm.heads import support_every_size

@@ -1,4 +1,4 @@
-"""Our extension of vLLM's workers (--worker-extension-cls): a weight session, which the backend calls through
+"""Our extension of vLLM's workers (--worker-extension-cls): a weight session that the backend calls through
 collective_rpc."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "finish": WeightSession.finish,
     "abort": WeightSession.abort,
 }
-"""The actions that the backend asks for. Each takes the session and at most one argument."""
+"""The actions that the backend can request. Each takes the session and at most one argument."""
 
 
 class WorkerExtension:
@@ -30,7 +30,7 @@ class WorkerExtension:
     def metronome(self, action: str, argument: Any = None) -> dict[str, Any]:  # noqa: ANN401
         """Carry out an action. Return {"result": …}, or {"error": …, "kind": …, "status": …} for a MetronomeError.
 
-        Errors are returned because vLLM ends the engine for some that are raised, and loses the message of others.
+        Errors are returned because vLLM ends the engine for some raised errors and loses the message of others.
         """
         if self._metronome_session is None:
             self._metronome_session = WeightSession(self)

@@ -18,4 +18,4 @@ KERNELS: dict[str, Kernel] = {
     "cuda": cuda.attend,
     "npu": npu.attend,
 }
-"""The kernels by the names in `Platform.attention`, and the reference."""
+"""The kernels, by their names in `Platform.attention`, and the reference."""

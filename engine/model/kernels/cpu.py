@@ -1,4 +1,4 @@
-"""Attention on a CPU: torch's attention, called for parts of the row, so that next to nothing hidden is computed."""
+"""Attention on a CPU: torch's attention, called for parts of the row, so that almost nothing masked is computed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from engine.model.kernels.reference import torch_attention
 from engine.model.layout import Layout, Part
 
 CALL_COST = 250_000
-"""Cost of one call of the kernel, in mask entries times the width of all heads: computing this many takes as long
-(measured)."""
+"""Cost of one call of the kernel, in mask entries times the width of all heads: computing this many takes as long as a
+call (measured)."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of the kernel: n sets of L queries, each with K keys of which a query sees some."""
+    """One call of the kernel: n sets of L queries, each with K keys, of which a query sees some."""
 
     queries: Tensor
-    """[n, L] numbers of the queries among the layout's rows."""
+    """[n, L] indices of the queries among the layout's rows."""
     keys: Tensor
     """[n, K] positions of the keys in the whole row."""
     mask: Tensor | None
@@ -33,9 +33,9 @@ class Plan:
     """The calls for a layout. Queries and keys of all calls are gathered at once."""
 
     batches: tuple[AttentionCall, ...]
-    """The calls; their queries, one after another, are a permutation of the rows."""
+    """The calls. Their queries, concatenated, are a permutation of the rows."""
     queries: Tensor | None
-    """[S] numbers of the rows in the order of the calls; None if that is the rows' own order."""
+    """[S] indices of the rows in the order of the calls; None if that is the rows' own order."""
     keys: Tensor | None
     """Positions of the keys in the order of the calls; None if that is the whole row in its own order."""
     order: Tensor | None
@@ -43,12 +43,12 @@ class Plan:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked_attention`, by the calls that should take the least time."""
+    """Same result and shapes as `reference.masked_attention`, using the calls estimated to take the least time."""
     return _run_plan(q=q, k=k, v=v, plan=layout.once(plan, CALL_COST // (q.shape[1] * q.shape[2])), scale=scale)
 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """`attend` as if calls cost nothing: no parts are joined into a block, so only what is visible is computed."""
+    """`attend` as if calls cost nothing: no parts are joined into a block, so only visible entries are computed."""
     return _run_plan(q=q, k=k, v=v, plan=layout.once(plan, 0), scale=scale)
 
 
@@ -67,8 +67,8 @@ def _gather(x: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def plan(layout: Layout, call_cost: int) -> Plan:
-    """Choose the calls for a layout. Parts of equal shape go into one call. Consecutive parts go into one block under a
-    mask instead, where the calls would cost more than they save.
+    """Choose the calls for a layout. Parts of equal shape are computed in one call. Consecutive parts are instead
+    joined into one block under a mask if separate calls would cost more than they save.
 
     `call_cost` is in entries of the mask.
     """
@@ -94,13 +94,14 @@ def plan(layout: Layout, call_cost: int) -> Plan:
 
 
 def _unless_in_place(positions: Tensor, size: int) -> Tensor | None:
-    """The positions, or None if they are 0 … size − 1 in this order."""
+    """Return the positions, or None if they are 0 … size − 1 in this order."""
     in_place = positions.numel() == size and bool((positions == torch.arange(size, device=positions.device)).all())
     return None if in_place else positions
 
 
 def _join_segments(segments: list[tuple[Part, ...]], call_cost: int) -> list[tuple[Part, ...]]:
-    """Parts of the segments; those of neighbouring segments are joined where one block costs less than both apart."""
+    """Return the parts of the segments. Those of neighbouring segments are joined if one block costs less than both
+    separately."""
     merged = segments[:1]
     for parts in segments[1:]:
         apart = sum(min(_block_cost(block, call_cost), _parts_cost(block, call_cost)) for block in (merged[-1], parts))
@@ -112,19 +113,19 @@ def _join_segments(segments: list[tuple[Part, ...]], call_cost: int) -> list[tup
 
 
 def _parts_cost(parts: tuple[Part, ...], call_cost: int) -> int:
-    """Cost in mask entries of one call for each shape among the parts."""
+    """Return the cost in mask entries of one call for each shape among the parts."""
     shapes = {(part.prefix, part.length) for part in parts}
     return sum(part.length * (part.prefix + part.length) for part in parts) + call_cost * len(shapes)
 
 
 def _block_cost(parts: tuple[Part, ...], call_cost: int) -> int:
-    """Cost in mask entries of one call for all parts together."""
+    """Return the cost in mask entries of one call for all parts together."""
     (query, last), (key, end) = _extent(parts)
     return (last - query) * (end - key) + call_cost
 
 
 def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """((first, end) of the parts' consecutive rows, (first, end) of the keys that any of them sees)."""
+    """Return ((first, end) of the parts' consecutive rows, (first, end) of the keys that any of them sees)."""
     last = parts[-1]
     return (parts[0].query, last.query + last.length), (
         min(part.start for part in parts),
@@ -133,13 +134,13 @@ def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _block_call(layout: Layout, parts: tuple[Part, ...]) -> AttentionCall:
-    """One call for consecutive parts, under the layout's mask."""
+    """Return one call for consecutive parts, under the layout's mask."""
     queries, keys = (torch.arange(*extent, device=layout.rows.device) for extent in _extent(parts))
     return AttentionCall(queries[None], keys[None], layout.visible(layout.rows[queries], keys))
 
 
 def _batch_call(parts: list[Part], device: torch.device) -> AttentionCall:
-    """One call for parts of equal shape."""
+    """Return one call for parts of equal shape."""
     length = parts[0].length
     prefix = parts[0].prefix
     queries = torch.tensor([part.query for part in parts])[:, None] + torch.arange(length)

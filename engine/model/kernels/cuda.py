@@ -1,11 +1,11 @@
-"""Attention on CUDA: torch's FlashAttention where it takes the tensors, else FlexAttention.
+"""Attention on CUDA: torch's FlashAttention if it supports the tensors, else FlexAttention.
 
-FlashAttention computes the responses' own tokens and the prompts in a call each (`engine.model.kernels.merged`). The
-tests call its operators with a CPU behind them.
+FlashAttention computes the responses' own tokens and the prompts in one call each (`engine.model.kernels.merged`). The
+tests call its operators with CPU implementations behind them.
 
-FlexAttention skips blocks of the mask in which nothing is visible. Each row sees the keys from the first of its own run
-up to itself, and the keys of its prompt. So the kernel loads four numbers per query and none per key. It also runs
-uncompiled on a CPU, where the tests compare it.
+FlexAttention skips blocks of the mask in which nothing is visible. Each row sees the keys of its own run up to itself,
+and the keys of its prompt. So the kernel loads four numbers per query and none per key. It also runs uncompiled on a
+CPU, where the tests check it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from engine.model.kernels.merged import attend as merge
 from engine.model.layout import Layout
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
-"""The dtypes that FlashAttention takes."""
+"""The dtypes that FlashAttention supports."""
 FLASH_WIDTH = 256
-"""Largest width of a head that FlashAttention takes; it has to be a multiple of 8."""
+"""Largest head width that FlashAttention supports; it must be a multiple of 8."""
 FLASH_CAPABILITY = (8, 0)
-"""Least compute capability that FlashAttention runs on: Ampere."""
+"""Lowest compute capability that FlashAttention runs on: Ampere."""
 BLOCK = 128
 """Number of queries, and of keys, of a block: FlexAttention's default."""
 CHUNK = 16
-"""Number of rows of blocks that are classified at a time, so that the whole mask is never in memory."""
+"""Number of rows of blocks classified at a time, so that the whole mask is never in memory."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
@@ -44,8 +44,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None 
 
 
 def flash_takes(q: Tensor) -> bool:
-    """Whether FlashAttention is built for the queries' device, and takes their dtype and width. On ROCm its lse has
-    another shape, so it is not used there."""
+    """Whether FlashAttention is built for the queries' device and supports their dtype and width. It is not used on
+    ROCm, where its lse has another shape."""
     width = q.shape[-1]
     return (
         q.is_cuda
@@ -66,7 +66,7 @@ class Flash:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """As `merged.VarlenKernel` says."""
+        """See `merged.VarlenKernel`."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query=q, key=k, value=v, return_debug_mask=False, scale=self.scale, **_options(sequences)
         )
@@ -75,7 +75,7 @@ class Flash:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `merged.VarlenKernel` says. The state of the random generator is not read without dropout."""
+        """See `merged.VarlenKernel`. Without dropout the state of the random generator is not read."""
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out=grad,
             query=q,
@@ -92,7 +92,7 @@ class Flash:
 
 
 def _options(sequences: Sequences) -> dict[str, Any]:
-    """The arguments that both operators have."""
+    """Return the arguments that both operators share."""
     return {
         "cum_seq_q": sequences.query_offsets,
         "cum_seq_k": sequences.key_offsets,
@@ -104,7 +104,7 @@ def _options(sequences: Sequences) -> dict[str, Any]:
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked_attention`. The block mask is made once per layout, the kernel is
+    """Same result and shapes as `reference.masked_attention`. The block mask is built once per layout; the kernel is
     compiled once per process."""
     plain: Callable[..., Any] = flex_attention  # type: ignore[assignment]  # of a type that mypy can't name
     kernel = compile_once(plain) if q.is_cuda else plain
@@ -120,7 +120,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | 
 
 
 def block_mask(layout: Layout) -> BlockMask:
-    """The layout's mask in blocks: those visible in part, and those visible as a whole, where no mask is applied."""
+    """Return the layout's mask in blocks: those partly visible, and those fully visible, where no mask is applied."""
     row, own, first, end = visible_keys(layout)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -152,8 +152,8 @@ def _blocks(mask: Tensor) -> Tensor:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[q, kv] bool over blocks → ([1, 1, q] number of key blocks that are set for each query block, [1, 1, q, kv] the
-    numbers of these key blocks, then those of the others)."""
+    """[q, kv] bool over blocks → ([1, 1, q] number of key blocks that are set for each query block, [1, 1, q, kv]
+    indices of these key blocks, then those of the others)."""
     numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 

@@ -1,14 +1,15 @@
-"""Attention with the shared prompt in two parts that are merged, without a copy of the prompt for each response.
+"""Attention with a shared prompt, computed in two parts that are merged, without copying the prompt for each response.
 
-A query sees the tokens of its own run up to itself, and, after the first response, the whole prompt before the run.
-Each is one call of a kernel that takes sequences of variable length:
+A query sees its own run up to itself and, after the first response, the whole prompt before the run.
+Each part is one call of a kernel that takes sequences of variable length:
 
 - own part: every `Part` of the row with the keys of its run, causal from the lower right corner. Keys and values of
-  the whole row are taken where they lie; a shard gathers those that its queries see.
+  the whole row are read in place; a shard gathers those that its queries see.
 - prompt part: the queries that see a prompt, with the prompt's keys, without a mask. A prompt is one sequence for all
-  of its responses. With one group nothing is gathered; with several groups the prompts and their queries are, once.
+  of its responses. With one group nothing is gathered; with several groups the prompts and their queries are gathered
+  once.
 
-With lse = log Σ exp(scores), of which every kernel returns that of its part, the results are merged as
+Every kernel returns the lse = log Σ exp(scores) of its part. The results are merged as
 
     lse = log Σ exp(lseᵢ),  out = Σ exp(lseᵢ − lse) outᵢ,
 
@@ -36,37 +37,37 @@ from engine.model.fusion import can_fuse, compile_once
 from engine.model.layout import Layout
 
 Where = slice | Tensor
-"""Some tokens of a tensor's first dimension: a slice if they follow one another, else their positions [n]."""
+"""Some tokens of a tensor's first dimension: a slice if they are contiguous, else their positions [n]."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one call; their queries follow one another, and so do their keys."""
+    """The sequences of one call. Their queries are contiguous, and so are their keys."""
 
     queries: tuple[int, ...]
-    """Number of queries of each."""
+    """Number of queries of each sequence."""
     keys: tuple[int, ...]
-    """Number of keys of each, at least as many as queries if causal."""
+    """Number of keys of each sequence; at least as many as queries if causal."""
     causal: bool
-    """Whether the last query sees all keys and each one before it one key less; else all queries see all keys."""
+    """Whether the last query sees all keys and each earlier one sees one key less; else all queries see all keys."""
     device: torch.device
-    """Where the tensors of the call lie."""
+    """Device of the call's tensors."""
 
     @cached_property
     def query_offsets(self) -> Tensor:
-        """[n + 1] int32 first query of each sequence, and the number of all."""
+        """[n + 1] int32: first query of each sequence, then the total."""
         return self._offsets(self.queries)
 
     @cached_property
     def key_offsets(self) -> Tensor:
-        """[n + 1] int32 first key of each sequence, and the number of all."""
+        """[n + 1] int32: first key of each sequence, then the total."""
         return self._offsets(self.keys)
 
     def _offsets(self, lengths: tuple[int, ...]) -> Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device)
 
     def split(self, most: int) -> Iterator[tuple[slice, slice, Sequences]]:
-        """(queries, keys, sequences) of calls with at most `most` sequences each."""
+        """Yield (queries, keys, sequences) of calls with at most `most` sequences each."""
         query = 0
         key = 0
         for at in range(0, len(self.queries), most):
@@ -79,11 +80,11 @@ class Sequences:
 
 
 class VarlenKernel(Protocol):
-    """A kernel for sequences of variable length, made with the factor of the scores: q [T, heads, d]; k, v
-    [K, key-value heads, d]."""
+    """A kernel for sequences of variable length, constructed with the scale of the scores: q [T, heads, d]; k, v [K,
+    key-value heads, d]."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Return (out [T, heads, d], lse [T, heads] in fp32 or wider); the caller may write to both."""
+        """Return (out [T, heads, d], lse [T, heads] in fp32 or wider). The caller may write to both."""
         ...
 
     def backward(
@@ -99,9 +100,9 @@ class Call:
     """One call of the kernel."""
 
     queries: Where
-    """Among the layout's rows."""
+    """Positions among the layout's rows."""
     keys: Where
-    """In the whole row."""
+    """Positions in the whole row."""
     sequences: Sequences
 
 
@@ -110,7 +111,7 @@ class TwoParts:
     """The calls for a layout."""
 
     own: Call
-    """All rows with the keys of their own runs."""
+    """All rows, with the keys of their runs."""
     prompt: Call | None
     """The rows that see a prompt before their run, with the prompts; None if there are none."""
 
@@ -124,7 +125,7 @@ def attend(
     *,
     kernel: Callable[[float], VarlenKernel],
 ) -> Tensor:
-    """Same result and shapes as `reference.masked_attention`, by the calls of the kernel, which is made with the
+    """Same result and shapes as `reference.masked_attention`, by calls of the kernel, which is constructed with the
     scale."""
     made = kernel(q.shape[-1] ** -0.5 if scale is None else scale)
     out: Tensor = _Merged.apply((layout.once(plan), made), q, k, v)
@@ -132,7 +133,7 @@ def attend(
 
 
 def plan(layout: Layout) -> TwoParts:
-    """The calls for the layout, also for a shard."""
+    """Return the calls for the layout or shard."""
     device = layout.rows.device
     parts = layout.parts
     own = Call(
@@ -163,15 +164,15 @@ def plan(layout: Layout) -> TwoParts:
 
 
 def _where(ranges: Sequence[tuple[int, int]], device: torch.device) -> Where:
-    """The tokens of the ranges (first, count), in this order."""
+    """Return the tokens of the ranges (first, count), in this order."""
     if all(sum(one) == following[0] for one, following in pairwise(ranges)):
         return slice(ranges[0][0], sum(ranges[-1]))
     return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(device)
 
 
 def merge(out: Tensor, lse: Tensor, at: Where, part: tuple[Tensor, Tensor]) -> None:
-    """Merge (out [n, heads, d], lse [n, heads]) of a part into those of n tokens of `out` and `lse`, in place. To be
-    compiled: then each is read and written once, and products and sums stay in registers."""
+    """Merge (out [n, heads, d], lse [n, heads]) of a part into those of n tokens of `out` and `lse`, in place. For
+    compilation: then each is read and written once, and products and sums stay in registers."""
     part_out, part_lse = part
     own_lse = lse[at]
     merged = torch.logaddexp(own_lse, part_lse)
@@ -229,7 +230,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _in_place(part: Tensor, where: Where, size: int) -> Tensor:
-    """The gradient of x[where] as that of x, whose first dimension has `size` tokens."""
+    """Return the gradient of x[where] as a gradient of x, whose first dimension has `size` tokens."""
     if isinstance(where, slice) and where == slice(0, size):
         return part
     total = part.new_zeros(size, *part.shape[1:])

@@ -1,14 +1,14 @@
-"""Attention on an Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, once for the responses' own tokens
-and once for the prompts (`engine.model.kernels.merged`).
+"""Attention on an Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, called once for the responses' own
+tokens and once for the prompts (`engine.model.kernels.merged`).
 
 Tensors have the layout "TND" (tokens, heads, width), with cumulative lengths. `sparse_mode` 3 is causal, aligned at the
 lower right corner; it needs a 2048×2048 upper triangle as mask. Without a mask a query sees all keys of its sequence.
-The kernel returns the largest score and the sum of exponentials of each query; `softmax_layout` "TND" orders them as
-the queries. `npu_fusion_attention_grad` takes both, and makes p = exp(score − max) / sum of them: the merged lse as
-largest score and 1 as sum give the probabilities of the merged softmax. torch_npu's own context parallelism hands
-merged values to it, too. The arguments follow torch_npu 2.10.0.post4 (`_op_plugin_docs.py`).
+The kernel returns each query's largest score and sum of exponentials; `softmax_layout` "TND" puts them in the order of
+the queries. `npu_fusion_attention_grad` takes both, and computes p = exp(score − max) / sum from them. With the merged
+lse as the largest score and 1 as the sum, these are the probabilities of the merged softmax. torch_npu's own context
+parallelism passes merged values in the same way. The arguments follow torch_npu 2.10.0.post4 (`_op_plugin_docs.py`).
 
-The tests call operators with the published schemas, which they implement on the CPU. This has not run on an NPU.
+The tests call CPU implementations of these operators with the published schemas. This has not run on an NPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from engine.model.kernels.merged import attend as merge
 from engine.model.layout import Layout
 
 RIGHT_DOWN_CAUSAL = 3
-"""`sparse_mode` for a mask that is causal from the lower right corner."""
+"""`sparse_mode` for a causal mask aligned at the lower right corner."""
 MASK_SIZE = 2048
-"""Side of the compressed mask that every `sparse_mode` but 0 and 1 takes."""
+"""Side of the compressed mask that every `sparse_mode` except 0 and 1 takes."""
 MOST_SEQUENCES = 1024
 """Largest number of variable-length sequences in one call."""
 COPIES = 8
-"""The kernel has each query's largest score and sum this many times."""
+"""Number of times the kernel repeats each query's largest score and sum."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class FusionAttention:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """As `merged.VarlenKernel` says."""
+        """See `merged.VarlenKernel`."""
         done = []
         for rows, keys, some in sequences.split(MOST_SEQUENCES):
             out, largest, total = torch.ops.npu.npu_fusion_attention(
@@ -60,7 +60,7 @@ class FusionAttention:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `merged.VarlenKernel` says."""
+        """See `merged.VarlenKernel`."""
         largest = lse[..., None].expand(-1, -1, COPIES).contiguous()
         done = [
             torch.ops.npu.npu_fusion_attention_grad(
@@ -82,7 +82,7 @@ class FusionAttention:
 
 
 def _options(sequences: Sequences) -> dict[str, Any]:
-    """The arguments that both operators have."""
+    """Return the arguments that both operators share."""
     causal = sequences.causal
     return {
         "input_layout": "TND",

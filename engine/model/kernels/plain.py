@@ -1,5 +1,5 @@
-"""The kernel of `engine.model.kernels.merged` in plain operations of torch, which the kernels of devices are compared
-with. It works on every device and in every dtype, and holds all scores of a sequence in memory."""
+"""The kernel of `engine.model.kernels.merged` in plain torch operations, used to test the device kernels. It works on
+every device and in every dtype, and holds all scores of a sequence in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Plain:
     scale: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """As `merged.VarlenKernel` says."""
+        """See `merged.VarlenKernel`."""
         done = []
         for query, key, value, hidden in _each(q, k, v, sequences):
             scores = _scores(query, key, hidden, self.scale)
@@ -32,7 +32,7 @@ class Plain:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `merged.VarlenKernel` says: with p = exp(score − lse), dv = pᵀ·grad, d score = p · (grad·v − grad·out)."""
+        """See `merged.VarlenKernel`. With p = exp(score − lse): dv = pᵀ·grad, d score = p · (grad·v − grad·out)."""
         lengths = list(sequences.queries)
         done = []
         for (query, key, value, hidden), *rest in zip(
@@ -54,8 +54,8 @@ class Plain:
 def _each(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """(q [L, key-value heads, heads per key-value head, d], k, v [K, key-value heads, d], hidden [L, K] bool or None)
-    of each sequence, in fp32 or wider."""
+    """Yield (q [L, key-value heads, heads per key-value head, d], k, v [K, key-value heads, d], hidden [L, K] bool or
+    None) of each sequence, in fp32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.to(wide).unflatten(1, (k.shape[1], -1)).split(list(sequences.queries))
     keys, values = (x.to(wide).split(list(sequences.keys)) for x in (k, v))

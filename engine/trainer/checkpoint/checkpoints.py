@@ -1,17 +1,17 @@
-"""Checkpoints that hold all that a resume needs, and never look complete when they are not (docs/architecture.md, A
+"""Checkpoints that hold everything a resume needs and never look complete when they are not (docs/architecture.md, A
 checkpoint is everything).
 
 A checkpoint is a folder in Megatron's `torch_dist` format (weights, old policy, moments and random streams: see
 `engine.trainer.checkpoint.state`). It also holds `state.json` (step, config, layout, schedule, the reference by path
-and hash). All ranks save it at once; any layout can load it. Each rank copies its tensors and goes on, while a thread
-of its own writes them. Rank 0's thread then writes the index, renames the folder, writes the marker last, deletes old
-checkpoints and uploads the new one to `checkpoint.path`. All ranks must see the same run folder.
+and hash). All ranks save it at once; any layout can load it. Each rank copies its tensors and continues training, while
+a separate thread writes them. Rank 0's thread then writes the index, renames the folder, writes the marker last,
+deletes old checkpoints and uploads the new one to `checkpoint.path`. All ranks must see the same run folder.
 
-Megatron's own asynchronous save forks the trainer, keeps a manager process per rank that outlives a `kill -9` of it,
-and finishes with collectives. Here a thread writes, and each rank says by a file that it is done, so no collective runs
-beside those of training.
+Megatron's asynchronous save is not used: it forks the trainer, keeps a manager process per rank that survives a
+`kill -9` of the rank, and finishes with collectives. Here a thread writes, and each rank reports by a file that it is
+done, so no collective runs concurrently with those of training.
 
-Megatron's index is a pickle. It is read only if it is the file that the marker was written for, and refers only to
+Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers only to the
 types that an index consists of (`checkpoint_files.check_checkpoint`). So a downloaded checkpoint can't run code.
 """
 
@@ -70,13 +70,13 @@ from engine.wire.messages import CheckpointDue, CheckpointFound
 
 BACKEND = ("torch_dist", 1)
 LOOK_S = 0.02
-"""Seconds between rank 0's looks for the other ranks' files."""
+"""Seconds between rank 0's checks for the other ranks' files."""
 
 
 def take_snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
     """Copy this rank's part of a sharded state to the host, and plan which rank writes which tensors.
 
-    A tensor that several replicas hold is written by one of them. A collective of all ranks. Raises MetronomeError if
+    If several replicas hold a tensor, one of them writes it. Collective over all ranks. Raises MetronomeError if
     planning fails.
     """
     strategy = _Planning()
@@ -91,14 +91,14 @@ def take_snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
 
 
 class _Planning(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to the point where files would be written."""
+    """Megatron's save strategy, stopped before any file is written."""
 
     def __init__(self) -> None:
         super().__init__(*BACKEND)
         self.snapshot: Snapshot | None = None
 
     def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: str) -> AsyncRequest:
-        """Plan the save and keep the copy in `take_snapshot`. Return an empty request."""
+        """Plan the save and keep the plan and the copied tensors in `snapshot`. Return an empty request."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self.snapshot = Snapshot(checkpoint_dir)
@@ -110,38 +110,38 @@ class _Planning(TorchDistSaveShardedStrategy):
 
 
 class Snapshot(FileSystemWriter):
-    """This rank's tensors on the host, with the plan to write them."""
+    """This rank's tensors on the host, with the plan for writing them."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)  # nothing is left to copy
         self.rank_in_world = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         self.index: Metadata | None = None
-        """The index of all ranks' tensors, on rank 0."""
+        """The index of all ranks' tensors; set on rank 0 only."""
         self._plan: SavePlan | None = None
         self._tensors: dict[MetadataIndex, torch.Tensor] = {}
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Copy the tensors, so that training can go on. Megatron calls this once the plan is made."""
+        """Copy the tensors, so that training can continue. Megatron calls this once the plan is made."""
         self._plan = plan
         self._tensors = {item.index: _host_copy(planner.resolve_data(item)) for item in plan.items}
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
-        """Return the copy of a tensor. torch's writer calls this as it would a planner's."""
+        """Return the copy of a tensor. torch's writer calls this in place of the planner's method."""
         return self._tensors[item.index]
 
     def write(self) -> None:
-        """Write this rank's file, then the list of its tensors' places, which says that the rank is done."""
+        """Write this rank's file, then the list of its tensors' positions. The list signals that the rank is done."""
         assert self._plan is not None, "the copy is taken before it is written"
-        # of a planner, torch's writer calls `resolve_data` alone
+        # torch's writer calls no planner method but `resolve_data`
         results = self.write_data(self._plan, self).wait() if self._plan.items else []  # type: ignore[arg-type]
         self._tensors.clear()
         write_json(_list_file(Path(self.path), self.rank_in_world), [_json_row(result) for result in results])
 
     def gather(self, timeout_s: float) -> None:
-        """Wait for the lists of all ranks, then write the index. On rank 0.
+        """Wait for the lists of all ranks, then write the index. Called on rank 0.
 
-        Raises DeadlineError that names the ranks without a list.
+        Raises DeadlineError, which names the ranks without a list.
         """
         folder = Path(self.path)
         lists = [_list_file(folder, rank) for rank in range(self.world)]
@@ -195,20 +195,21 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A save whose files are not all written yet."""
+    """A save whose files are not all written."""
 
     name: str
     done: Future[None]
 
 
 class Checkpoints:
-    """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
+    """The run's checkpoints, as one rank sees them. All ranks build it; `save` and `resume` are collectives over all
+    ranks."""
 
     def __init__(
         self, root: Path, policy: Policy, config: Config, reference_hash: str | None, fence: Fence | None = None
     ) -> None:
         """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None;
-        `fence`: the orchestrator's, without whose right no checkpoint is written; None: nobody is fenced off."""
+        `fence`: the orchestrator's fence, which must permit each checkpoint; None means no fence."""
         self._fence = fence or Fence(root.parent, 0)
         self._root = root
         self._policy = policy
@@ -218,18 +219,19 @@ class Checkpoints:
         self._run = read_run_id(root.parent)
         self._pending: _PendingSave | None = None
         self._step: int | None = None
-        """Step of the checkpoint that was saved or loaded last."""
+        """Step of the checkpoint saved or loaded last."""
         self.prompt_position: int | None = None
-        """Prompts used before the next step, with algorithm.dynamic_sampling; else None: the step determines them."""
+        """Number of prompts used before the next step, with algorithm.dynamic_sampling; else None, because the step
+        determines it."""
         self.prompts: str | None = None
-        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): the checkpoint's, then the run's."""
+        """Fingerprint of the prompts in order (`PromptLoader.fingerprint`): first the checkpoint's, then the run's."""
 
     def save(self, step: int, figures: Mapping[str, object] | None = None) -> None:
         """Take the checkpoint before step `step`; return once the tensors are copied.
 
-        Does nothing if this checkpoint was saved or loaded last and is complete. `figures`: those of the last step; the
-        best checkpoints are chosen by reward_mean. Waits first for a save that is under way, and raises its error (see
-        `finish`). A collective of all ranks.
+        Does nothing if this checkpoint was the last one saved or loaded and is complete. `figures`: figures of the last
+        step; the best checkpoints are chosen by reward_mean. First waits for a save in progress and raises its error
+        (see `finish`). Collective over all ranks.
         """
         self.finish(self._config.train.timeout_s)
         target = folder_of(self._root, step)
@@ -245,8 +247,8 @@ class Checkpoints:
         self._pending = _PendingSave(target.name, writing)
 
     def poll(self) -> None:
-        """Forget a save that has ended. Raises CheckpointError with its name if it failed, and TakenOver if another
-        orchestrator writes the run. No collective."""
+        """Forget a finished save. Raises CheckpointError with its name if it failed, and TakenOver if another
+        orchestrator writes the run. Not a collective."""
         if self._pending is None or not self._pending.done.done():
             return
         flight = self._pending
@@ -260,9 +262,9 @@ class Checkpoints:
             ) from error
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until this rank has written its part; on rank 0 until the checkpoint is complete and uploaded.
+        """Wait until this rank has written its part; on rank 0, until the checkpoint is complete and uploaded.
 
-        Raises DeadlineError after `timeout_s` seconds, and CheckpointError as `poll` does. No collective.
+        Raises DeadlineError after `timeout_s` seconds, and CheckpointError as `poll` does. Not a collective.
         """
         if self._pending is not None and wait([self._pending.done], timeout_s).not_done:
             raise DeadlineError(
@@ -274,9 +276,9 @@ class Checkpoints:
     def resume(self) -> int | None:
         """Load the newest whole checkpoint of the run folder, or else of `checkpoint.path`.
 
-        Returns the step to go on with, None if there is no checkpoint. Prints which checkpoints are skipped and why,
-        and what is not restored in another layout. Raises BadInput if the checkpoint has another model, reference or
-        fixed key, CheckpointError if all are damaged. A collective of all ranks.
+        Returns the step to continue with; None if there is no checkpoint. Prints which checkpoints are skipped and why,
+        and what cannot be restored in another layout. Raises BadInput if the checkpoint has another model, reference or
+        fixed key, CheckpointError if all are damaged. Collective over all ranks.
         """
         found = self._policy.ranks.from_first(self._find_checkpoint)
         if found.name is None:
@@ -318,7 +320,7 @@ class Checkpoints:
         return True
 
     def _state(self, step: int, updates: int) -> dict[str, Any]:
-        """Return the present state that is not in tensors, the content of `state.json`."""
+        """Return the part of the current state that is not stored as tensors: the content of `state.json`."""
         return {
             "step": step,
             "weight_version": step,
@@ -335,7 +337,7 @@ class Checkpoints:
         }
 
     def _write(self, taken: Snapshot, target: Path, state: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Write this rank's part; on rank 0 then complete the checkpoint. Runs in the background."""
+        """Write this rank's part; on rank 0, then complete the checkpoint. Runs in the background."""
         taken.write()
         if taken.rank_in_world:
             return
@@ -355,11 +357,11 @@ class Checkpoints:
             store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check)
             try:
                 store.prune_published(self._place, keep.keep_last, keep.keep_best, self._run)
-            except CheckpointError as error:  # old ones stay and take space; the next save deletes them
+            except CheckpointError as error:  # old checkpoints remain and take space; the next save deletes them
                 self._print_on_rank_0(f"warning: {error}")
 
     def _find_checkpoint(self) -> CheckpointFound:
-        """Return the checkpoint to load, checked and in the run folder. On rank 0."""
+        """Return the checkpoint to load, verified and in the run folder. Called on rank 0."""
         folder = newest_whole(self._root, self._place, self._run, self._print_on_rank_0)
         return CheckpointFound(None if folder is None else folder.name)
 
@@ -384,5 +386,5 @@ class Checkpoints:
 
 
 def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content as it comes back from JSON: tuples become lists."""
+    """Return the content as JSON would give it back: tuples become lists."""
     return dict(json.loads(json.dumps(content)))

@@ -1,9 +1,9 @@
-"""Names and shards of a checkpoint's tensors, the same for every layout and each of Megatron's optimizers.
+"""Names and shards of a checkpoint's tensors. They are the same for every layout and for all of Megatron's optimizers.
 
-`policy.*` are the exact weights (the optimizer's fp32 master weights where it has some), `old.*` those of the old
-policy. `optimizer.state.exp_avg.policy.*` and `…exp_avg_sq…` are Adam's moments in the shapes of the weights,
-`gradient.policy.*` is the last gradient for gradient control, `rng.RANK.*` are a rank's random streams. No name tells
-of shards or optimizer classes, so any layout can load a checkpoint of any other.
+`policy.*` are the exact weights (the optimizer's fp32 master weights if it has some), `old.*` those of the old policy.
+`optimizer.state.exp_avg.policy.*` and `…exp_avg_sq…` are Adam's moments in the shapes of the weights,
+`gradient.policy.*` is the last gradient for gradient control, `rng.RANK.*` are a rank's random streams. No name depends
+on shards or optimizer classes, so any layout can load a checkpoint of any other.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from engine.trainer.gradient_control import ControlState
 from engine.trainer.policy import Policy
 
 Part = Any
-"""Megatron's ShardedTensor, this rank's part of a tensor with its place in the whole, or a ShardedTensorFactory, which
-makes two of one tensor (SwiGLU's gate and up weights)."""
+"""Megatron's ShardedTensor, which is this rank's part of a tensor with its position in the whole, or a
+ShardedTensorFactory, which splits one tensor into two (SwiGLU's gate and up weights)."""
 Parts = dict[str, Part]
 PartTree = dict[str, Any]
-"""Parts by name, nested: what Megatron calls a sharded state dict. Once loaded, tensors stand in place of the parts."""
+"""Parts by name, nested: Megatron's sharded state dict. After loading, tensors replace the parts."""
 
 MASTER = "param"
-"""Megatron's name of the optimizer's own copy of the weights."""
+"""Megatron's name for the optimizer's fp32 copy of the weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIX = "optimizer.state"
 
 
 def present_layout() -> dict[str, int]:
-    """Return the sizes of the present parallel layout."""
+    """Return the sizes of the current parallel layout."""
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -50,7 +50,7 @@ def present_layout() -> dict[str, int]:
 
 
 def updates_of(optimizer: MegatronOptimizer) -> int:
-    """Return how many updates the optimizer has made; 0 on a rank where it has no parameters."""
+    """Return the number of updates the optimizer has made; 0 on a rank without parameters."""
     for base in _base_optimizers(optimizer):
         for counted in (*base.optimizer.state.values(), *base.optimizer.param_groups):
             if "step" in counted:
@@ -59,7 +59,7 @@ def updates_of(optimizer: MegatronOptimizer) -> int:
 
 
 def state_to_save(policy: Policy, updates: int) -> PartTree:
-    """Return this rank's parts of a checkpoint, for `dist_checkpointing.save`. A collective of the replicas."""
+    """Return this rank's parts of a checkpoint, for `dist_checkpointing.save`. Collective over the replicas."""
     weights = _weight_parts(policy.models.policy, "policy.")
     state: PartTree = {"policy": weights, "rng": _rng_parts(policy)}
     if updates:  # before the first update Adam has no state
@@ -76,7 +76,7 @@ def state_to_save(policy: Policy, updates: int) -> PartTree:
 
 
 def _gradient_parts(weights: Parts, by_parameter: dict[int, Tensor]) -> Parts:
-    """Return the last gradient's parts, sharded as the weights are."""
+    """Return the last gradient's parts, sharded like the weights."""
     return {
         name: _sharded_like(part, f"gradient.{part.key}", by_parameter[id(part.data)]) for name, part in weights.items()
     }
@@ -84,7 +84,7 @@ def _gradient_parts(weights: Parts, by_parameter: dict[int, Tensor]) -> Parts:
 
 @torch.no_grad()
 def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gradient_control: ControlState) -> None:
-    """Load a checkpoint's tensors; the random streams only if `same_layout`. A collective of all ranks."""
+    """Load a checkpoint's tensors; the random streams only if `same_layout`. Collective over all ranks."""
     if policy.control is not None and gradient_control:
         policy.control.load(gradient_control)
         last = policy.control.previous(loading=True)
@@ -103,9 +103,9 @@ def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gra
 
 
 def _weight_parts(model: GPTModel, prefix: str) -> Parts:
-    """Return the model's parameters as parts, by name. Once Megatron has loaded into a part, its data is detached.
+    """Return the model's parameters as parts, by name. After Megatron has loaded into a part, its data is detached.
 
-    Transformer Engine's extra objects are left out: they are empty.
+    Transformer Engine's extra objects are left out because they are empty.
     """
     state = model.sharded_state_dict(prefix, metadata=_metadata())
     return {name: part for name, part in state.items() if isinstance(part, ShardedTensor | ShardedTensorFactory)}
@@ -119,7 +119,7 @@ def _metadata() -> dict[str, object]:
 
 
 def _base_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yield the optimizers of Megatron's chain (the experts have their own), without those that have no parameters."""
+    """Yield the optimizers in Megatron's chain (the experts have a separate one), except those without parameters."""
     for base in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not base.is_stub_optimizer:
             yield base
@@ -128,8 +128,8 @@ def _base_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer
 def _optimizer_parts(base: MegatronOptimizer, weights: Parts, loading: bool) -> dict[str, Parts]:
     """Return the optimizer's tensors by kind (MOMENTS and, if it has master weights, MASTER) and name.
 
-    They have the shapes of the weights. The distributed optimizer has names of its own, and gathers what its replicas
-    share: a collective of the replicas.
+    They have the shapes of the weights. The distributed optimizer uses its own names and gathers what its replicas
+    share: this is a collective over the replicas.
     """
     if isinstance(base, DistributedOptimizer):
         found = base.sharded_param_state_fully_reshardable(dict(weights), loading, _metadata())
@@ -154,20 +154,20 @@ def _without_prefix(part: Part) -> Part:
 
 
 def _sharded_like(part: Part, key: str, tensor: Tensor) -> Part:
-    """Return a tensor of the weight's shape as a part, sharded as the weight is."""
+    """Return a tensor of the weight's shape as a part, sharded like the weight."""
     own = {"dtype": tensor.dtype} if isinstance(part, ShardedTensor) else {}
     return replace(part, key=key, data=tensor, **own)
 
 
 def _with_master_weights(weights: Parts, masters: Parts, into: Parts) -> Parts:
-    """Return `into` with master weights in place of the weights that are not fp32."""
+    """Return `into` with master weights replacing the weights that are not fp32."""
     names = {part.key: name for name, part in weights.items()}
     exact = {names[part.key]: part for part in masters.values()}
     return into | {name: part for name, part in exact.items() if weights[name].data.dtype != torch.float32}
 
 
 def _load_optimizer(folder: str, optimizer: MegatronOptimizer, weights: Parts, updates: int) -> None:
-    """Load Adam's moments, its count of updates, and the master weights where the optimizer has some."""
+    """Load Adam's moments, its update count, and the master weights if the optimizer has some."""
     bases = list(_base_optimizers(optimizer))
     for base in bases:
         _make_room(base)
@@ -182,9 +182,9 @@ def _load_optimizer(folder: str, optimizer: MegatronOptimizer, weights: Parts, u
 
 
 def _make_room(base: MegatronOptimizer) -> None:
-    """Make the moments to load into, and drop torch's count of updates.
+    """Allocate the moments to load into, and drop torch's update count.
 
-    Megatron's distributed optimizer can't load where torch's Adam has begun to count.
+    Megatron's distributed optimizer can't load once torch's Adam has started to count.
     """
     for state in base.optimizer.state.values():
         state.pop("step", None)
@@ -192,15 +192,15 @@ def _make_room(base: MegatronOptimizer) -> None:
 
 
 def _by_number(loaded: dict[str, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Return loaded tensors as the distributed optimizer wants them: by number of the parameter, then by kind."""
+    """Return loaded tensors in the distributed optimizer's form: by number of the parameter, then by kind."""
     return {int(place): {kind: loaded[kind][place] for kind in loaded} for place in loaded.get(MASTER, {})}
 
 
 def _set_updates(adam: torch.optim.Optimizer, updates: int) -> None:
-    """Set Adam's count of updates.
+    """Set Adam's update count.
 
-    torch counts in a tensor for each parameter, incremented in place and so never shared, which its fused kernel needs
-    on the parameter's device; the fused Adams of others count once per group.
+    torch counts in one tensor per parameter. The tensors are incremented in place, so they must not be shared, and the
+    fused kernel needs them on the parameter's device. Other fused Adams count once per group.
     """
     counts_itself = isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))
     for group in adam.param_groups:
@@ -220,7 +220,7 @@ def _rng_parts(policy: Policy) -> Parts:
 
 
 def _load_rng(folder: str) -> dict[str, Tensor]:
-    """Return this rank's random streams by name, as they were saved."""
+    """Return this rank's saved random streams by name."""
     mine = f"rng.{dist.get_rank():05d}."
     there = dist_checkpointing.load_tensors_metadata(folder)
     parts = {
@@ -236,7 +236,7 @@ def _load_into(folder: str, parts: Parts) -> None:
 
 
 def _copy_into(loaded: PartTree, parts: PartTree) -> None:
-    """Copy loaded tensors into the data of their parts; most were read right into it."""
+    """Copy loaded tensors into the data of their parts. Most were already read directly into it."""
     for name, part in parts.items():
         if isinstance(part, dict):
             _copy_into(loaded.get(name, {}), part)
@@ -245,7 +245,7 @@ def _copy_into(loaded: PartTree, parts: PartTree) -> None:
 
 
 def _load_tensors(folder: str, parts: PartTree) -> PartTree:
-    """Return the tree with tensors in place of the parts. Megatron leaves out subtrees that would be empty."""
+    """Return the tree with tensors replacing the parts. Megatron leaves out subtrees that would be empty."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about how Megatron calls it
         loaded: PartTree = dist_checkpointing.load(parts, folder)

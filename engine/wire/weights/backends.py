@@ -1,6 +1,6 @@
-"""The backends of torch.distributed that broadcast weights, and where they differ. Needs torch only, not vLLM.
+"""The torch.distributed backends that broadcast weights, and their differences. Needs only torch, not vLLM.
 
-NCCL and HCCL are written from the published sources of torch 2.13 and torch_npu 2.10.0.post4; they have not run on
+The NCCL and HCCL code follows the published sources of torch 2.13 and torch_npu 2.10.0.post4; it has not run on
 hardware.
 """
 
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from engine.errors import BadInput
 
 POLL_S = 0.0005
-"""Seconds between two looks at a running broadcast. A bucket takes hundreds of times longer."""
+"""Seconds between two checks of a running broadcast. A bucket takes hundreds of times longer."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A member's place in a group."""
+    """A member's position in a group."""
 
     store: dist.Store
     rank: int
     world: int
     own: str
-    """The address of this machine that the other members use."""
+    """This machine's address, as used by the other members."""
     timeout_s: float
 
 
@@ -39,7 +39,7 @@ class GroupBackend(ABC):
     """A backend of torch.distributed."""
 
     device: ClassVar[str]
-    """The type of the devices whose memory it sends."""
+    """Type of the devices whose memory it sends."""
 
     @abstractmethod
     def make(self, place: Membership) -> Any:  # noqa: ANN401
@@ -47,45 +47,45 @@ class GroupBackend(ABC):
 
     @abstractmethod
     def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
-        """Connect the members over their `device`, so that no broadcast has to. Blocks until all of them have called
-        it, without a deadline. Raises RuntimeError."""
+        """Connect the members over their `device`, so that no broadcast has to. Blocks, without a deadline, until all
+        members have called it. Raises RuntimeError."""
 
     @abstractmethod
     def abort(self, group: Any) -> None:  # noqa: ANN401
-        """End the group's broadcasts, where the backend can. May block. Raises RuntimeError."""
+        """End the group's broadcasts, if the backend can. May block. Raises RuntimeError."""
 
     def finish(self, work: dist.Work) -> None:
-        """Raise the error of a completed broadcast, a RuntimeError."""
+        """Raise the RuntimeError of a completed broadcast, if it failed."""
         work.wait()
 
 
 class Gloo(GroupBackend):
-    """From host memory to host memory."""
+    """Sends from host memory to host memory."""
 
     device = "cpu"
 
     def make(self, place: Membership) -> Any:  # noqa: ANN401
-        """A ProcessGroupGloo."""
+        """Return a ProcessGroupGloo."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._timeout = timedelta(seconds=place.timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.own)]
         return dist.ProcessGroupGloo(place.store, place.rank, place.world, options)
 
     def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
-        """Do nothing: the members are connected when the group is made."""
+        """Do nothing: making the group connects the members."""
 
     def abort(self, group: Any) -> None:  # noqa: ANN401
-        """Do nothing: a broadcast ends by its time-out, or when a member leaves."""
+        """Do nothing: a broadcast ends at its timeout, or when a member leaves."""
 
 
 class DeviceBackend(GroupBackend):
-    """From device to device. Left alone, it would make its communicator in the first broadcast, which then blocks until
-    all members have called it: the sender's would block before the instances are told of the bucket."""
+    """From device to device. By default the communicator is created in the first broadcast, which blocks until all
+    members have called it. The sender would then block before the instances are told of the bucket."""
 
     def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
-        """Make the communicator, and broadcast one byte.
+        """Create the communicator, and broadcast one byte.
 
-        The byte is needed: HCCL makes its communicator only in a broadcast, and NCCL (from 2.22) connects the devices
+        The byte is needed: HCCL creates its communicator only in a broadcast, and NCCL (from 2.22) connects the devices
         of a communicator in the first one.
         """
         group.eager_connect_single_device(device)
@@ -96,12 +96,12 @@ class DeviceBackend(GroupBackend):
 
 
 class Nccl(DeviceBackend):
-    """Between CUDA devices."""
+    """Sends between CUDA devices."""
 
     device = "cuda"
 
     def make(self, place: Membership) -> Any:  # noqa: ANN401
-        """A ProcessGroupNCCL, which torch's build for the CPU lacks."""
+        """Return a ProcessGroupNCCL. torch's CPU build lacks it."""
         if not dist.is_nccl_available():
             raise BadInput("transport nccl: this process's torch is built without NCCL; use gloo or file")
         options = dist.ProcessGroupNCCL.Options()
@@ -109,17 +109,17 @@ class Nccl(DeviceBackend):
         return dist.ProcessGroupNCCL(place.store, place.rank, place.world, options)
 
     def abort(self, group: Any) -> None:  # noqa: ANN401
-        """End all broadcasts. The making of a communicator goes on."""
+        """End all broadcasts. The creation of a communicator is not interrupted."""
         group.abort()
 
 
 class Hccl(DeviceBackend):
-    """Between NPUs."""
+    """Sends between NPUs."""
 
     device = "npu"
 
     def make(self, place: Membership) -> Any:  # noqa: ANN401
-        """A ProcessGroupHCCL of torch_npu."""
+        """Return a ProcessGroupHCCL of torch_npu."""
         for name in ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"):
             if os.environ.get(name, "0") not in ("", "0"):
                 raise BadInput(
@@ -133,37 +133,37 @@ class Hccl(DeviceBackend):
         options = made.Options()
         options._timeout = timedelta(seconds=place.timeout_s)
         options.group_id = "weights"
-        # without ranks torch_npu would take the group for the process's default group, in place of the real one
+        # without ranks torch_npu would mistake the group for the process's default group
         options.global_ranks_in_group = list(range(place.world))
         return made(place.store, place.rank, place.world, options)
 
     def abort(self, group: Any) -> None:  # noqa: ANN401
-        """Do nothing: what is under way ends by HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT.
+        """Do nothing: running calls end by HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT.
 
-        torch_npu's own call holds the interpreter's lock while it waits.
+        torch_npu's own abort holds the interpreter lock while it waits.
         """
 
     def finish(self, work: dist.Work) -> None:
-        """Raise RuntimeError if the broadcast failed: HCCL's `wait` does not."""
+        """Raise RuntimeError if the broadcast failed; HCCL's `wait` does not."""
         work.wait()
         if not work.is_success():
             raise RuntimeError("HCCL reports an error of the communicator")
 
 
 BACKENDS: dict[str, GroupBackend] = {"gloo": Gloo(), "nccl": Nccl(), "hccl": Hccl()}
-"""The backends by their name in `weights.transport`."""
+"""The backends by name, as in `weights.transport`."""
 
 
 def use_device(device: torch.device) -> None:
-    """Make it the current device of this thread; a thread begins with device 0."""
+    """Make it the current device of this thread. Threads start with device 0."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
 
 def group_device(backend: str, model: torch.device) -> torch.device:
-    """The device from whose memory a process sends and receives, whose model is on `model`.
+    """Return the device whose memory a process with its model on `model` sends from and receives into.
 
-    Raises BadInput for an unknown backend, and for a device that the backend cannot reach.
+    Raises BadInput for an unknown backend, and for a device that the backend can't reach.
     """
     if backend not in BACKENDS:
         raise BadInput(f"transport {backend!r}: expected one of {', '.join(BACKENDS)}")

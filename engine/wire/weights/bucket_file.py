@@ -1,6 +1,6 @@
 """Buckets as safetensors files, and folders of such files: the snapshots that late instances load.
 
-The metadata of a file have names, dtypes, shapes and checksums, so a folder can be loaded without other information.
+A file's metadata has names, dtypes, shapes and checksums, so a folder can be loaded without further information.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F6
 TORCHS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 MAX_HEADER = 100 * 2**20
-"""Largest size of a header in bytes, as in safetensors."""
+"""Maximum header size in bytes, as in safetensors."""
 
 
 def write_bucket(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
-    """Write a bucket. An existing file is overwritten in place, so that its memory or disk space is used again."""
+    """Write a bucket. An existing file is overwritten in place, so that its memory or disk space is reused."""
     header: JsonObject = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
     offset = 0
     for spec in bucket.specs:
@@ -53,8 +53,8 @@ def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
 
 
 def wire_of(path: Path) -> JsonObject:
-    """Names, dtypes, shapes and checksums of a bucket's file. Raises BadInput for a file that `write_bucket` did not
-    write."""
+    """Return names, dtypes, shapes and checksums of a bucket's file. Raises BadInput if `write_bucket` did not write
+    it."""
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
     except (KeyError, TypeError, ValueError):
@@ -65,7 +65,7 @@ def wire_of(path: Path) -> JsonObject:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Open a regular file. Any other is refused, because to open a pipe waits for its other end."""
+    """Open a regular file. Other files are refused, because opening a pipe waits for its other end."""
     file = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -74,7 +74,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def _header(path: Path) -> tuple[JsonObject, int]:
-    """The header, and the position of the first tensor in bytes."""
+    """Return the header, and the byte position of the first tensor."""
     try:
         with open(path, "rb", opener=_open_regular) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -105,11 +105,11 @@ class BucketFile:
     """A safetensors file whose tensors are read into a given buffer."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadInput if the file is missing or cut off."""
+        """Raises BadInput if the file is missing or truncated."""
         self.path = path
         header, self._start = _header(path)
         try:
-            # it stays the same file, also if its folder is renamed
+            # an open file stays valid if its folder is renamed
             self._file = open(path, "rb", buffering=0, opener=_open_regular)  # noqa: SIM115
         except OSError as error:
             raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
@@ -129,7 +129,7 @@ class BucketFile:
         return frozenset(self._places)
 
     def specs(self) -> list[TensorSpec]:
-        """Its tensors in the file's order. Raises BadInput for a dtype that weights cannot have."""
+        """Return its tensors in file order. Raises BadInput for a dtype that weights can't have."""
         for name, (dtype, *_) in self._places.items():
             if dtype not in TORCHS:
                 raise BadInput(f"{self.path}: {name} is {dtype}; weights are one of {', '.join(TORCHS)}")
@@ -139,7 +139,7 @@ class BucketFile:
     def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Read the file once into a uint8 buffer of at least `nbytes` on the host. Returns views of the buffer.
 
-        Raises BadInput if the file has another dtype or shape than `specs`, or if it was cut off in between.
+        Raises BadInput if the file has another dtype or shape than `specs`, or has since been truncated.
         """
         left = buffer.numpy().data[: self.nbytes]
         try:
@@ -164,7 +164,7 @@ class BucketFile:
 
 
 def files_at(path: str) -> list[Path]:
-    """The safetensors file at a path, or the files in a folder. Raises BadInput if there is none."""
+    """Return the safetensors file at a path, or the files in a folder. Raises BadInput if there is none."""
     place = Path(path)
     try:
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]

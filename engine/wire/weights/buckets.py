@@ -1,8 +1,8 @@
-"""Buckets: some tensors of a pipeline stage at a time, so that the whole model is never in one place.
+"""Buckets: a few tensors of a pipeline stage at a time, so that the whole model is never in one place.
 
-A tensor that can be sent as it is (contiguous, with the dtype that is sent) is referred to. Other tensors are copied
-into a buffer that is used again. `Bucket.wire` describes a bucket on the wire (the update_info of /update_weights).
-This module needs only torch and xxhash, because it also runs in vLLM's environment.
+A tensor that can be sent as it is (contiguous, with the dtype that is sent) is referenced. Other tensors are copied
+into a reused buffer. `Bucket.wire` describes a bucket on the wire (the update_info of /update_weights). This module
+needs only torch and xxhash, because it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def specs_of(update_info: Mapping[str, object]) -> list[TensorSpec]:
-    """The tensors of an update_info. Raises BadInput if it does not describe them completely."""
+    """Return the tensors of an update_info. Raises BadInput if it does not describe them completely."""
     values = (update_info.get(key) for key in ("names", "dtypes", "shapes"))
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 3 or len({len(value) for value in lists}) != 1:
@@ -67,18 +67,18 @@ def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
 
 
 def bucket_span(specs: Sequence[TensorSpec]) -> int:
-    """The size of a bucket in bytes."""
+    """Return the size of a bucket in bytes."""
     return sum(spec.nbytes for spec in specs)
 
 
 def bucket_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The tensors of a bucket as views of the uint8 buffer [≥ span] that has their bytes. A tensor that is not aligned
-    is copied."""
+    """Return the tensors of a bucket as views of the uint8 buffer [≥ span] that has their bytes. A misaligned tensor is
+    copied."""
     return [tensor_view(cut, spec) for cut, spec in zip(bucket_cuts(buffer, specs), specs, strict=True)]
 
 
 def bucket_cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The buffer's uint8 [nbytes] of each tensor, one after the other."""
+    """Return each tensor's uint8 [nbytes] part of the buffer, one after the other."""
     offset = 0
     found = []
     for spec in specs:
@@ -88,14 +88,14 @@ def bucket_cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def tensor_view(data: Tensor, spec: TensorSpec) -> Tensor:
-    """Bytes [spec.nbytes] as a tensor of the spec's dtype and shape."""
+    """Return bytes [spec.nbytes] as a tensor of the spec's dtype and shape."""
     dtype = DTYPES[spec.dtype]
     data = data if data.storage_offset() % dtype.itemsize == 0 else data.clone()
     return data.view(dtype).view(spec.shape)
 
 
 class BucketTensors(TypedDict):
-    """What update_info says of a bucket's tensors: lists of the same length."""
+    """The part of update_info that describes a bucket's tensors: lists of the same length."""
 
     names: list[str]
     dtypes: list[str]
@@ -110,20 +110,20 @@ class Bucket:
     number: int
     specs: list[TensorSpec]
     tensors: list[Tensor]
-    """One tensor for each spec, contiguous, with the dtype that is sent."""
+    """One tensor per spec, contiguous, with the dtype that is sent."""
     buffer: Tensor
     """uint8 memory of the tensors that had to be copied."""
 
     def pieces(self) -> list[Tensor]:
-        """uint8 [nbytes] of each tensor; these are sent one after the other."""
+        """Return uint8 [nbytes] of each tensor. These are sent one after the other."""
         return [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
 
     def checksums(self) -> list[str]:
-        """The checksum of each tensor."""
+        """Return the checksum of each tensor."""
         return [tensor_checksum(tensor) for tensor in self.tensors]
 
     def wire(self) -> BucketTensors:
-        """Names, dtypes, shapes and checksums, in the form of update_info."""
+        """Return names, dtypes, shapes and checksums, in the form of update_info."""
         return {
             "names": [spec.name for spec in self.specs],
             "dtypes": [spec.dtype for spec in self.specs],
@@ -133,13 +133,13 @@ class Bucket:
 
 
 class Buffers:
-    """Host memory for the buckets that are being sent. A buffer that is taken must be given back.
+    """Host memory for the buckets being sent. Every buffer that is taken must be given back.
 
     The memory is kept from sync to sync, because the first access to new memory costs more than the copy.
     """
 
     def __init__(self, count: int, timeout_s: float, device: torch.device | None = None) -> None:
-        """`count`: number of buckets at a time; `timeout_s`: how long `take` waits until one of them is sent."""
+        """`count`: number of buckets at a time; `timeout_s`: how long `take` waits until one of them has been sent."""
         self._free: queue.Queue[Tensor] = queue.Queue()
         self._timeout_s = timeout_s
         self._device = device or torch.device("cpu")
@@ -147,8 +147,8 @@ class Buffers:
             self._free.put(torch.empty(0, dtype=torch.uint8, device=self._device))
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of at least `nbytes` bytes: the smallest free buffer that is large enough, else the largest
-        one, enlarged. Raises DeadlineError if no buffer is given back in time."""
+        """Return a uint8 buffer of at least `nbytes` bytes: the smallest free buffer that is large enough, else the
+        largest one, enlarged. Raises DeadlineError if no buffer is given back in time."""
         try:
             free = [self._free.get(timeout=self._timeout_s)]
         except queue.Empty:
@@ -173,8 +173,8 @@ def pack_buckets(
     """Put named tensors in order into buckets of at most `limit` bytes, or of one larger tensor. Casts to `dtype` if
     given.
 
-    Tensors that need no copy are referred to, so they must not change while the bucket is in use. The caller gives each
-    bucket's buffer back. Raises BadInput for a dtype that weights cannot have.
+    Tensors that need no copy are referenced, so they must not change while the bucket is in use. The caller gives each
+    bucket's buffer back. Raises BadInput for a dtype that weights can't have.
     """
     bucket: Bucket | None = None
     number = used = 0
@@ -195,9 +195,8 @@ def pack_buckets(
 
 
 def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in order, but with the first and second exchanged if the first is larger than `limit` bytes (an
-    embedding). Instances receive the first bucket into separate memory and copy it, and the others in place
-    (WeightLoad.lend)."""
+    """Yield the tensors in order, but swap the first two if the first is larger than `limit` bytes (an embedding).
+    Instances receive the first bucket into separate memory and copy it, and the others in place (WeightLoad.lend)."""
     left = iter(tensors)
     first = list(itertools.islice(left, 2))
     if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:
@@ -207,7 +206,7 @@ def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[t
 
 
 def _ready(tensor: Tensor, spec: TensorSpec, room: Tensor) -> Tensor:
-    """The tensor itself if it can be sent without a copy, else a copy in `room`."""
+    """Return the tensor itself if it can be sent without a copy, else a copy in `room`."""
     dtype = DTYPES[spec.dtype]
     if tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == room.device:
         return tensor

@@ -2,13 +2,13 @@
 on devices.
 
 The receiver computes the kind that the sender announced. Usually the tensors are in host memory on both ends, or on
-devices on both ends. But a late instance reads a snapshot into host memory, even if the tensors were sent between
-devices. Both kinds detect errors of a transfer (a changed bit, exchanged places, bytes of another version). They do not
+devices on both ends. But a late instance reads a snapshot into host memory even if the tensors were sent between
+devices. Both kinds detect transfer errors (a changed bit, swapped positions, bytes of another version). They do not
 protect against an attacker who computes collisions.
 
 On devices the bytes are read as 64-bit words. Within a chunk each word is folded, so that its high bits affect the low
-bits, and multiplied by an odd pseudo-random weight of its place. The products are added modulo 2^64. The sums of the
-chunks are the coefficients of a polynomial modulo 2^64.
+bits, and multiplied by an odd pseudo-random weight that depends on its position. The products are added modulo 2^64.
+The sums of the chunks are the coefficients of a polynomial modulo 2^64.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ CHUNK = 65536
 """Number of 8-byte words that are summed together: half a megabyte. Part of the checksum's definition."""
 
 BLOCK = 128 * CHUNK
-"""Number of words that are folded at a time: a few kernels each, with as much memory for the products (64 MiB)."""
+"""Number of words folded at a time. Each block takes a few kernels, and 64 MiB for the products."""
 
 DEVICE_DIGITS = 16
-"""Number of hexadecimal digits of a device's checksum; XXH3's has twice as many."""
+"""Number of hexadecimal digits of a device checksum. XXH3's has twice as many."""
 
 _MASK = 2**64 - 1
 _BASE = 0x9E3779B97F4A7C15  # odd; the golden ratio's digits
@@ -34,7 +34,7 @@ _weights_of: dict[torch.device, Tensor] = {}
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """Checksum of the tensor's bytes in row-major order, independent of shape and dtype.
+    """Return the checksum of the tensor's bytes in row-major order, independent of shape and dtype.
 
     It has 32 hexadecimal digits (XXH3, 128 bits) for a tensor in host memory, and 16 for a tensor on a device.
     """
@@ -43,14 +43,14 @@ def tensor_checksum(tensor: Tensor) -> str:
 
 
 def checksum_as(announced: object, tensor: Tensor) -> str:
-    """The tensor's checksum of the announced kind: a device's checksum if the announced one has 16 digits, else
+    """Return the tensor's checksum of the announced kind: a device checksum if the announced one has 16 digits, else
     `tensor_checksum`."""
     device = isinstance(announced, str) and len(announced) == DEVICE_DIGITS
     return device_checksum(tensor) if device else tensor_checksum(tensor)
 
 
 def device_checksum(tensor: Tensor) -> str:
-    """The checksum of a device, computed where the tensor is."""
+    """Return the device checksum, computed where the tensor is."""
     data = _bytes(tensor)
     whole = data.numel() // 8 * 8
     words = _words(data[:whole])
@@ -66,12 +66,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _words(data: Tensor) -> Tensor:
-    """The bytes as int64 words. They are copied if the memory does not start at a word."""
+    """Return the bytes as int64 words. They are copied if the memory is not aligned to words."""
     return (data if data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0 else data.clone()).view(torch.int64)
 
 
 def _sums(words: Tensor) -> list[int]:
-    """The weighted sum of each chunk, modulo 2^64."""
+    """Return the weighted sum of each chunk, modulo 2^64."""
     weights = _weights(words.device)
     scratch = torch.empty(min(BLOCK, len(words)), dtype=torch.int64, device=words.device)
     sums = []
@@ -88,7 +88,8 @@ def _sums(words: Tensor) -> list[int]:
 
 
 def _weights(device: torch.device) -> Tensor:
-    """[CHUNK] odd numbers, the same on every device: splitmix64 of the place, computed with wrapping integers."""
+    """Return [CHUNK] odd numbers, the same on every device: splitmix64 of the position, computed with wrapping
+    integers."""
     if device not in _weights_of:
         numbers = [_mixed((place * _BASE) & _MASK) | 1 for place in range(1, CHUNK + 1)]
         signed = [number - 2**64 if number >= 2**63 else number for number in numbers]

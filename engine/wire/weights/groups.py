@@ -1,7 +1,7 @@
-"""Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs torch only, not vLLM).
+"""Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs only torch, not vLLM).
 
-The sender is rank 0 and has a TCPStore, in which the other members find it. The members meet in the store before the
-group is created, so a member that never comes is named. Then every member creates and connects its group in a thread,
+The sender is rank 0 and serves a TCPStore, in which the other members find it. The members meet in the store before the
+group is created, so a missing member can be named. Then every member creates and connects its group in a thread,
 because that blocks until all members do the same. Every wait has a deadline, and `close` and `call_off` cancel it.
 """
 
@@ -29,18 +29,17 @@ from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Members
 
 HOST = torch.device("cpu")
 REACH_S = 10.0
-"""Time limit in seconds to reach the sender. The sender listens before its address is sent, so more time would not
-help."""
+"""Seconds to reach the sender. The sender listens before its address is sent, so more time would not help."""
 LOOK_S = 0.005
-"""Seconds between two looks at the store."""
+"""Seconds between two checks of the store."""
 
 
 class Rendezvous:
     """The sender's store, in which the members of its stage's group find each other."""
 
     def __init__(self, host: str, backend: str, timeout_s: float, device: torch.device = HOST) -> None:
-        """`host`: an address of this machine that the instances can reach. A free port is used. `device`: of the
-        sender's model. Raises BadInput if the backend cannot send from there."""
+        """`host`: an address of this machine that the instances can reach. A free port is used. `device`: device of the
+        sender's model. Raises BadInput if the backend can't send from there."""
         self.host = host
         self._backend = backend
         self._timeout_s = timeout_s
@@ -59,8 +58,8 @@ class Rendezvous:
         return {"host": self.host, "port": self.port}
 
     def gather(self, world: int) -> BroadcastGroup:
-        """Wait for the members (ranks 1 … world − 1) and create the group. Raises TransferError if it is called off,
-        and DeadlineError."""
+        """Wait for the members (ranks 1 … world − 1) and create the group. Raises TransferError if the group is called
+        off, and DeadlineError."""
         with _store_errors("the members of the weight transfer"), _told_to_all(self._store):
             for rank in range(1, world):
                 _await_key(
@@ -83,7 +82,7 @@ class Rendezvous:
             )
 
     def call_off(self) -> None:
-        """Cancel the group: no member waits any longer. Members that come later also get TransferError, as long as this
+        """Cancel the group: no member keeps waiting. Members that join later also get TransferError, as long as this
         object exists."""
         self._off.set()
         self._store.set("off", "1")
@@ -98,9 +97,10 @@ def join_group(
     off: threading.Event,
     device: torch.device = HOST,
 ) -> BroadcastGroup:
-    """Become a member of the group that a `Rendezvous` gathers. `device`: of this process's model.
+    """Join the group that a `Rendezvous` gathers. `device`: device of this process's model.
 
-    Raises BadInput if the backend cannot receive there, TransferError if the sender or `off` cancels it, DeadlineError.
+    Raises BadInput if the backend can't receive there, TransferError if the sender or `off` cancels the group,
+    DeadlineError.
     """
     device = group_device(backend, device)
     host = address.get("host")
@@ -140,7 +140,7 @@ def join_group(
 
 @contextlib.contextmanager
 def _told_to_all(store: dist.Store) -> Iterator[None]:
-    """Call the group off when one of its members fails: the others would wait for it."""
+    """Call the group off when one of its members fails, because the others would wait for it."""
     try:
         yield
     except (BadInput, DeadlineError, TransferError, RuntimeError):
@@ -173,7 +173,7 @@ def _check_off(store: dist.Store, off: threading.Event, what: str) -> None:
 
 
 def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) -> None:
-    """Wait until a process listens there. (torch's own wait cannot be cancelled.)"""
+    """Wait until a process listens there. (torch's own wait can't be cancelled.)"""
     deadline = time.monotonic() + min(timeout_s, REACH_S)
     while True:
         try:
@@ -189,11 +189,12 @@ def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) ->
 
 
 def own_address(loopback: bool, interface: str = "", towards: str = "") -> str:
-    """An address of this machine that the instances can reach; 127.0.0.1 if all of them are on this machine
+    """Return an address of this machine that the instances can reach; 127.0.0.1 if all of them are on this machine
     (`loopback`).
 
-    That of the `interface`, if one is given; else that of the host's name, or, where that is a loopback, the one from
-    which this machine reaches the host `towards`. Raises BadInput if there is no such interface, or only a loopback.
+    With an `interface`, this is its address. Otherwise it is that of the host's name, or, if that is a loopback, the
+    one from which this machine reaches the host `towards`. Raises BadInput if there is no such interface, or only a
+    loopback.
     """
     if loopback:
         return "127.0.0.1"
@@ -214,7 +215,7 @@ def own_address(loopback: bool, interface: str = "", towards: str = "") -> str:
 
 
 def _interface_address(name: str) -> str:
-    import psutil  # here, because instances load this module in their own environment
+    import psutil  # imported here, because instances load this module in their own environment
 
     known = psutil.net_if_addrs()
     found = [one.address for one in known.get(name, []) if one.family == socket.AF_INET]
@@ -229,7 +230,7 @@ def _interface_address(name: str) -> str:
 
 
 class BroadcastGroup:
-    """A stage's sender (rank 0) and receivers, connected: a broadcast returns before the other members call theirs."""
+    """A stage's sender (rank 0) and receivers, connected. A broadcast returns before the other members call theirs."""
 
     def __init__(
         self,
@@ -244,8 +245,9 @@ class BroadcastGroup:
     ) -> None:
         """Create the group and connect it. All members call this at the same time.
 
-        `own`: the address of this machine that the others use; `device`: of the buffers that are sent and received;
-        `off`: cancels it, as the store's key "off" does. Raises BadInput, TransferError, DeadlineError, RuntimeError.
+        `own`: the address of this machine that the others use; `device`: device of the buffers that are sent and
+        received; `off`: cancels the wait, as the store's key "off" does. Raises BadInput, TransferError, DeadlineError,
+        RuntimeError.
         """
         self.device = device
         self._backend = BACKENDS[backend]
@@ -254,7 +256,7 @@ class BroadcastGroup:
         self._made: Any = None
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
-        # a clone: what waits in a store keeps other threads out of it
+        # a clone, because a wait in a store blocks other threads that use it
         place = Membership(
             store=dist.PrefixStore("group", _clone(store, timeout_s)),
             rank=rank,
@@ -286,7 +288,7 @@ class BroadcastGroup:
             raise
 
     def broadcast(self, *pieces: Tensor) -> Transfer:
-        """Start to send (rank 0) or receive pieces of memory. They are contiguous, with the same sizes on all
+        """Start to send (rank 0) or receive pieces of memory. The pieces are contiguous and have the same sizes on all
         members."""
         made = self._made
         if made is None:
@@ -314,9 +316,9 @@ def _clone(store: dist.Store, timeout_s: float) -> dist.Store:
 
 
 def _let_go(held: list[Any], backend: GroupBackend) -> None:
-    """Abort and delete [running transfers …, group] after the transfers have ended, at the latest by their time-out.
-    (gloo would wait for them with the interpreter locked.)"""
-    with contextlib.suppress(RuntimeError):  # no error of a group that is left is of interest
+    """Abort and delete [running transfers …, group] once the transfers have ended, at the latest by their timeout.
+    (gloo would wait for them while holding the interpreter lock.)"""
+    with contextlib.suppress(RuntimeError):  # errors of an abandoned group do not matter
         backend.abort(held[-1])
     while not all(work.is_completed() for work in held[:-1]):
         time.sleep(0.05)

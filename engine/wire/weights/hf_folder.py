@@ -1,4 +1,4 @@
-"""Reads and writes the weights of a Hugging Face folder tensor by tensor, in one safetensors file or in several with an
+"""Reads and writes the weights of a Hugging Face folder tensor by tensor, as one safetensors file or several with an
 index."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from engine.errors import BadInput
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 * 2**30
-"""Default size of a written shard; writing needs this much memory."""
+"""Default size of a written shard. Writing needs this much memory."""
 
 MAPPED_BYTES = 256 * 2**20
-"""A shard is opened again after this many bytes were read. Bytes that were read through a mapping count as memory until
-it is closed."""
+"""A shard is reopened after this many bytes have been read. Bytes read through a mapping count as memory until it is
+closed."""
 
 
 class Reader:
-    """Reads tensors by name. One shard is open at a time, with about MAPPED_BYTES of it in memory (or one tensor)."""
+    """Reads tensors by name. One shard is open at a time, with about MAPPED_BYTES of it (or one tensor) in memory."""
 
     def __init__(self, folder: Path, shards: dict[str, Path]) -> None:
         """`shards` maps tensor names to their files; use `open_folder`."""
@@ -38,11 +38,12 @@ class Reader:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors of the folder."""
+        """Names of all tensors in the folder."""
         return frozenset(self._shards)
 
     def read(self, name: str) -> Tensor:
-        """The tensor of that name with its dtype in the file. It is a view of the mapped file: copy it to keep it."""
+        """Return the tensor with this name, with its dtype in the file. It is a view of the mapped file: copy it to
+        keep it."""
         if name not in self._shards:
             raise BadInput(f"{self._folder}: tensor {name} is missing in its safetensors")
         path = self._shards[name]
@@ -66,7 +67,7 @@ class Reader:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[Reader]:
-    """A reader of the folder's weights. Raises BadInput naming the missing or damaged file and tensor."""
+    """Yield a reader of the folder's weights. Raises BadInput, which names the missing or damaged file and tensor."""
     reader = Reader(folder, _shards(folder))
     try:
         yield reader
@@ -75,11 +76,11 @@ def open_folder(folder: Path) -> Iterator[Reader]:
 
 
 def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write named tensors in order into files of a folder, at most `shard_bytes` (or one tensor) to a file.
+    """Write named tensors in order into files of a folder, at most `shard_bytes` (or one tensor) per file.
 
     One shard is in memory at a time. A single file is named `model.safetensors`. Several files are numbered and have an
-    index, which is written last, so a folder without `model.safetensors` and without an index is not complete. Raises
-    BadInput if the folder has weights already.
+    index, which is written last, so a folder without `model.safetensors` and without an index is incomplete. Raises
+    BadInput if the folder already has weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if stale := sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)]):
@@ -95,7 +96,7 @@ def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 
 def join_folders(folder: Path, parts: Sequence[Path]) -> None:
-    """Join the weights of several folders in one. Each part is from `write_sharded`; no tensor is in two parts.
+    """Join the weights of several folders into one. `write_sharded` wrote each part; no tensor is in two parts.
 
     Files are moved, not read. The parts are deleted.
     """
@@ -112,7 +113,7 @@ def join_folders(folder: Path, parts: Sequence[Path]) -> None:
 
 
 def _filled(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group the tensors up to the limit in bytes. Each is copied to memory of its own on the host."""
+    """Group the tensors up to the limit in bytes. Each is copied to separate memory on the host."""
     shard: dict[str, Tensor] = {}
     used = 0
     for name, tensor in tensors:
@@ -127,7 +128,8 @@ def _filled(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 
 
 def _payload(path: Path) -> int:
-    """Size of a file's tensors in bytes. They follow the header, whose length is in the first eight bytes."""
+    """Return the size of a file's tensors in bytes. They follow the header, whose length is in the first eight
+    bytes."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
@@ -153,7 +155,7 @@ def _publish(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def _shards(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, found in the same way as by transformers: one file, else the index. The index is checked
+    """Return the file of each tensor, found as transformers does: one file, else the index. The index is checked
     against its shards."""
     if (folder / SINGLE).is_file():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
