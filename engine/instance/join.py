@@ -78,7 +78,9 @@ def check_join(address: str) -> None:
             "orchestrator"
         )
     if split_address(address, "--join")[1] == 0:
-        raise BadInput(f"--join {address}: port 0 is nobody's; give the one at which the run's orchestrator listens")
+        raise BadInput(
+            f"--join {address}: port 0 is not valid here; give the port on which the run's orchestrator listens"
+        )
 
 
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:

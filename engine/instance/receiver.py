@@ -72,7 +72,7 @@ class StagedVersion:
         with self._changed:
             if not self._changed.wait_for(lambda: self._done == len(self._jobs) or self._error is not None, timeout_s):
                 raise DeadlineError(
-                    f"bucket {self._done} of the staged weight version {self.version} did not come "
+                    f"bucket {self._done} of the staged weight version {self.version} did not arrive "
                     f"within {timeout_s:g} s"
                 )
             if self._error is not None:

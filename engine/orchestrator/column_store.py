@@ -141,7 +141,7 @@ class TransferQueueStore:
         except asyncio.CancelledError:
             if client is self._client:
                 raise
-            raise StoreFault("TransferQueue was started again before it answered") from None
+            raise StoreFault("TransferQueue was restarted before it answered") from None
 
     async def _check_controller(self, client: StoreClient, fault: StoreFault) -> None:
         """Raise StoreError unless the controller answers, because without it no row can be found."""

@@ -100,7 +100,7 @@ class FixedNodes(RendezvousHandler):
         except RuntimeError:
             missing = sum(not store.check([key]) for key in keys)
             raise RendezvousTimeoutError(
-                f"{missing} of {self._nodes} nodes did not come within {self._wait_s:g} s"
+                f"{missing} of {self._nodes} nodes did not arrive within {self._wait_s:g} s"
             ) from None
 
     def get_backend(self) -> str:

@@ -153,7 +153,9 @@ class GradientControl:
             first = (grad.data_ptr() - buffer.grad_data.data_ptr()) // grad.element_size()
             if 0 <= first < previous.numel():
                 return previous[first : first + grad.numel()].view_as(grad)
-        raise MetronomeError("gradient control: the optimizer's gradient is no view of Megatron's gradient buffers")
+        raise MetronomeError(
+            "gradient control: the optimizer's gradient does not share memory with Megatron's gradient buffers"
+        )
 
     # checkpoints ----------------------------------------------------------------------------------
 

@@ -362,8 +362,8 @@ class MirrorThread:
         missing = self._mirror.lost if self._complete else self._mirror.lacking()
         if missing:
             complain(
-                f"warning: MLflow ({shown_store()}) has not got: {', '.join(dict.fromkeys(missing))}. The run folder "
-                "has it all."
+                f"warning: MLflow ({shown_store()}) did not receive: {', '.join(dict.fromkeys(missing))}. "
+                "Everything is in the run folder."
             )
         return missing
 

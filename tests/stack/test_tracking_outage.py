@@ -87,7 +87,7 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
         for step in (1, 2):
             do_step(config, step)
     told = capsys.readouterr().err
-    assert "has not got: metrics of step 1 to 2" in told
+    assert "did not receive: metrics of step 1 to 2" in told
     assert "steps.jsonl" in told
     assert "still shows this run as RUNNING, but it is FINISHED" in told
     server.start()

@@ -79,7 +79,8 @@ class HealthMonitor:
                 waits_since = now
             elif now - waits_since > pool.patience[0]:
                 pool.fail(pool.all_gone())
-            state = None if lives else pool.needed()
+            is_arriving = any(not instance.met for instance in pool.instances)  # it was not asked yet whether it lives
+            state = None if lives or is_arriving else pool.needed()
             if state != told and state is not None and pool.failure is None:
                 pool.say_waits()
             told = state

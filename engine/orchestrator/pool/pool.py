@@ -183,7 +183,7 @@ class Pool:
         if declared is None:
             self._say("joins", f"{name} has joined from {url}")
         elif declared.restarts:
-            self._say("joins", f"{name} was started again (the {declared.restarts}. time)")
+            self._say("joins", f"{name} was restarted (restart {declared.restarts})")
         self.instances.append(instance)
         self._ends.pop(name, None)
         if not self.synced:

@@ -163,7 +163,7 @@ def _await_key(store: dist.Store, key: str, timeout_s: float, off: threading.Eve
     while not store.check([key]):
         _check_off(store, off, what)
         if time.monotonic() > deadline:
-            raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
+            raise DeadlineError(f"{what} did not arrive within {timeout_s:g} s")
         time.sleep(LOOK_S)
 
 

@@ -188,5 +188,5 @@ def test_what_to_join_is_checked_before_anything_is_made(tmp_path):
         join.check_join("runs/nowhere")
     with pytest.raises(BadInput, match="--join = 'host:port': expected host:port"):
         join.check_join("host:port")
-    with pytest.raises(BadInput, match="--join 10.0.0.1:0: port 0 is nobody's"):
+    with pytest.raises(BadInput, match="--join 10.0.0.1:0: port 0 is not valid here"):
         join.check_join("10.0.0.1:0")

@@ -322,7 +322,7 @@ def test_a_meeting_that_is_called_off_ends_for_all():
 
 
 def test_who_does_not_come_in_time_is_named():
-    with pytest.raises(DeadlineError, match="rank 1 of the weight transfer did not come within 0.2 s"):
+    with pytest.raises(DeadlineError, match="rank 1 of the weight transfer did not arrive within 0.2 s"):
         Rendezvous("127.0.0.1", "gloo", 0.2).gather(2)
 
 

@@ -99,7 +99,7 @@ def test_one_node_takes_a_free_port_and_listens_on_loopback_only():
 
 
 def test_a_node_that_does_not_come_is_counted():
-    with pytest.raises(RendezvousTimeoutError, match="2 of 3 nodes did not come within 0.5 s"):
+    with pytest.raises(RendezvousTimeoutError, match="2 of 3 nodes did not arrive within 0.5 s"):
         nodes(0, 3, wait_s=0.5)[0].next_rendezvous()
 
 
@@ -131,7 +131,7 @@ def test_a_node_of_an_earlier_attempt_is_not_counted():
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert sorted(errors) == ["1 of 2 nodes did not come within 0.5 s", "1 of 2 nodes did not come within 1 s"]
+    assert sorted(errors) == ["1 of 2 nodes did not arrive within 0.5 s", "1 of 2 nodes did not arrive within 1 s"]
 
 
 class Harmful:

@@ -111,8 +111,8 @@ def test_what_is_missing_at_the_end_is_named(config, quick, monkeypatch, capsys)
         store.away = "before"
         add_steps(config, 1, 2, 3)
     told = capsys.readouterr().err
-    assert "has not got: metrics of step 1 to 3, " in told
-    assert "steps.jsonl, the description. The run folder has it all." in told
+    assert "did not receive: metrics of step 1 to 3, " in told
+    assert "steps.jsonl, the description. Everything is in the run folder." in told
     store.away = ""
     checkpoint = config.folder / "checkpoints" / "step-000003"
     checkpoint.mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quic
         until(lambda: "refuses metrics of step 0: " in capsys.readouterr().err)
         add_steps(config, 1)
     told = capsys.readouterr().err
-    assert "has not got: metrics of step 0. The run folder has it all." in told
+    assert "did not receive: metrics of step 0. Everything is in the run folder." in told
     assert history(run_id) == [(1, 0.1)]
 
 
