@@ -52,7 +52,7 @@ def recorder(listed, monkeypatch):
         lambda shape, how: build_model(shape, replace(how, device=as_on_npu, attention="npu")),
     )
     monkeypatch.setattr(npu_operators, "on_npu", lambda x: True)
-    for name in ("rms_norm", "turned", "swiglu"):
+    for name in ("rms_norm", "npu_rotate", "npu_swiglu"):
         monkeypatch.setattr(npu_operators, name, recorder.unseen(vars(npu_operators)[name]))
     for name in WITHOUT_GRADIENT:
         monkeypatch.setattr(torch.ops.npu, name, quiet(recorder, getattr(torch.ops.npu, name)))

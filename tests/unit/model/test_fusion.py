@@ -70,11 +70,11 @@ CASES = {
         [(16, 8, 16), (29, 8, 16)],
         ["merge"],
     ),
-    "swiglu": (swiglu.SwiGLU(None), [(5, 1, 48), (9, 1, 48)], ["product", "gradient"]),
+    "swiglu": (swiglu.SwiGLU(None), [(5, 1, 48), (9, 1, 48)], ["swiglu_product", "swiglu_gradient"]),
     "rotation": (
         lambda t: rotary.rotate_positions(t, TABLES[:, : len(t)]),
         [(5, 1, 4, 16), (9, 1, 4, 16)],
-        ["turn", "turn"],
+        ["rotate_halves", "rotate_halves"],
     ),
 }
 ANGLES = torch.outer(torch.arange(9.0), torch.rand(8, generator=torch.Generator().manual_seed(0)))[:, None, None, :]
