@@ -247,6 +247,8 @@ class Job:
             for group in groups:
                 epoch = (step * PROMPTS + group.index) // problems
                 seeds = [sampling_seed(0, epoch, group.prompt.id, number) for number in range(GROUP)]
+                if self.settings.get("rollout.engine") == "vllm":  # without rollout.deterministic it gets none
+                    seeds = [None] * GROUP
                 assert [response.seed for response in group.responses] == seeds
                 assert all(response.versions == ((0, step),) for response in group.responses)
             tokens = sum(
