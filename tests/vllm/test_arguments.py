@@ -59,7 +59,10 @@ def test_arguments_of_the_recipe_reach_vllms_command_line_last(monkeypatch, tmp_
             {"no_such_name": 3, "max_model": 9},
             r"rollout\.vllm\.no_such_name, rollout\.vllm\.max_model: vLLM .* unrecognized .* --no-such-name=3 --max-.*",
         ),
-        ({"enforce_eager": True, "max_num_batched_tokens": "many"}, r"rollout\.vllm\.max_num_batched_tokens: vLLM .* 'many'"),
+        (
+            {"enforce_eager": True, "max_num_batched_tokens": "many"},
+            r"rollout\.vllm\.max_num_batched_tokens: vLLM .* 'many'",
+        ),
     ],
 )
 def test_an_argument_that_vllm_does_not_take_is_bad_input_in_one_line_with_its_key(tmp_path, given, said):
