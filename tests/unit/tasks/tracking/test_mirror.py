@@ -1,6 +1,7 @@
 """What MLflow has of a run folder, in a real store that is away, refuses, or gets two writers."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -178,8 +179,10 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
         row |= {"ci_low": 0.1, "ci_high": 0.9, "table": f"evaluations/{table}.jsonl"}
         append_line(config.folder / "evaluations.jsonl", row)
     with tracked_run.tracked(config) as run_id:
-        for _ in range(2):
+        for later in range(2):
             evaluations.log_finished(config)
+            for table in (config.folder / "evaluations").iterdir():  # as in a copy of the run folder
+                os.utime(table, (later, later))
     assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5)]
 
 
