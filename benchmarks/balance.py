@@ -1,15 +1,16 @@
-"""Whether the trainer's units end a step together: `python benchmarks/balance.py`
+"""Whether the trainer's replica groups end a step together: `python benchmarks/balance.py`
 
 Two rules of the ledger in arrival order are compared. "guided" is today's: towards the end of a step windows get
-smaller, and under a pipeline they are equal parts of the units' shares. "greedy" hands out as many groups as fit into
-the budget until none are left. In this process the orchestrator uses them in turn: "greedy" in even steps, "guided" in
-odd ones. The first step of each does not count.
+smaller, and under a pipeline they are equal parts of the replica groups' shares. "greedy" hands out as many groups as
+fit into the budget until none are left. In this process the orchestrator uses them in turn: "greedy" in even steps,
+"guided" in odd ones. The first step of each does not count.
 
 * measured: a real run of two replicas, a core each, in mode "sync". A random model samples responses whose lengths have
   an exponential distribution, of 28 tokens in the mean. In the median of the steps: `imbalance` is how much longer the
   last replica computes than the replicas do in the mean, `tokens_per_s` the tokens that a second of the longer one
   trains. `speed_up`: the median ratio of an odd step's tokens per second to those of the even step before it.
-* simulated: the same ledger with the clock of `metronome plan`, more units and pipelines; `imbalance` as above,
+* simulated: the same ledger with the clock of `metronome plan`, more replica groups and pipelines; `imbalance` as
+above,
   `step_s` the mean time from the last group's arrival to the end of the step, in seconds.
 
 Last line: RESULT {json}.
@@ -43,7 +44,7 @@ RULES = ("greedy", "guided")
 STOPS = string.ascii_letters[:8]
 """Tokens that end a response: 9 of 260 with the end of a sequence."""
 SIMULATED = ((2, 1), (4, 1), (16, 1), (32, 1), (2, 2), (4, 4), (4, 8))
-"""Units and pipeline stages."""
+"""Replica groups and pipeline stages."""
 
 
 class AlternatingLedger(Ledger):
@@ -56,19 +57,19 @@ class AlternatingLedger(Ledger):
         super().__init__(expected, windows)
         self._rule = self.coming
 
-    def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        return super()._largest(unit, budget, free, mini_batch) if self._rule == "guided" else budget
+    def _largest(self, replica_group: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        return super()._largest(replica_group, budget, free, mini_batch) if self._rule == "guided" else budget
 
 
 def use_rules_in_turn() -> None:
     """Let the tables of this process begin their steps with the rules in turn."""
-    begin = table.RowTable.begin
+    begin = table.RowTable.begin_step
 
-    def begin_step(one: table.RowTable, step: int, expected: int, units: int | None = None) -> None:
+    def begin_step(one: table.RowTable, step: int, expected: int, replica_groups: int | None = None) -> None:
         AlternatingLedger.coming = RULES[step % 2]
-        begin(one, step, expected, units)
+        begin(one, step, expected, replica_groups)
 
-    table.RowTable.begin = begin_step  # type: ignore[method-assign]
+    table.RowTable.begin_step = begin_step  # type: ignore[method-assign]
     table.Ledger = AlternatingLedger  # type: ignore[misc]
 
 
@@ -81,9 +82,9 @@ def main() -> None:
     arguments = parser.parse_args()
     use_rules_in_turn()
     figures: dict[str, Any] = {"measured": measured(arguments), "simulated": {}}
-    for units, pipeline in SIMULATED:
-        name = f"{units} units" + (f", {pipeline} stages" if pipeline > 1 else "")
-        figures["simulated"][name] = simulated(units, pipeline)
+    for replica_groups, pipeline in SIMULATED:
+        name = f"{replica_groups} replica groups" + (f", {pipeline} stages" if pipeline > 1 else "")
+        figures["simulated"][name] = simulated(replica_groups, pipeline)
         print(name, figures["simulated"][name])
     result(figures)
 
@@ -133,21 +134,22 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def busy(spans: Iterable[Mapping[str, Any]], units: int) -> tuple[float, float]:
-    """Seconds from the step's first window to the last end of a unit, and to the end of each unit in the mean."""
+def busy(spans: Iterable[Mapping[str, Any]], replica_groups: int) -> tuple[float, float]:
+    """Seconds from the step's first window to the last end of a replica group, and to the end of each replica group in
+    the mean."""
     begun = min(span["start"] for span in spans)
     ends: dict[str, float] = defaultdict(float)
     for span in spans:
         ends[span["lane"]] = max(ends[span["lane"]], span["end"] - begun)
-    return max(ends.values()), sum(ends.values()) / units
+    return max(ends.values()), sum(ends.values()) / replica_groups
 
 
-def simulated(units: int, pipeline: int, steps: int = 12) -> dict[str, dict[str, float]]:
-    """The figures of simulated steps of 64 groups a unit, by rule."""
+def simulated(replica_groups: int, pipeline: int, steps: int = 12) -> dict[str, dict[str, float]]:
+    """The figures of simulated steps of 64 groups a replica group, by rule."""
     config = Config(
-        parallel={"data": units, "pipeline": pipeline},
-        train={"mode": "sync", "prompts_per_step": 64 * units, "micro_batch_tokens": 8192},
-        rollout={"instances": units, "concurrency": 16, "max_new_tokens": 2048, "max_context": 4096},
+        parallel={"data": replica_groups, "pipeline": pipeline},
+        train={"mode": "sync", "prompts_per_step": 64 * replica_groups, "micro_batch_tokens": 8192},
+        rollout={"instances": replica_groups, "concurrency": 16, "max_new_tokens": 2048, "max_context": 4096},
     )
     costs = Costs(
         decode_step=1e-3,
@@ -165,7 +167,7 @@ def simulated(units: int, pipeline: int, steps: int = 12) -> dict[str, dict[str,
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step in range(2, steps):
         spans = [span for span in done.spans if span["name"] == "train" and span["step"] == step]
-        longest, mean = busy(spans, units)
+        longest, mean = busy(spans, replica_groups)
         found[RULES[step % 2]].append((longest / mean - 1, longest))
     return {
         rule: dict(zip(("imbalance", "step_s"), map(statistics.fmean, zip(*rows, strict=True)), strict=True))

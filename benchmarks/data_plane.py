@@ -1,8 +1,8 @@
 """What the orchestrator's core carries: `python benchmarks/data_plane.py [--against OTHER_CHECKOUT]`
 
 The orchestrator's own parts run in one process. Around them, in processes of their own, are an instance that answers at
-once with responses that were made before, verifiers (`reward.function = "exact"`), and a unit of the trainer that
-leases the windows and acknowledges them. Nothing is sampled or trained. Printed are
+once with responses that were made before, verifiers (`reward.function = "exact"`), and a replica group of the trainer
+that leases the windows and acknowledges them. Nothing is sampled or trained. Printed are
 
 * tokens per orchestrator CPU-second: the response tokens of a step through the CPU seconds of the orchestrator's
 process, all
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="that are measured, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="the instance answers in JSON")
-    parser.add_argument("--role", choices=["orchestrator", "instance", "unit"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["orchestrator", "instance", "replica_group"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="orchestrator", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -67,8 +67,8 @@ def main() -> None:
         print(json.dumps(asyncio.run(orchestrator(arguments))), flush=True)
     elif arguments.role == "instance":
         asyncio.run(instance(arguments))
-    elif arguments.role == "unit":
-        unit(arguments)
+    elif arguments.role == "replica_group":
+        replica_group(arguments)
     else:
         compare(arguments)
 
@@ -245,14 +245,14 @@ async def measured_step(arguments: argparse.Namespace, plane: Any, step: int) ->
     before = cpu_seconds()
     plane._publishing.version = step  # as if it had been published: a step has the weights of its number
     await plane.answer(PutPrompts(step=step))
-    batch = plane._batches.get(step)
+    batch = plane._batches.get_batch(step)
     await batch.task
     if plane.failure is not None:
         raise plane.failure
     generated = cpu_seconds()
     size = deep_size(plane.table.rows(batch.step)) if step == 0 else 0
     sized = cpu_seconds()
-    with process(arguments, "unit", str(step)) as leasing:
+    with process(arguments, "replica_group", str(step)) as leasing:
         while leasing.poll() is None:
             await asyncio.sleep(0.05)
     assert leasing.returncode == 0
@@ -369,7 +369,7 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
     return {CONTENT_TYPE: [replies.completion_columns(*prompt, one) for one in results]} | made
 
 
-def unit(arguments: argparse.Namespace) -> None:
+def replica_group(arguments: argparse.Namespace) -> None:
     """Lease all windows of a step, fetch their bodies where they lie in TransferQueue, and acknowledge them."""
     from engine.client.connection import Connection
     from engine.client.stored_bodies import StoredBodies
@@ -378,14 +378,14 @@ def unit(arguments: argparse.Namespace) -> None:
     from engine.wire.messages import EndOfStep, Lease
 
     at, token = ((arguments.folder / name).read_text().strip() for name in (ADDRESS_FILE, TOKEN_FILE))
-    client = Connection(f"http://{at}", token, "unit 0", 600.0, ours=True)
-    bodies = StoredBodies("unit 0", 120.0) if arguments.store != "orchestrator" else None
-    asked = {"unit": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
+    client = Connection(f"http://{at}", token, "replica group 0", 600.0, ours=True)
+    bodies = StoredBodies("replica group 0", 120.0) if arguments.store != "orchestrator" else None
+    asked = {"replica_group": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
     asked |= {"fetches": True} if bodies is not None else {}
     done: tuple[int, ...] = ()
     while not isinstance(reply := client.ask(Lease(**asked, done=done)), EndOfStep):
         if bodies is not None and getattr(reply, "store", None) is not None:
-            bodies.begin(reply)
+            bodies.begin_fetching(reply)
             while bodies.wait_briefly() is None:
                 pass
         done = (reply.lease,) if hasattr(reply, "lease") else ()

@@ -76,7 +76,7 @@ def measured(show: bool) -> dict[str, Any]:
         waits = Counter(device.waits)
         in_window = sum(device.kernels.values())
         device.clear()
-        policy.reduce(2 * GROUP)
+        policy.reduce_gradients(2 * GROUP)
         policy.step_optimizer()
         if show:
             for wait, count in (*waits.items(), *Counter(device.waits).items()):
@@ -127,7 +127,7 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[tuple[int, int], An
     }
     policy = Policy(load_config("infra/recipes/quickstart.toml", [f"{k}={v}" for k, v in settings.items()]), FakeNpu())
     policy.start_step()
-    scored = policy._frozen_scores(micro_batches(window()[:1], policy.packing, policy.credit))
+    scored = policy._frozen_scores(micro_batches(window()[:1], policy.packing, policy.group_advantages))
     device.clear()
     policy._forward_backward(iter(scored), 1)
     return (sum(device.kernels.values()), device.moved), policy

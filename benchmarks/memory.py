@@ -91,8 +91,8 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
             policy.start_step()
             policy.accumulate(window)
             in_window = device.peak - before
-            policy.reduce(sum(len(group.responses) for group in window))
-            policy.decide()
+            policy.reduce_gradients(sum(len(group.responses) for group in window))
+            policy.control_gradient()
             policy.models.copy_policy_to_old()
             policy.step_optimizer()
         return {

@@ -93,7 +93,7 @@ def counted(folder: Path, layers: int, experts: int) -> dict[str, int]:
     with Operators() as batch:
         policy.accumulate([random_group(prompt=16, lengths=[9, 20, 3, 14], vocabulary=512, seed=0)])
     with Operators() as update:
-        policy.reduce(4)
+        policy.reduce_gradients(4)
         policy.step_optimizer()
     return {
         "parameters": len(list(policy.models.policy.parameters())),

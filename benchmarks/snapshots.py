@@ -120,17 +120,17 @@ def write_slowly(least_s: float) -> None:
 def sync_with_files(folder: Path, bucket_bytes: int, send_s: float) -> float:
     """Seconds until all buckets are sent, where each one's buffer is free only once its file is written."""
     snapshots = Snapshots(folder, 1)
-    snapshots.begin(0)
+    snapshots.begin_version(0)
     buffers = Buffers(UNDER_WAY, TIMEOUT_S)
-    steps = [lambda bucket, info: time.sleep(send_s), snapshots.write]
-    pipeline = SendPipeline(steps, lambda bucket: buffers.give(bucket.buffer), 1, TIMEOUT_S)
+    steps = [lambda bucket, info: time.sleep(send_s), snapshots.write_bucket]
+    pipeline = SendPipeline(steps, lambda bucket: buffers.give_back(bucket.buffer), 1, TIMEOUT_S)
     began = time.perf_counter()
     for bucket in pack_buckets(Model(bucket_bytes).tensors(), torch.float32, bucket_bytes, buffers):
         info = BucketInfo(transport="gloo", version=0, stage=0, bucket=bucket.number, **bucket.wire())
-        pipeline.put(bucket, info)
-    pipeline.wait()
+        pipeline.put_bucket(bucket, info)
+    pipeline.wait_for_steps()
     taken = time.perf_counter() - began
-    pipeline.drain()
+    pipeline.drain_steps()
     return taken
 
 

@@ -299,7 +299,7 @@ class Orchestrator:
     async def _answer(self, plane: Plane) -> None:
         assert self.pool is not None
         self.pool.spawn(self.config.rollout.instances)
-        await self.pool.connect()
+        await self.pool.connect_instances()
         server = Server(self.config)
         server.serve(SimpleNamespace(answer=self._timed(plane)))
         async with server.listening(self.folder):

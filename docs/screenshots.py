@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine.run.files import read_lines
-from tasks.cluster.prefect_api import CLIENT_AUTH, post
+from tasks.cluster.prefect_api import CLIENT_AUTH, post_json
 from tasks.cluster.services import Services
 
 if TYPE_CHECKING:
@@ -118,9 +118,11 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
 
     api = environment["PREFECT_API_URL"]
     password = environment[CLIENT_AUTH]
-    [deployment] = [one["id"] for one in post(f"{api}/deployments/filter", {}, password) if one["name"] == "pipeline"]
+    [deployment] = [
+        one["id"] for one in post_json(f"{api}/deployments/filter", {}, password) if one["name"] == "pipeline"
+    ]
     asked = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1}
-    [last] = post(f"{api}/flow_runs/filter", asked, password)
+    [last] = post_json(f"{api}/flow_runs/filter", asked, password)
     html = folder / "compare.html"
     folders = [folder / "runs" / mode for mode in MODES]
     _metronome(environment, "compare", *map(str, folders), "--out", str(html))

@@ -46,7 +46,7 @@ class Schedule:
         """
         return range(max(0, step - self.ahead), step + 1)
 
-    def check(self, group: Group) -> None:
+    def check_versions(self, group: Group) -> None:
         """Raise StaleRolloutError if any token of the group was sampled from a version that is not accepted."""
         accepted = self.accepted(group.step)
         for number, response in enumerate(group.responses):

@@ -109,7 +109,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Landed:
+class FinishedResponse:
     """A response whose group is not complete yet, with the data that early scoring needs."""
 
     step: int

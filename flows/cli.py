@@ -17,7 +17,7 @@ from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
 from tasks import console, interruption, stage_progress
 from tasks.dry_run import dry_run
-from tasks.progress_display import showing
+from tasks.progress_display import show_progress
 from tasks.resume import Resumed
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
@@ -49,7 +49,7 @@ def run(
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.cluster.local_server import local_server, log_prefect_to
     from tasks.input_checks import check_address, check_inputs, check_run_folder
-    from tasks.resume import place
+    from tasks.resume import identifying_keys
 
     with _exit_codes():
         found = _run_of(recipe, overrides, resume)
@@ -63,25 +63,25 @@ def run(
                 f"--resume: {config.folder} has no start.json, which says the run's recipe; name it: "
                 f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
             )
-        interruption.about(config, "run")
+        interruption.note_run(config, "run")
         check_inputs(config)
         check_address(config)
         with local_server(Path(config.run.output)) as server:
-            with showing("start", stage_progress.since_now("starting Prefect")):
+            with show_progress("start", stage_progress.since_now("starting Prefect")):
                 from flows.pipeline import pipeline  # takes seconds, during which the server starts
 
                 log_prefect_to(Path(config.run.output) / "prefect.log")
                 if server is not None:
                     server.wait()
-            pipeline(recipe or found.recipe, [*overrides, *place(config)], resume=resume)
+            pipeline(recipe or found.recipe, [*overrides, *identifying_keys(config)], resume=resume)
 
 
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
     """The run that a command means: a new one, or an existing one with `resume`."""
-    from tasks.resume import resumed
+    from tasks.resume import find_resumed
 
     if resume:
-        return resumed(recipe or None, overrides)
+        return find_resumed(recipe or None, overrides)
     return Resumed(load_config(recipe or QUICKSTART, overrides), recipe or QUICKSTART)
 
 
@@ -112,7 +112,7 @@ def train(
         if resume:
             found.tell()
             config = check_resume(config)
-        interruption.about(config, "train")
+        interruption.note_run(config, "train")
         config = with_model_folder(config)
         if replay is None:
             check_address(config)
@@ -179,7 +179,7 @@ def serve(
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
         raise typer.Exit(
-            serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.complain)
+            serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.print_error)
         )
 
 
@@ -252,7 +252,7 @@ def deploy(
     with _exit_codes():
         load_config(recipe, overrides)
         from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
-        from tasks.cluster.deploy import deploy as make
+        from tasks.cluster.deploy import deploy_flows as make
 
         rows = make(
             recipe,
@@ -268,7 +268,7 @@ def deploy(
                 pools=pools,
             ),
         )
-        console.table("Deployed", rows)
+        console.print_table("Deployed", rows)
 
 
 @app.command()
@@ -285,7 +285,7 @@ def compare(
     with _exit_codes():
         from tasks import compare as comparison
 
-        print(comparison.compare(runs, out, tracking_uri))
+        print(comparison.compare_runs(runs, out, tracking_uri))
 
 
 @app.command()
@@ -318,7 +318,7 @@ def plan(
 ) -> None:
     """Find, by simulation, how to split and configure a run: devices for rollouts and for training, layout, mode."""
     from tasks.input_checks import check_inputs, with_model_folder
-    from tasks.plan import make_plan, measure
+    from tasks.plan import make_plan, measure_probes
 
     with _exit_codes():
         config = load_config(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
@@ -327,7 +327,7 @@ def plan(
             config = with_model_folder(config)
         make_plan(
             config,
-            [*runs, *(measure(config) if measured else [])],
+            [*runs, *(measure_probes(config) if measured else [])],
             count=devices,
             kind=device,
             lengths=lengths,
@@ -347,14 +347,14 @@ def doctor(
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Say which versions are installed, whether they fit together, and what is missing; --device tests the machine."""
-    from tasks.cluster.doctor import check_devices, findings
+    from tasks.cluster.doctor import check_devices, collect_findings
 
     with _exit_codes():
         if device:
             raise typer.Exit(0 if check_devices(overrides, only, out) else 1)
         if only or out or overrides:
             raise BadInput("--only, --out and --set are for metronome doctor --device")
-        lines, healthy = findings()
+        lines, healthy = collect_findings()
         print("\n".join(lines))
         raise typer.Exit(0 if healthy else 1)
 
@@ -362,17 +362,17 @@ def doctor(
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """Turn errors into one message and an exit code."""
-    interruption.catch()
+    interruption.catch_signals()
     try:
         yield
     except BadInput as error:
-        console.complain(f"error: {error}")
+        console.print_error(f"error: {error}")
         raise typer.Exit(2) from None
     except MetronomeError as error:
-        console.complain(f"error: {error}{interruption.how_on()}")
+        console.print_error(f"error: {error}{interruption.how_on()}")
         raise typer.Exit(1) from None
     except console.OutputClosed as ended:
-        console.complain(f"error: {ended}{interruption.how_on()}")
+        console.print_error(f"error: {ended}{interruption.how_on()}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         interruption.say_told()

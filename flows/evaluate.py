@@ -10,11 +10,11 @@ from engine.run.folder import RunFolder
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
 from tasks import summary
-from tasks.cluster.flow_log import story
+from tasks.cluster.flow_log import send_output
 from tasks.cluster.flow_names import name_flow_run
-from tasks.console import stage
+from tasks.console import print_stage
 from tasks.evaluate import evaluate_once
-from tasks.flow_entry import crashed_without_tracking, settled
+from tasks.flow_entry import crashed_without_tracking, read_settled_config
 from tasks.input_checks import check_inputs, with_model_folder
 from tasks.tracking.flow_links import log_flow_evaluation
 from tasks.tracking.registered_policies import model_folder
@@ -44,10 +44,12 @@ def evaluate(
         on_rollout_pool: Number of rollout instances on the rollout pool during the evaluation, in addition to
             rollout.instances.
     """
-    with story():
+    with send_output():
         given = [f"run.name={run}"] if run else []
         with crashed_without_tracking():
-            config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
+            config = model_folder(
+                read_settled_config(configured(recipe, settings, [*overrides, *given])), recipe, model
+            )
             check_inputs(config, training=False)
             config = with_model_folder(config)
             folder = RunFolder(config.folder)
@@ -56,8 +58,10 @@ def evaluate(
             check_store(config)
             if not folder.config.exists():
                 folder.create(config, resume=False)
-            with stage("evaluate") as say:
-                found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
+            with print_stage("evaluate") as say:
+                found = summary.describe_accuracy(
+                    evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool)
+                )
                 say(found)
             log_flow_evaluation(config)
         return found

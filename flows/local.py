@@ -9,7 +9,7 @@ from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.types import JsonObject
 from tasks import console, summary
-from tasks.fenced import fenced
+from tasks.fenced import write_fenced
 from tasks.orchestrator_process import run_training
 from tasks.shown_evaluation import evaluate_shown
 from tasks.tracking import evaluation_texts, evaluations, pages, registered_policies, tracked_run
@@ -22,18 +22,18 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -
     evaluated = evaluations.InRun(folder)
 
     def on_step(row: JsonObject) -> None:
-        folder.fence.check()
+        folder.fence.check_attempt()
         line(row)
         evaluated()
 
     # the lock comes before MLflow: a living process may be using the MLflow run
     locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
-    with locked, fenced(folder), tracked_run.tracked(config), console.stage("train") as say:
+    with locked, write_fenced(folder), tracked_run.track_run(config), console.print_stage("train") as say:
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
         run_training(config, resume, replay, on_step)
         say(f"{config.train.steps} steps")
-    rows = {**evaluation_texts.closing(folder), **summary.training(config), **pages.rows(config)}
-    console.table(f"Run {config.run.name}", rows)
+    rows = {**evaluation_texts.closing_rows(folder), **summary.training_rows(config), **pages.page_rows(config)}
+    console.print_table(f"Run {config.run.name}", rows)
 
 
 def evaluate_here(config: Config) -> None:
@@ -43,8 +43,8 @@ def evaluate_here(config: Config) -> None:
     tracked_run.check_store(config)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with console.stage("evaluate") as say:
-        say(evaluation_texts.report(evaluate_shown(config, model, summary.weight_version(model), folder)))
+    with console.print_stage("evaluate") as say:
+        say(evaluation_texts.describe_evaluations(evaluate_shown(config, model, summary.weight_version(model), folder)))
     console.say("evaluate", f"of {config.model.path}; brackets: 95 % interval")
     console.say("evaluate", f"the figures are in {folder.evaluations}, each response in {folder.path}/evaluations/")
     evaluations.log_or_say(config)

@@ -11,11 +11,11 @@ from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
 from flows.settings import Settings
-from tasks.cluster.devices import hold_npus, npus
+from tasks.cluster.devices import count_npus, hold_npus
 from tasks.cluster.flow_names import name_flow_run, name_of
-from tasks.flow_entry import Entry, begun_by_this_flow, crashed_without_tracking, entered, settled
+from tasks.flow_entry import Entry, begun_by_this_flow, crashed_without_tracking, enter_flow, read_settled_config
 from tasks.input_checks import check_address, check_inputs, check_run_folder
-from tasks.resume import Resumed, resumed
+from tasks.resume import Resumed, find_resumed
 from tasks.resume_checks import check_resume
 from tasks.tracking.flow_links import tracked_flow
 from tasks.tracking.registered_policies import started_from
@@ -52,8 +52,8 @@ def opened(
     """
     given = [*settings.overrides(), *overrides]
     with crashed_without_tracking():
-        found = resumed(recipe, given) if resume else Resumed(load_config(recipe, given), recipe)
-        config, begun = started_from(settled(found.config), found.recipe, continue_from)
+        found = find_resumed(recipe, given) if resume else Resumed(load_config(recipe, given), recipe)
+        config, begun = started_from(read_settled_config(found.config), found.recipe, continue_from)
     again = begun_by_this_flow(RunFolder(config.folder))
     if not again:
         check_run_folder(config, resume)
@@ -64,7 +64,11 @@ def opened(
     if not again:
         check_address(config)
         check_usable(config)
-    with entered(config, begun, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
+    with (
+        enter_flow(config, begun, resume) as entry,
+        hold_npus(count_npus(config, pool_instances)),
+        tracked_flow(config),
+    ):
         folder = RunFolder(config.folder)
         name_flow_run(name_of(folder))
         yield Opened(

@@ -17,16 +17,16 @@ from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, stage_progress, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
-from tasks.cluster.flow_log import story
+from tasks.cluster.flow_log import send_output
 from tasks.cluster.other_nodes import other_nodes
 from tasks.code_version import code_hash
-from tasks.console import stage
+from tasks.console import print_stage
 from tasks.convert import convert
-from tasks.convert import describe as describe_conversion
+from tasks.convert import describe_report as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.flow_entry import Entry
-from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
-from tasks.progress_display import showing
+from tasks.prepare import describe_data, describe_prompts, encode_data, prepare_data
+from tasks.progress_display import show_progress
 from tasks.publish import publish
 from tasks.register import register
 from tasks.train import train
@@ -57,7 +57,7 @@ def pipeline(
         resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
-    with story():
+    with send_output():
         with opened(
             recipe=recipe,
             overrides=overrides,
@@ -69,9 +69,9 @@ def pipeline(
             entry = run.entry
             folder = run.folder
             config = _before_training(run.config, entry, on_rollout_pool)
-            with other_nodes(config, on_rollout_pool), stage("train") as say:
+            with other_nodes(config, on_rollout_pool), print_stage("train") as say:
                 say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
-            with stage("publish") as say:
+            with print_stage("publish") as say:
                 say(published := entry.once("publish", lambda: publish(config)))
             _evaluate(
                 config=config,
@@ -80,7 +80,7 @@ def pipeline(
                 entry=entry,
                 on_rollout_pool=on_rollout_pool,
             )
-            with stage("register") as say:
+            with print_stage("register") as say:
                 name = run.registered
                 say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
             entry.once(
@@ -93,8 +93,8 @@ def pipeline(
                     pool_instances=on_rollout_pool,
                 ),
             )
-        rows = summary.outcome(config, published, registered)
-        console.table(f"Run {config.run.name}", rows)
+        rows = summary.outcome_rows(config, published, registered)
+        console.print_table(f"Run {config.run.name}", rows)
         return rows
 
 
@@ -102,29 +102,29 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
     """Run the stages before training, up to the evaluation of the untrained model. Return the config with the model's
     folder."""
     with (
-        stage("prepare data") as say,
-        showing("prepare data", stage_progress.since_now("reading and comparing the problems")),
+        print_stage("prepare data") as say,
+        show_progress("prepare data", stage_progress.since_now("reading and comparing the problems")),
     ):
-        say(describe(entry.once("prepare data", lambda: prepare_data(config))))
-    with stage("base model") as say:
+        say(describe_data(entry.once("prepare data", lambda: prepare_data(config))))
+    with print_stage("base model") as say:
         config = base_model(config)
         say(config.model.path)
     model = Path(config.model.path)
-    with stage("encode") as say, showing("encode", stage_progress.since_now("encoding the prompts")):
+    with print_stage("encode") as say, show_progress("encode", stage_progress.since_now("encoding the prompts")):
         say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
-    with stage("convert") as say:
+    with print_stage("convert") as say:
         say(describe_conversion(entry.once("convert", lambda: _converted(config, model))))
     _evaluate(config=config, model=model, version=0, entry=entry, on_rollout_pool=on_rollout_pool)
     return config
 
 
 def _converted(config: Config, model: Path) -> JsonObject:
-    with showing("convert", stage_progress.since_now("reading the model's files")):
+    with show_progress("convert", stage_progress.since_now("reading the model's files")):
         digest = content_hash(model)
     return convert(str(model), digest, code_hash("model", "platform"), RunFolder(config.folder).logs / "convert.log")
 
 
 def _evaluate(config: Config, model: Path, version: int, entry: Entry, on_rollout_pool: int) -> None:
-    with stage("evaluate") as say:
+    with print_stage("evaluate") as say:
         row = entry.once(f"evaluate version {version}", lambda: evaluate(config, model, version, on_rollout_pool))
-        say(summary.accuracy(row))
+        say(summary.describe_accuracy(row))

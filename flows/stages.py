@@ -14,15 +14,15 @@ from engine.run.folder import RunFolder
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
-from tasks.cluster.flow_log import story
+from tasks.cluster.flow_log import send_output
 from tasks.cluster.other_nodes import run_node
 from tasks.cluster.rollout_node import serve_until_the_run_ends
 from tasks.code_version import code_hash
 from tasks.console import say
 from tasks.convert import convert as convert_task
-from tasks.convert import describe as describe_conversion
+from tasks.convert import describe_report as describe_conversion
 from tasks.input_checks import with_model_folder
-from tasks.prepare import describe, prepare_data
+from tasks.prepare import describe_data, prepare_data
 
 
 @flow(name="prepare", flow_run_name="prepare {recipe}")
@@ -34,9 +34,9 @@ def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
         overrides: Any other key of the configuration, one KEY=VALUE each, for example data.prompt_template=chat.
         settings: The keys that differ from run to run; a key that is left out is as in the recipe.
     """
-    with story():
+    with send_output():
         found = prepare_data(configured(recipe, settings, overrides))
-        say("prepare data", describe(found))
+        say("prepare data", describe_data(found))
         return found
 
 
@@ -49,7 +49,7 @@ def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
         overrides: Any other key of the configuration, one KEY=VALUE each, for example model.path=/models/Qwen3-8B.
         settings: The keys that differ from run to run; a key that is left out is as in the recipe.
     """
-    with story():
+    with send_output():
         config = with_model_folder(configured(recipe, settings, overrides))
         model = Path(config.model.path)
         log = RunFolder(config.folder).logs / "convert.log"
@@ -77,7 +77,7 @@ def serve_rollouts(
         instances: How many instances this node starts.
         host: Address that they listen on; any but loopback needs METRONOME_TOKEN in the pool's environment.
     """
-    with story():
+    with send_output():
         config = with_model_folder(configured(recipe, settings, overrides))
         serve_until_the_run_ends(config, join, instances, host)
 
@@ -90,5 +90,5 @@ def join_training(folder: str, wait_s: float = 600.0) -> None:
         folder: The run folder, which this node and the run's own node share.
         wait_s: Seconds to wait for the run to begin, or to restart after a crash.
     """
-    with story():
+    with send_output():
         run_node(Path(folder), wait_s)

@@ -11,9 +11,9 @@ from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
-from tasks.cluster.flow_log import story
+from tasks.cluster.flow_log import send_output
 from tasks.cluster.other_nodes import other_nodes
-from tasks.console import stage
+from tasks.console import print_stage
 from tasks.publish import publish
 from tasks.train import train as train_task
 
@@ -41,7 +41,7 @@ def train(
         resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
-    with story():
+    with send_output():
         with opened(
             recipe=recipe,
             overrides=overrides,
@@ -52,12 +52,12 @@ def train(
         ) as run:
             entry = run.entry
             policy = run.folder.policy
-            with stage("base model") as say:
+            with print_stage("base model") as say:
                 config = base_model(run.config)
                 say(config.model.path)
-            with other_nodes(config, on_rollout_pool), stage("train") as say:
+            with other_nodes(config, on_rollout_pool), print_stage("train") as say:
                 say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
-            with stage("publish") as say:
+            with print_stage("publish") as say:
                 say(entry.once("publish", lambda: publish(config)))
             entry.once(
                 "announce",
@@ -69,6 +69,6 @@ def train(
                     pool_instances=on_rollout_pool,
                 ),
             )
-        rows = summary.training(config)
-        console.table(f"Run {config.run.name}", rows)
+        rows = summary.training_rows(config)
+        console.print_table(f"Run {config.run.name}", rows)
         return rows

@@ -26,8 +26,8 @@ from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
 from tasks import stage_progress
 from tasks.finished_stages import last_end
-from tasks.progress_display import showing
-from tasks.summary import bound
+from tasks.progress_display import show_progress
+from tasks.summary import bound_rows
 from tasks.tracking.retry import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -38,7 +38,7 @@ ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"
 """The text about a failed run, by its status in MLflow."""
 
 
-def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
+def compare_runs(given: Sequence[str], target: Path, uri: str = "") -> str:
     """Write the page that compares each run with the first. Return the text for the console.
 
     given: run folders or MLflow run ids. uri: the MLflow store of the run ids; default MLFLOW_TRACKING_URI, else
@@ -51,14 +51,14 @@ def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
     verdicts = page.write_page(runs, target)
     columns, rows = page.summary_table(runs)
     told = [line for verdict in verdicts for line in ("", *_told(verdict))]
-    return "\n".join([aligned([columns, *rows]), *told, *_bounds(runs), "", f"page: {target}"])
+    return "\n".join([align_columns([columns, *rows]), *told, *_bounds(runs), "", f"page: {target}"])
 
 
 def _bounds(runs: Sequence[ComparedRun]) -> list[str]:
     """What the steps of each run were bound by. Runs that are too short, or whose folder is not here, are left out."""
-    found = {run.name: bound(Path(run.source)) for run in runs if Path(run.source).is_dir()}
+    found = {run.name: bound_rows(Path(run.source)) for run in runs if Path(run.source).is_dir()}
     rows = [[name, *row.values()] for name, row in found.items() if row]
-    return ["", "Bound by:", aligned(rows)] if rows else []
+    return ["", "Bound by:", align_columns(rows)] if rows else []
 
 
 def _told(verdict: Verdict) -> list[str]:
@@ -69,7 +69,7 @@ def _told(verdict: Verdict) -> list[str]:
     ]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows as text in aligned columns."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return "\n".join(
@@ -190,7 +190,7 @@ def _evaluations(
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}
     with tempfile.TemporaryDirectory(prefix="metronome-compare-") as scratch:
-        with showing(
+        with show_progress(
             "compare", stage_progress.fetched(f"fetching the evaluations of {run.info.run_name}", Path(scratch))
         ):
             for name in (ROWS, EVALUATIONS):

@@ -88,7 +88,7 @@ def is_terminal() -> bool:
 
 
 @contextmanager
-def stage(name: str) -> Iterator[Callable[[str], None]]:
+def print_stage(name: str) -> Iterator[Callable[[str], None]]:
     """Print the start of a stage, and at its end the result and the elapsed seconds. Call the yielded function to set
     the result."""
     started = time.monotonic()
@@ -118,18 +118,18 @@ class StepLines:
             say(
                 "train",
                 f"{done:>{len(str(self._steps))}}/{self._steps} steps  reward {row['reward_mean']:.3f}  "
-                f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {duration(left)} left",
+                f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {format_duration(left)} left",
             )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as m:ss, or h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def table(title: str, rows: Mapping[str, str]) -> None:
+def print_table(title: str, rows: Mapping[str, str]) -> None:
     """Print a two-column table."""
     width = max(map(len, rows))
     lines = "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
@@ -137,7 +137,7 @@ def table(title: str, rows: Mapping[str, str]) -> None:
     _listen(logging.INFO, f"{title}\n{lines}")
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print a message on stderr: the error of a failed command, or a warning."""
     print(message, file=sys.stderr, flush=True)
     _output.last = time.monotonic()

@@ -17,9 +17,9 @@ from engine.run.commands import conversion_command
 from engine.run.process import Child
 from engine.types import JsonObject
 from tasks import stage_progress
-from tasks.artifact_cells import markdown
+from tasks.artifact_cells import table_as_markdown
 from tasks.orchestrator_process import last_error
-from tasks.progress_display import showing
+from tasks.progress_display import show_progress
 
 LIMIT_S = 1800.0
 """Time limit of the conversion in seconds. A tiny model takes 10 s; a large one is read from disk three times."""
@@ -33,7 +33,7 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
     """
     child = Child("convert", conversion_command(model), log)
     try:
-        with showing("convert", stage_progress.conversion(log)):
+        with show_progress("convert", stage_progress.conversion(log)):
             code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the conversion of {model} is not done after {LIMIT_S:.0f} s; its log: {log}") from None
@@ -45,10 +45,10 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
     return report
 
 
-def describe(report: Mapping[str, Any]) -> str:
+def describe_report(report: Mapping[str, Any]) -> str:
     """The report in one line for the console. This also creates the artifact, because the body of a cached task does
     not run."""
-    create_markdown_artifact(markdown(report), key="conversion", description="Hugging Face against Megatron")
+    create_markdown_artifact(table_as_markdown(report), key="conversion", description="Hugging Face against Megatron")
     return (
         f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face; "
         f"{report['weight_bytes'] / 2**30:.2f} GiB of weights converted within {report['peak_bytes'] / 2**30:.2f} GiB"

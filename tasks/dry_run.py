@@ -10,5 +10,5 @@ from tasks import console
 def dry_run(config: Config) -> None:
     """Print the plan. Raises BadInput with every reason why the recipe cannot run."""
     for title, rows in plan_sections(plan_run(config)).items():
-        console.table(title, rows)
+        console.print_table(title, rows)
     print("\nNothing was started. Memory is computed, not measured: docs/ascend.md says what it covers.")

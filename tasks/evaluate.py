@@ -17,7 +17,7 @@ from engine.evaluation.known import done_before
 from engine.run.files import read_json, write_json
 from engine.run.folder import RunFolder
 from tasks.artifact_cells import table_rows
-from tasks.cluster.devices import hold_npus, npus
+from tasks.cluster.devices import count_npus, hold_npus
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
 from tasks.fenced import run_folder
@@ -43,7 +43,7 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
     with evaluation_nodes(config, model, pool_instances, meeting) as place:
         rows = evaluate_shown(config=config, model=model, weight_version=weight_version, folder=folder, meeting=place)
     for row in rows[1:]:
-        say("evaluate", evaluation_texts.describe(row))
+        say("evaluate", evaluation_texts.describe_evaluation(row))
     for row in rows:
         description = f"{row['benchmark']}, weight version {weight_version}"
         create_table_artifact(table_rows(_figures(row)), key="evaluation", description=description)
@@ -68,7 +68,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
             "with another run.seed or protocol it is sampled again",
         )
         return known[0]
-    with hold_npus(npus(config, pool_instances, training=False)):
+    with hold_npus(count_npus(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)
     write_json(file, row)
     return row

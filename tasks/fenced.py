@@ -16,18 +16,18 @@ _held: list[Fence] = []
 
 
 @contextmanager
-def fenced(folder: RunFolder) -> Iterator[None]:
+def write_fenced(folder: RunFolder) -> Iterator[None]:
     """During the body, this process writes to the folder as its newest flow. The caller must hold the folder's lock.
 
     If a signal ends the body, failure.json names the signal.
     """
-    folder.fence = Fence.begin(folder.path, "flow")
+    folder.fence = Fence.begin_attempt(folder.path, "flow")
     _held.append(folder.fence)
     try:
         yield
     except BaseException as ended:
         if (number := signal_of(ended)) is not None and folder.last_failure() is None:
-            folder.fail(Stopped(f"ended by {number.name}"))
+            folder.write_failure(Stopped(f"ended by {number.name}"))
         raise
     finally:
         _held.remove(folder.fence)

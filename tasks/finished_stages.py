@@ -29,19 +29,19 @@ class Stages:
         Raises TakenOver if another flow writes the run.
         """
         if name not in self.done:
-            self._fence.check()
+            self._fence.check_attempt()
             self.done[name] = work()
             self._write()
         found: Result = self.done[name]
         return found
 
-    def forget(self, *names: str) -> None:
+    def forget_stages(self, *names: str) -> None:
         """Remove stages, so that they run again."""
         self.done = {name: result for name, result in self.done.items() if name not in names}
         self._write()
 
     def _write(self) -> None:
-        self._fence.check()
+        self._fence.check_attempt()
         write_json(self._file, self.done)
 
 
@@ -52,7 +52,7 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
     number of resumes in a row that may pass without a new stage or checkpoint. A start by a person (`by_hand`) resets
     the count.
     """
-    here = progress(folder)
+    here = read_progress(folder)
     starts = 0 if by_hand else _starts_from(folder, what, here)
     if starts > limit:
         raise MetronomeError(
@@ -60,12 +60,12 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
             f"({_named(here)}) and got no further; not resumed again (run.resumes = {limit}). What ended it "
             f"last: {why}"
         )
-    folder.fence.check()
+    folder.fence.check_attempt()
     append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})
     return starts
 
 
-def progress(folder: RunFolder) -> list[int]:
+def read_progress(folder: RunFolder) -> list[int]:
     """The progress of a run: number of finished stages, and step of its newest complete checkpoint (-1: none)."""
     checkpoint = latest_checkpoint(folder.checkpoints)
     return [len(Stages(folder).done), -1 if checkpoint is None else step_of(checkpoint)]

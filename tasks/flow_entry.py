@@ -15,8 +15,8 @@ from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
 from engine.run.run_start import RunStart
-from tasks.console import complain, say
-from tasks.fenced import fenced
+from tasks.console import print_error, say
+from tasks.fenced import write_fenced
 from tasks.finished_stages import Stages, count_attempt, last_end
 from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
@@ -28,7 +28,7 @@ NAMES = ".flow-runs"
 """Folder in `run.output` with one file for each Prefect flow run. The file contains the flow run's run.name."""
 
 
-def settled(config: Config) -> Config:
+def read_settled_config(config: Config) -> Config:
     """The config with which this flow run began, from its run folder; the recipe may have been edited since.
 
     On the first entry, return the given config and store its run.name, because a name made from the time must not
@@ -57,7 +57,7 @@ class Entry(Stages):
 
 
 @contextmanager
-def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
+def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
     """Hold the lock of the run folder during the body, and store the config and `begun` in the folder.
 
     A flow run may enter its own folder again; any other flow run needs `resume`. Raises BadInput if the folder belongs
@@ -75,7 +75,7 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
         waiting=lambda message: say("wait", message),
         progress=lambda: _written(folder),
     )
-    with locked, fenced(folder):
+    with locked, write_fenced(folder):
         claim_run_id(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
@@ -88,12 +88,12 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
             say("resume", f"the previous attempt ended: {why}")
         entry = Entry(folder, again or resume)
         if entry.done.get("train", config.train.steps) != config.train.steps:  # train.steps was raised
-            entry.forget("train", "publish", "register", "announce")
+            entry.forget_stages("train", "publish", "register", "announce")
         with crashed_without_tracking():
             try:
                 yield entry
             except TrackingAway as error:
-                folder.fail(error)
+                folder.write_failure(error)
                 raise
 
 
@@ -106,7 +106,7 @@ def crashed_without_tracking() -> Iterator[None]:
     except TrackingAway as error:
         if not deployment.id:
             raise
-        complain(f"error: {error}")
+        print_error(f"error: {error}")
         raise SystemExit(str(error)) from error
 
 

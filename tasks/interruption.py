@@ -42,7 +42,7 @@ class _Command:
 _command = _Command()
 
 
-def catch() -> None:
+def catch_signals() -> None:
     """Let the first signal raise KeyboardInterrupt, and the second end this process. (Lifelines end its children.)"""
     global _command
     _command = _Command()
@@ -61,8 +61,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def about(config: Config, command: str) -> None:
-    """Store which run `metronome <command>` trains, for `told` and `how_on`."""
+def note_run(config: Config, command: str) -> None:
+    """Store which run `metronome <command>` trains, for `last_message` and `how_on`."""
     _command.run = (config, command)
     _command.last_words = f"\n{AT_ONCE}\n  go on with  {_resume_command(config, command)}\n".encode()
 
@@ -84,7 +84,7 @@ def say_stopping(seconds: float) -> None:
     )
 
 
-def told() -> str:
+def last_message() -> str:
     """The last message of a command that a signal ended."""
     head = f"interrupted by {(_command.signal or signal.SIGINT).name}"
     if _command.run is not None and not RunFolder(_command.run[0].folder).config.exists():
@@ -113,8 +113,8 @@ def how_on() -> str:
 
 
 def say_told() -> None:
-    """Print `told`."""
-    _on_own_line(told())
+    """Print `last_message`."""
+    _on_own_line(last_message())
 
 
 def _resume_command(config: Config, command: str) -> str:
@@ -129,4 +129,4 @@ def _resume_command(config: Config, command: str) -> str:
 
 def _on_own_line(message: str) -> None:
     """Print on stderr. A terminal shows ^C at the cursor, so there the message starts on a new line."""
-    console.complain(("\n" if sys.stderr.isatty() else "") + message)
+    console.print_error(("\n" if sys.stderr.isatty() else "") + message)

@@ -24,7 +24,7 @@ from engine.types import JsonObject
 from tasks import stage_progress
 from tasks.console import say
 from tasks.interruption import say_stopping, signal_of
-from tasks.progress_display import showing
+from tasks.progress_display import show_progress
 
 POLL_S = 0.3
 """Seconds between two reads of steps.jsonl."""
@@ -101,7 +101,7 @@ def run_training(
         child = Child("orchestrator", orchestrator_command(file, resume, replay), folder.logs / "orchestrator.log")
         watch = _Watch(child, folder.heartbeat, config)
         try:
-            with showing("train", stage_progress.training(config)):
+            with show_progress("train", stage_progress.training(config)):
                 code = _follow(child, watch, look)
         except BaseException as ended:
             _stop(child, signal_of(ended))

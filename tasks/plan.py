@@ -18,7 +18,7 @@ from engine.tools.planner.planning import Planned, Sensitivity, find_plan, measu
 from engine.tools.planner.probes import measured_step_s, probe_run, probe_settings
 from engine.tools.planner.search import Ranked, change_config, count_devices
 from tasks import console
-from tasks.compare import aligned
+from tasks.compare import align_columns
 from tasks.orchestrator_process import run_training
 
 SHOWN = 8
@@ -71,7 +71,7 @@ def make_plan(
         print(f"page: {pages.write_plan(plan, best, changes, page)}")
 
 
-def measure(config: Config) -> list[str]:
+def measure_probes(config: Config) -> list[str]:
     """Train the recipe's probes for a few steps each, and return their run folders. Raises the error of a probe that
     fails."""
     return [
@@ -88,14 +88,14 @@ def _tuned(config: Config, plan: Planned) -> Ranked:
         [f"{seconds:.3g} s measured", f"{one.step_s:.3g} s planned", str(one.candidate)]
         for seconds, one in sorted(found.items(), key=lambda each: each[0])
     ]
-    print(f"\n{aligned(rows)}")
+    print(f"\n{align_columns(rows)}")
     return found[min(found)]
 
 
 def _run(config: Config, keys: dict[str, Any], name: str) -> Config:
     made = probe_run(config, keys, f"{config.run.name}-{name}")
     settings = " ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())
-    with console.stage(name) as say:
+    with console.print_stage(name) as say:
         run_training(made)
         say(f"{measured_step_s(made):.3g} s a step: {settings}")
     return made
@@ -123,11 +123,11 @@ def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
         ]
         for one in plan.best[:SHOWN]
     ]
-    print(aligned([columns, *rows]))
+    print(align_columns([columns, *rows]))
     print(f"\n{plan.looked:,} settings looked at, {len(plan.best)} simulated. If it is otherwise, the best is:")
     other = [
         [one.name, "the same" if one.gain < NOISE else f"{one.gain:.2f} times as fast: {one.best.candidate}"]
         for one in changes
     ]
-    print(aligned(other))
-    console.table("What this rests on", plan.model.assumptions)
+    print(align_columns(other))
+    console.print_table("What this rests on", plan.model.assumptions)

@@ -22,7 +22,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_json
 from engine.run.identity import read_run_id, run_began
 from engine.types import JsonObject
-from tasks.artifact_cells import cell, table_rows
+from tasks.artifact_cells import format_cell, table_rows
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
@@ -63,7 +63,9 @@ def prepare_data(config: Config) -> DataReport:
     found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
     config.folder.mkdir(parents=True, exist_ok=True)
     write_json(config.folder / REPORT, found)
-    create_markdown_artifact(page(found), key="data", description="What is in the data, what was left out and why")
+    create_markdown_artifact(
+        report_page(found), key="data", description="What is in the data, what was left out and why"
+    )
     return found
 
 
@@ -119,7 +121,7 @@ def encode_prompts(
     }
 
 
-def describe(found: DataReport) -> str:
+def describe_data(found: DataReport) -> str:
     """A report in one line for the console."""
     train = found["train"]
     heldout = found["heldout"]
@@ -139,7 +141,7 @@ def describe_prompts(found: PromptFigures) -> str:
     return f"{found['prompts']} prompts of {lengths}{skips}"
 
 
-def page(found: DataReport) -> str:
+def report_page(found: DataReport) -> str:
     """A report as Markdown: the two sets side by side, their overlaps, and the rows that were left out."""
     sets = (found["train"], found["heldout"])
     rows = [[what, *(_cell(figures, what) for figures in sets)] for what in COMPARED]
@@ -168,7 +170,7 @@ def _settings(config: Config) -> JsonObject:
 
 
 def _cell(figures: Mapping[str, object], what: str) -> str:
-    return cell(figures[what])
+    return format_cell(figures[what])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

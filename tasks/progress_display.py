@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tasks import console
-from tasks.console import duration, say
+from tasks.console import format_duration, say
 
 LOOK_S = 0.5
 """Seconds between two updates."""
@@ -50,11 +50,11 @@ class _TimeLeft:
         since, first = self._began
         if share <= first:
             return ""
-        return f"  {duration((now - since) * (1.0 - share) / (share - first))} left"
+        return f"  {format_duration((now - since) * (1.0 - share) / (share - first))} left"
 
 
 @contextmanager
-def showing(stage: str, look: Look) -> Iterator[None]:
+def show_progress(stage: str, look: Look) -> Iterator[None]:
     """Show the progress of a stage during the body.
 
     On a terminal, a bar stands below the other lines and disappears at the end. Elsewhere, a line is printed whenever

@@ -14,7 +14,7 @@ from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload_checkpoint
 from tasks import stage_progress
 from tasks.fenced import run_folder
-from tasks.progress_display import showing
+from tasks.progress_display import show_progress
 
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
@@ -28,7 +28,7 @@ def publish(config: Config) -> str:
     place = str(checkpoint)
     if config.checkpoint.path:
         place = f"{place_of(config)}/{checkpoint.name}"
-        _copy_shown(checkpoint, folder.policy, place, folder.fence.check)
+        _copy_shown(checkpoint, folder.policy, place, folder.fence.check_attempt)
     note = "" if config.checkpoint.path else " (checkpoint.path is empty: it stays in the run folder)"
     create_markdown_artifact(f"`{place}`{note}", key="checkpoint", description="The final checkpoint")
     return place
@@ -53,5 +53,5 @@ def copy_checkpoint(
 def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], None]) -> None:
     sizes: list[int] = []
     whole = stage_progress.size_of(checkpoint) + stage_progress.size_of(policy)
-    with showing("publish", stage_progress.copied("uploaded", lambda: sum(sizes), whole)):
+    with show_progress("publish", stage_progress.copied("uploaded", lambda: sum(sizes), whole)):
         copy_checkpoint(checkpoint=checkpoint, policy=policy, place=place, fence=fence, sent=sizes.append)

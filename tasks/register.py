@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from engine.run.folder import RunFolder
 from tasks.console import say
 from tasks.tracking import tracked_run
-from tasks.tracking.champion_alias import crown
+from tasks.tracking.champion_alias import update_champion
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import retry_while_away
 
@@ -24,9 +24,9 @@ def register(name: str, policy: Path) -> str:
     run folder, whose config and evaluations are read.
     """
     what = f"registering {name}"
-    version = retry_while_away(what, lambda: tracked_run.register(name, policy))
+    version = retry_while_away(what, lambda: tracked_run.register_version(name, policy))
     folder = RunFolder(policy.parent)
-    verdict = retry_while_away(what, lambda: crown(name, version, folder, folder.read_config()))
+    verdict = retry_while_away(what, lambda: update_champion(name, version, folder, folder.read_config()))
     text = f"`{name}` version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: {verdict.reason}"
     say("register", text.replace("`", ""))
     create_markdown_artifact(text, key="registered-model", description="In MLflow's registry")

@@ -43,12 +43,12 @@ class Resumed:
             say("resume", note)
 
 
-def place(config: Config) -> list[str]:
+def identifying_keys(config: Config) -> list[str]:
     """The keys that identify the run, as KEY=VALUE."""
     return [f"run.name={json.dumps(config.run.name)}", f"run.output={json.dumps(config.run.output)}"]
 
 
-def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
+def find_resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
     """Find the run that a command with `--resume` means. `given`: the keys of the command, KEY=VALUE each.
 
     `recipe`: the recipe that the command names, if any. It only says where the run is; a value in it that differs from
@@ -71,7 +71,7 @@ def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
     begun = read_start(folder.path)
     theirs = recipe or begun.recipe
     ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find_file(theirs).is_file() else []
-    changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing(config, own, keys)]
+    changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing_keys(config, own, keys)]
     by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""
     notes = [f"{place.run.name} goes on as its own config.toml says{by_command}"]
     if ignored:
@@ -99,7 +99,7 @@ def _without_folder(recipe: str | None, given: Sequence[str], place: Config) -> 
     return Resumed(config, recipe, (f"{place.folder} is lost; the run goes on as {recipe} says",))
 
 
-def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+def differing_keys(config: Config, own: Config, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
     """Yield each key among `keys` (keys or whole tables) whose value differs from the run's, with both values."""
     now = flatten_keys(config.model_dump(mode="json"))
     then = flatten_keys(own.model_dump(mode="json"))
@@ -111,7 +111,7 @@ def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tu
 def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Iterator[str]:
     """The keys of a recipe whose values differ from the run's, each with both values."""
     theirs = load_config(recipe)
-    for key, value, then in differing(theirs, own, {key: None for key in recipe_keys(recipe) if key not in keys}):
+    for key, value, then in differing_keys(theirs, own, {key: None for key in recipe_keys(recipe) if key not in keys}):
         if key == "model.path" and (not from_base or _same_path(value, then)):
             continue  # the run uses the folder that the recipe means, or started from another policy
         if key != "run.seed" or from_base:

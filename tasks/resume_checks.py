@@ -27,8 +27,8 @@ from tasks import stage_progress
 from tasks.console import say
 from tasks.finished_stages import Stages
 from tasks.input_checks import with_model_folder
-from tasks.progress_display import showing
-from tasks.resume import differing
+from tasks.progress_display import show_progress
+from tasks.resume import differing_keys
 from tasks.tracking.tracked_run import check_known
 
 DECIDE_PROMPTS = (
@@ -67,7 +67,7 @@ def check_resume(config: Config) -> Config:
             f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}; give "
             f"train.steps = {start} or more"
         )
-    with showing("resume", stage_progress.since_now("comparing model and prompts")):
+    with show_progress("resume", stage_progress.since_now("comparing model and prompts")):
         _check_model(config, state)
         _check_prompts(config, state)
     if config.train.record:
@@ -80,7 +80,7 @@ def check_resume(config: Config) -> Config:
 def _check_through(config: Config, own: Config, steps: int) -> None:
     """Raise BadInput if all steps are trained and a setting of the training changes: config.toml would then describe
     settings with which no step was trained."""
-    if changed := [f"{key} = {now!r}" for key, now, _ in differing(config, own, TRAINED_WITH)]:
+    if changed := [f"{key} = {now!r}" for key, now, _ in differing_keys(config, own, TRAINED_WITH)]:
         raise BadInput(
             f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; give train.steps, "
             f"too, to train further with it, or {ANEW}"

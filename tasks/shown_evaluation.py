@@ -12,7 +12,7 @@ from engine.run.folder import RunFolder
 from engine.types import JsonObject
 from tasks import stage_progress
 from tasks.console import say
-from tasks.progress_display import showing
+from tasks.progress_display import show_progress
 
 
 def evaluate_shown(
@@ -22,7 +22,7 @@ def evaluate_shown(
     `engine.orchestrator.standalone_evaluation.evaluate_model`."""
     progress = EvaluationProgress(notices=RunEvents(say, trained=False))
     instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)
-    with showing("evaluate", stage_progress.evaluation(progress, instances)):
+    with show_progress("evaluate", stage_progress.evaluation(progress, instances)):
         return evaluation.evaluate_model(
             config=config,
             model=model,

@@ -16,7 +16,7 @@ from engine.run.checkpoint_files import partial_of
 from engine.run.folder import RunFolder
 from engine.tools.conversion_progress import PROGRESS
 from engine.types import JsonObject
-from tasks.console import duration
+from tasks.console import format_duration
 from tasks.progress_display import StageProgress
 
 YOUNG_S = 30.0
@@ -47,13 +47,13 @@ def evaluation(progress: EvaluationProgress, instances: int) -> Callable[[], Sta
     def look() -> StageProgress:
         if not progress.expected:
             return StageProgress(f"starting {instances} {'instance' if instances == 1 else 'instances'}")
-        if progress.landed == progress.expected == progress.scored:
-            return StageProgress(f"{progress.landed:,} responses are scored; votes and intervals", 1.0)
-        text = f"{progress.landed:,} of {progress.expected:,} responses"
+        if progress.finished == progress.expected == progress.scored:
+            return StageProgress(f"{progress.finished:,} responses are scored; votes and intervals", 1.0)
+        text = f"{progress.finished:,} of {progress.expected:,} responses"
         if progress.scored:
             kind = "accuracy" if progress.whole_scores else "mean reward"
             text += f", {kind} of these {progress.score / progress.scored:.3f}"
-        return StageProgress(text, progress.landed / progress.expected)
+        return StageProgress(text, progress.finished / progress.expected)
 
     return look
 
@@ -76,7 +76,7 @@ def fetched(what: str, folder: Path) -> Callable[[], StageProgress | None]:
 def since_now(what: str) -> Callable[[], StageProgress | None]:
     """The progress of work of unknown size: the time it has taken so far."""
     began = time.monotonic()
-    return lambda: StageProgress(f"{what}: {duration(time.monotonic() - began)} so far")
+    return lambda: StageProgress(f"{what}: {format_duration(time.monotonic() - began)} so far")
 
 
 def conversion(log: Path) -> Callable[[], StageProgress | None]:

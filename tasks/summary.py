@@ -15,25 +15,25 @@ from engine.types import JsonObject
 from tasks.tracking import evaluation_texts, pages
 
 
-def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
+def outcome_rows(config: Config, published: str, registered: str) -> dict[str, str]:
     """The rows of the table at the end of a run: accuracy, reward, speed, places."""
     folder = RunFolder(config.folder)
     return {
-        **evaluation_texts.closing(folder),
-        **training(config),
+        **evaluation_texts.closing_rows(folder),
+        **training_rows(config),
         "checkpoint": published,
         "registered as": registered,
-        **pages.rows(config),
+        **pages.page_rows(config),
     }
 
 
-def training(config: Config) -> dict[str, str]:
+def training_rows(config: Config) -> dict[str, str]:
     """The rows about the training: reward, speed, places."""
     folder = RunFolder(config.folder)
     steps = list(read_lines(folder.steps))
     return {
         **_figures(steps),
-        **bound(folder.path),
+        **bound_rows(folder.path),
         "run folder": str(folder.path),
         "timeline": str(folder.path / "timeline.html"),
         "trained policy": str(folder.policy),
@@ -48,7 +48,7 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
     return {"reward": reward, "speed": _speed(steps)}
 
 
-def bound(folder: Path) -> dict[str, str]:
+def bound_rows(folder: Path) -> dict[str, str]:
     """A row that says what the steps were bound by and which setting is predicted to be faster; no row if the run is
     too short to tell."""
     from engine.tools.planner.planning import run_advice  # imports torch, which takes seconds
@@ -59,9 +59,9 @@ def bound(folder: Path) -> dict[str, str]:
         return {}
 
 
-def accuracy(row: Mapping[str, Any]) -> str:
+def describe_accuracy(row: Mapping[str, Any]) -> str:
     """One evaluation as text: accuracy, or mean reward, with its 95 % interval."""
-    return f"{evaluation_texts.kind(row)} {evaluation_texts.describe(row)}"
+    return f"{evaluation_texts.kind_of_average(row)} {evaluation_texts.describe_evaluation(row)}"
 
 
 def weight_version(model: Path) -> int:

@@ -34,7 +34,7 @@ from engine.errors import (
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
-from tasks.console import StepLines, duration, say
+from tasks.console import StepLines, format_duration, say
 from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
 from tasks.orchestrator_process import run_training
@@ -90,11 +90,13 @@ class Progress:
         if not rows or rows[-1] is self._shown:
             return
         update_progress_artifact(bar, 100.0 * (rows[-1]["step"] + 1) / self._config.train.steps)
-        create_markdown_artifact(page(self._config, rows), key="training-status", description="How far training is")
+        create_markdown_artifact(
+            steps_page(self._config, rows), key="training-status", description="How far training is"
+        )
         self._shown = rows[-1]
 
 
-def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
+def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:
     """A Markdown table of the last of these lines of steps.jsonl. The time left is based on their mean step time."""
     row = rows[-1]
     done = rows[-1]["step"] + 1
@@ -109,7 +111,7 @@ def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
         "response length": f"{row['response_length_mean']:.0f} tokens",
         "speed": f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device",
         "time of a step": f"{row['step_s']:.1f} s",
-        "time left": duration(left),
+        "time left": format_duration(left),
         "last checkpoint": checkpoint.name if checkpoint is not None else "none yet",
         "as of": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
@@ -130,7 +132,7 @@ PASSING = (ProcessDied, Stopped, DeadlineError, TransferError, CheckpointError, 
 """Errors that may be transient."""
 
 
-def pause(told: tuple[str, str] | None, starts: int) -> float:
+def pause_before_resume(told: tuple[str, str] | None, starts: int) -> float:
     """Seconds to wait before a resume. `told`: name and message of the error that ended the previous attempt; `starts`:
     attempts since the last progress."""
     if told is None or told[0] != CheckpointError.__name__:
@@ -165,14 +167,14 @@ def train(config: Config, resume: bool = False) -> int:
     why = last_end(folder) if again else "the start of the flow"
     starts = count_attempt(folder, "training", config.run.resumes, why)
     if again:
-        pause_s = pause(told, starts)
+        pause_s = pause_before_resume(told, starts)
         say("resume", f"the attempt before ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
         time.sleep(pause_s)
     evaluated = InRun(folder)
     with Progress(config) as progress:
 
         def on_step(row: JsonObject) -> None:
-            folder.fence.check()
+            folder.fence.check_attempt()
             line(row)
             progress(row)
             evaluated()
@@ -182,6 +184,6 @@ def train(config: Config, resume: bool = False) -> int:
         except TakenOver:
             raise  # another flow writes the folder now
         except MetronomeError as error:
-            folder.fail(error)  # also records a death, which the orchestrator cannot write itself
+            folder.write_failure(error)  # also records a death, which the orchestrator cannot write itself
             raise
     return config.train.steps

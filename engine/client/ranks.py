@@ -25,11 +25,12 @@ class Ranks(Protocol):
 
     name: str
     """The rank's name in messages and traces."""
-    unit: int
-    """Number of the unit that the rank belongs to. A unit is the set of ranks that take windows together."""
-    units: int
+    replica_group: int
+    """Number of the replica group that the rank belongs to. A replica group is the set of ranks that take windows
+    together."""
+    replica_groups: int
     leader: bool
-    """Whether this rank talks to the orchestrator for its unit."""
+    """Whether this rank talks to the orchestrator for its replica group."""
     exports: bool
     """Whether this rank takes part in an export of the weights. All other ranks hold copies."""
     writes: bool
@@ -38,7 +39,8 @@ class Ranks(Protocol):
     """Number of the rank's pipeline stage."""
 
     def from_leader(self, act: Callable[[], M]) -> M:
-        """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
+        """Return the leader's result of `act` on every rank of its replica group, or raise its MetronomeError on all of
+        them."""
 
     def from_leader_beside(self, act: Callable[[], M]) -> M:
         """Like `from_leader`, but called from a second thread; one thread makes all other calls."""
@@ -54,8 +56,8 @@ class OneRank:
     """A trainer of one process."""
 
     name = "trainer"
-    unit = 0
-    units = 1
+    replica_group = 0
+    replica_groups = 1
     leader = True
     exports = True
     writes = True
@@ -79,8 +81,8 @@ class OneRank:
 
 
 class HostRanks:
-    """The ranks of torch.distributed's default group as data-parallel replicas. Each rank is one unit, and rank 0 sends
-    the weights. They communicate over gloo on the host. All ranks must construct it together.
+    """The ranks of torch.distributed's default group as data-parallel replicas. Each rank is one replica group, and
+    rank 0 sends the weights. They communicate over gloo on the host. All ranks must construct it together.
 
     `engine.ranks.rank_group` adds Megatron's layouts.
     """
@@ -89,8 +91,8 @@ class HostRanks:
         """`timeout_s`: seconds without a message on the channel after which a rank fails."""
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-        self.unit = self.rank
-        self.units = self.world
+        self.replica_group = self.rank
+        self.replica_groups = self.world
         self.leader = True
         self.exports = self.rank == 0
         self.writes = self.rank == 0
@@ -98,9 +100,9 @@ class HostRanks:
         self._wait = timedelta(seconds=timeout_s)
         self._everyone = dist.new_group(backend="gloo", timeout=self._wait) if self.world > 1 else None
         self._leaders: list[int] = list(range(self.world)) if self.world > 1 else []
-        """Ranks of the leaders, by unit; empty with a single rank."""
-        self._unit: dist.ProcessGroup | None = None
-        """The group of this rank's unit; None if the rank is alone in it."""
+        """Ranks of the leaders, by replica group; empty with a single rank."""
+        self._replica_group: dist.ProcessGroup | None = None
+        """The group of this rank's replica group; None if the rank is alone in it."""
         self._beside: dist.ProcessGroup | None = None
         """The same ranks, for a second thread: calls of one group must have the same order on all ranks."""
 
@@ -110,15 +112,16 @@ class HostRanks:
         return f"trainer-{self.rank}"
 
     def from_leader(self, act: Callable[[], M]) -> M:
-        """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
-        return self._from_leader(act, self._unit)
+        """Return the leader's result of `act` on every rank of its replica group, or raise its MetronomeError on all of
+        them."""
+        return self._from_leader(act, self._replica_group)
 
     def from_leader_beside(self, act: Callable[[], M]) -> M:
         """Like `from_leader`, but called from a second thread; one thread makes all other calls."""
         return self._from_leader(act, self._beside)
 
     def _from_leader(self, act: Callable[[], M], group: dist.ProcessGroup | None) -> M:
-        leader = self._leaders[self.unit] if group is not None else None
+        leader = self._leaders[self.replica_group] if group is not None else None
         return self._act_and_broadcast(act, self.leader, leader, group)
 
     def from_first(self, act: Callable[[], M]) -> M:
@@ -161,9 +164,9 @@ class HostRanks:
         return [decoder.decode(row[: int(size)].numpy().tobytes()) for row, size in found]
 
     def worst(self, value: float, everyone: bool = False) -> float:
-        """Return the largest value in the unit, or over all ranks. NaN counts as infinite, so that it can't go
+        """Return the largest value in the replica group, or over all ranks. NaN counts as infinite, so that it can't go
         unnoticed."""
-        group = self._everyone if everyone else self._unit
+        group = self._everyone if everyone else self._replica_group
         mine = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float64)
         if group is None:
             return float(mine)

@@ -134,7 +134,7 @@ class ServiceClient:
                 while not address.exists():
                     if child.refused_input:
                         raise BadInput(f"the service {child.how_it_ended()}")
-                    child.check()
+                    child.check_alive()
                     if time.monotonic() > deadline:
                         raise DeadlineError(f"the service did not start within {config.rollout.timeout_s:g} s: {log}")
                     time.sleep(LOOK_S)

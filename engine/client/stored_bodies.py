@@ -1,5 +1,5 @@
-"""The bodies of a leased window's columns when they are stored outside the orchestrator: a unit's leader fetches
-them."""
+"""The bodies of a leased window's columns when they are stored outside the orchestrator: a replica group's leader
+fetches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.wire.store_addresses import StoreAddresses
 from engine.wire.store_client import StoreClient, StoreFault
 
 BRIEFLY_S = 1.0
-"""Seconds after which the leader gives a sign of life to the orchestrator and to the ranks of its unit."""
+"""Seconds after which the leader gives a sign of life to the orchestrator and to the ranks of its replica group."""
 
 
 class StoredBodies:
@@ -32,7 +32,7 @@ class StoredBodies:
         self.lease: int | None = None
         """Number of the lease whose bodies are being fetched; None if there is none."""
 
-    def begin(self, window: Window) -> None:
+    def begin_fetching(self, window: Window) -> None:
         """Begin to fetch the bodies of a window."""
         self.lease = window.lease
         self._fetching = self._runner.get_loop().create_task(self._fetch(window))
@@ -65,7 +65,7 @@ class StoredBodies:
                 self._client.close()
                 self._client = None
             self._store = store
-            self._client = await StoreClient.connect(store, self._name, self._limit_s)
+            self._client = await StoreClient.connect_servers(store, self._name, self._limit_s)
         if self._client is None:
             raise StoreFault("TransferQueue could not be reached from this node before")
         return self._client
@@ -79,7 +79,7 @@ class StoredBodies:
 
 async def _whole(client: StoreClient, row: Row) -> Row:
     elsewhere = [column for column in row.columns if not column.body]
-    bodies = await client.get(row.step, row.index, [column.name for column in elsewhere])
+    bodies = await client.get_columns(row.step, row.index, [column.name for column in elsewhere])
     fetched = [Column(column.name, column.digest, bodies[column.name]) for column in elsewhere]
     for column in fetched:
         if not column.is_whole:

@@ -281,8 +281,8 @@ class Parallel(Table):
         return max(1, self.expert // (self.tensor * self.context))
 
     @property
-    def units(self) -> int:
-        """Number of units: replicas, or sets of replicas in lockstep, that take windows on their own."""
+    def replica_groups(self) -> int:
+        """Number of replica groups: replicas, or sets of replicas in lockstep, that take windows on their own."""
         return self.data // self.lockstep
 
     @model_validator(mode="after")

@@ -55,20 +55,20 @@ class Tree(Table):
 
     @property
     def least_window_tokens(self) -> int:
-        """Tokens below which a window is not made smaller for the balance of the units: 0 where a window is one
-        micro-batch, else a micro-batch for each replica in lockstep."""
+        """Tokens below which a window is not made smaller for the balance of the replica groups: 0 where a window is
+        one micro-batch, else a micro-batch for each replica in lockstep."""
         return self.window_tokens if self.parallel.lockstep > 1 else 0
 
     @property
     def bubble_tokens(self) -> int:
-        """Tokens that a unit could train in the time that its pipeline of p stages fills and drains, once in each
-        window: those of p − 1 micro-batches."""
+        """Tokens that a replica group could train in the time that its pipeline of p stages fills and drains, once in
+        each window: those of p − 1 micro-batches."""
         return self.train.micro_batch_tokens * self.parallel.lockstep * (self.parallel.pipeline - 1)
 
     @property
     def leaders_fetch(self) -> bool:
-        """Whether the leaders of the trainer's units fetch the bodies of columns from the store themselves: from the
-        nodes of a cluster, or from loopback where all ranks are on the orchestrator's node."""
+        """Whether the leaders of the trainer's replica groups fetch the bodies of columns from the store themselves:
+        from the nodes of a cluster, or from loopback where all ranks are on the orchestrator's node."""
         return self.queue.store != "orchestrator" and (bool(self.queue.address) or self.parallel.nodes == 1)
 
     @property

@@ -214,7 +214,7 @@ class _OrchestratorClient:
         know the instance adds it."""
         try:
             while not asked.is_set():
-                child.check()
+                child.check_alive()
                 await self._join()
                 pause = self._rollout.heartbeat_s if self._served else min(SOON_S, self._rollout.heartbeat_s)
                 await _unless(asked, asyncio.sleep(pause))

@@ -58,7 +58,7 @@ class StagedVersion:
         self._done = 0
         self._running = False
 
-    def add(self, receive: Job) -> None:
+    def add_bucket(self, receive: Job) -> None:
         """Add a bucket. `receive` is called in the background, after the earlier buckets."""
         with self._changed:
             self._jobs.append(receive)
@@ -222,7 +222,7 @@ class Receiver:
             self._staged = StagedVersion(version, self._staged)
         # open the file now: by the time it is read, its version may be complete and its folder renamed
         file = _open_or_error(Path(update_info["path"])) if update_info["transport"] == "file" else None
-        self._staged.add(lambda buffer: self._receive_to_host(update_info, buffer, file))
+        self._staged.add_bucket(lambda buffer: self._receive_to_host(update_info, buffer, file))
 
     def close(self) -> None:
         """Leave all groups and drop the staged buckets. Calls that wait in a group raise TransferError."""
@@ -317,7 +317,7 @@ class Receiver:
                 raise file
             _check_names(file, specs)
             buffer = _sized_buffer(buffer, file.nbytes, HOST)
-            return specs, file.read(buffer, specs), checksums, buffer
+            return specs, file.read_tensors(buffer, specs), checksums, buffer
         group = self._stage_group(update_info)
         use_device(self._device)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
@@ -402,7 +402,7 @@ def _file_tensors(path: str) -> Iterator[Named]:
     """Yield the tensors of a safetensors file, or of all safetensors files in a folder."""
     for file in map(BucketFile, files_at(path)):
         specs = file.specs()
-        tensors = file.read(_sized_buffer(NOTHING, file.nbytes, HOST), specs)
+        tensors = file.read_tensors(_sized_buffer(NOTHING, file.nbytes, HOST), specs)
         yield from zip((spec.name for spec in specs), tensors, strict=True)
 
 
@@ -432,7 +432,7 @@ def _base_tensors(folder: Path | None, perturb: list[int]) -> Iterator[Named]:
     with open_folder(folder) as files:
         changed = {EMBEDDING, OUTPUT} if _ties_embeddings(folder) or OUTPUT not in files.names else {OUTPUT}
         for name in sorted(files.names):
-            tensor = files.read(name)
+            tensor = files.read_tensor(name)
             if perturb and name in changed:
                 if max(perturb) >= len(tensor):
                     raise BadInput(f"update_info.perturb: token {max(perturb)}, but {name} has {len(tensor)} rows")

@@ -60,7 +60,7 @@ def npu_swiglu(joint: Tensor) -> Tensor:
     return out
 
 
-def merged(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_parts(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge (out [n, heads, d], lse [n, heads] in fp32) of two parts of a softmax into those of the whole."""
     outs, lses = zip(own, other, strict=True)
     out, lse = torch.ops.npu.npu_attention_update(

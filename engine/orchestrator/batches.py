@@ -19,7 +19,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.table import RowTable
 from engine.run.folder import SAMPLED_GROUPS
 from engine.types import Prompt
-from engine.wire.columns import PackedLanded, Row, open_scores
+from engine.wire.columns import PackedFinished, Row, open_scores
 from engine.wire.rollout_messages import Acknowledged, InstanceRequest, StartProfile, StopProfile
 
 
@@ -84,14 +84,14 @@ class RolloutProfile:
         self._begun = False
         self._recording: list[Instance] = []
 
-    async def begin(self, step: int) -> None:
+    async def begin_step(self, step: int) -> None:
         """Start recording when the generation of a batch begins. A resumed run may begin after the first batch."""
         if step in self._steps and not self._begun:
             self._begun = True
             own = [instance for instance in self._service.pool.instances if instance.declared is not None]
             self._recording = await self._send(own, StartProfile)
 
-    async def end(self, step: int) -> None:
+    async def end_step(self, step: int) -> None:
         """Stop recording once the last batch is generated."""
         if self._recording and step == self._steps[-1]:
             recording = self._recording
@@ -129,8 +129,8 @@ class BatchGenerator:
         self.keep: Callable[[Row], Awaitable[Row]] | None = None
         """Called with each row that has new columns. Returns the row without the bodies of these columns, for the
         table."""
-        self.units = config.parallel.units
-        """Number of the trainer's units that take windows independently."""
+        self.replica_groups = config.parallel.replica_groups
+        """Number of the trainer's replica groups that take windows independently."""
         self._table = table
         self._config = config
         self._loader = loader
@@ -178,15 +178,15 @@ class BatchGenerator:
         self._position = position or 0
         self._previous = None
 
-    def begin(self, step: int) -> Batch:
+    def begin_batch(self, step: int) -> Batch:
         """Create the batch of `step` and begin the step in the table. Steps begin in order."""
-        self._table.begin(step, self._config.train.prompts_per_step, self.units)
+        self._table.begin_step(step, self._config.train.prompts_per_step, self.replica_groups)
         batch = Batch(step, self._table)
         if self._config.algorithm.dynamic_sampling:
             batch.before, self._previous = self._previous, batch
         return batch
 
-    async def fill(self, batch: Batch, prompts: Sequence[tuple[int, Prompt]] | None = None) -> None:
+    async def fill_batch(self, batch: Batch, prompts: Sequence[tuple[int, Prompt]] | None = None) -> None:
         """Generate a batch. With dynamic sampling, wait first until the previous batch is generated. Raises
         MetronomeError if generation fails.
 
@@ -198,7 +198,7 @@ class BatchGenerator:
                 return  # the previous batch failed, and so did the run
             self._position = batch.before.next_position
             batch.before = None
-        await self._profile.begin(batch.step)
+        await self._profile.begin_step(batch.step)
         started = time.perf_counter()
 
         async def put(row: Row) -> None:
@@ -210,18 +210,18 @@ class BatchGenerator:
             await self._generate_selected(batch, put, prompts)
         else:
             await self._generate_all(batch, put, prompts or self._prompts(batch.step))
-        await self._profile.end(batch.step)
+        await self._profile.end_step(batch.step)
 
     async def _put(self, row: Row) -> None:
         """Put a row into the table, or only its new columns if the row is already there."""
-        known = self._table.find(row.step, row.index)
+        known = self._table.find_row(row.step, row.index)
         if known is not None:
             row = row.only(row.names - known.names)
         kept = row if self.keep is None else await self.keep(row)
         if known is None:
-            self._table.put(kept)
+            self._table.add_row(kept)
         else:
-            self._table.write(kept.step, kept.index, kept.columns)
+            self._table.add_columns(kept.step, kept.index, kept.columns)
         await self._notify()
 
     def _prompts(self, step: int) -> list[tuple[int, Prompt]]:
@@ -235,15 +235,15 @@ class BatchGenerator:
         not need the scores can begin."""
         batch.prompts = prompts
 
-        async def land(landed: PackedLanded) -> None:
-            self._table.ledger(batch.step).land(landed)
+        async def on_finished(finished: PackedFinished) -> None:
+            self._table.ledger(batch.step).add_finished(finished)
             await self._notify()
 
         await self._service.producer.run(
             step=batch.step,
             prompts=prompts,
             put=put,
-            land=land if self._scores_early else None,
+            on_finished=on_finished if self._scores_early else None,
             sampled=self._put,
         )
 
@@ -266,7 +266,7 @@ class BatchGenerator:
 
         async def decide(row: Row) -> None:
             rewards[row.index] = fmean(score.value for score in open_scores(row))
-            due = selection.decide(row)
+            due = selection.add_group(row)
             if due and selection.used is not None:
                 batch.reward_tried = fmean(rewards[number] for number in range(selection.used))
                 batch.prompts_used = selection.used

@@ -19,26 +19,26 @@ class BatchesInFlight:
         self._run_state = run_state
         self._by_step: dict[int, Batch] = {}
 
-    def start(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
+    def start_batch(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
         """Keep a batch, and generate it in the background."""
-        self.keep(batch)
+        self.keep_batch(batch)
         batch.task = asyncio.create_task(self._generate(generating))
 
     async def _generate(self, generating: Coroutine[Any, Any, None]) -> None:
         try:
             await generating
         except MetronomeError as error:
-            await self._run_state.fail(error)
+            await self._run_state.stop_run(error)
 
-    def keep(self, batch: Batch) -> None:
+    def keep_batch(self, batch: Batch) -> None:
         """Keep a batch whose groups come from outside."""
         self._by_step[batch.step] = batch
 
-    def get(self, step: int) -> Batch | None:
+    def get_batch(self, step: int) -> Batch | None:
         """Return the batch of a step; None if it has not started, or is over."""
         return self._by_step.get(step)
 
-    def pop(self, step: int) -> Batch | None:
+    def pop_batch(self, step: int) -> Batch | None:
         """Remove and return the batch of a step that is over."""
         return self._by_step.pop(step, None)
 
@@ -56,7 +56,7 @@ class BatchesInFlight:
         """All batches."""
         return list(self._by_step.values())
 
-    async def check(self) -> None:
+    async def check_generation(self) -> None:
         """Stop the run if a generation ended with groups missing.
 
         Raises any exception of a generation that is not a MetronomeError: it is a bug in the orchestrator.
@@ -65,7 +65,7 @@ class BatchesInFlight:
             if batch.task is not None and batch.task.done():
                 batch.task.result()
                 if self._run_state.failure is None and not batch.generated:
-                    await self._run_state.fail(
+                    await self._run_state.stop_run(
                         MetronomeError(
                             f"step {batch.step}: its generation ended with {batch.arrived} of {batch.expected} "
                             "groups, so the trainer would wait for ever"

@@ -28,25 +28,25 @@ T = TypeVar("T")
 class ColumnStore(Protocol):
     """Keeps the bodies of columns outside the orchestrator, by step, index of the row and name of the column.
 
-    Each call raises StoreFault if the store does not answer or has lost what is requested, in which case `start` may
-    help, and StoreError if nothing helps.
+    Each call raises StoreFault if the store does not answer or has lost what is requested, in which case `start_store`
+    may help, and StoreError if nothing helps.
     """
 
     @property
     def addresses(self) -> StoreAddresses:
         """Where the leaders of units fetch bodies. The addresses change with each start."""
 
-    async def start(self) -> None:
+    async def start_store(self) -> None:
         """Stop what may be running, and start empty. Raises StoreError, and DeadlineError if the store does not
         serve."""
 
-    async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
+    async def put_columns(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
         """Store the bodies of a row's columns, given by name. They replace those with the same names."""
 
-    async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
+    async def get_columns(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
         """Return the bodies of these columns of a row, by name."""
 
-    async def clear(self, step: int, indices: Sequence[int]) -> None:
+    async def clear_rows(self, step: int, indices: Sequence[int]) -> None:
         """Forget rows."""
 
     async def close(self) -> None:
@@ -81,8 +81,8 @@ class TransferQueueStore:
         assert self._child is not None
         return self._child.pid
 
-    async def start(self) -> None:
-        """See `ColumnStore.start`. In a cluster, the units start on the nodes that are alive now."""
+    async def start_store(self) -> None:
+        """See `ColumnStore.start_store`. In a cluster, the units start on the nodes that are alive now."""
         await self.close()
         self._starts += 1
         place = Path(hold_lifeline()).parent / f"store-{self._starts}"
@@ -93,7 +93,7 @@ class TransferQueueStore:
         self._addresses = await self._wait_for(place / "addresses")
         try:
             name = f"orchestrator-{self._starts}"
-            self._client = await StoreClient.connect(self._addresses, name, self._limit_s)
+            self._client = await StoreClient.connect_servers(self._addresses, name, self._limit_s)
         except StoreFault as fault:
             raise StoreError(f"{fault}; {self._child.name} {self._child.how_it_ended()}") from fault
 
@@ -117,17 +117,17 @@ class TransferQueueStore:
                 )
         return addresses
 
-    async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
+    async def put_columns(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
         """See `ColumnStore`. This and the next two methods raise StoreError if the controller does not answer."""
-        await self._call(lambda client: client.put(step, index, bodies))
+        await self._call(lambda client: client.put_columns(step, index, bodies))
 
-    async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
+    async def get_columns(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
         """See `ColumnStore`."""
-        return await self._call(lambda client: client.get(step, index, names))
+        return await self._call(lambda client: client.get_columns(step, index, names))
 
-    async def clear(self, step: int, indices: Sequence[int]) -> None:
+    async def clear_rows(self, step: int, indices: Sequence[int]) -> None:
         """See `ColumnStore`."""
-        await self._call(lambda client: client.clear(step, indices))
+        await self._call(lambda client: client.clear_rows(step, indices))
 
     async def _call(self, call: Callable[[StoreClient], Awaitable[T]]) -> T:
         client = self._client
@@ -146,7 +146,7 @@ class TransferQueueStore:
     async def _check_controller(self, client: StoreClient, fault: StoreFault) -> None:
         """Raise StoreError unless the controller answers, because without it no row can be found."""
         try:
-            await client.check()
+            await client.check_controller()
         except StoreFault as error:
             assert self._child is not None
             raise StoreError(
@@ -176,7 +176,7 @@ async def starting_store(config: Config, folder: Path) -> AsyncIterator[asyncio.
     store = TransferQueueStore(config, folder)
 
     async def start() -> TransferQueueStore:
-        await store.start()
+        await store.start_store()
         return store
 
     starting = asyncio.create_task(start())

@@ -45,7 +45,7 @@ class DynamicSampling:
         """
         return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
 
-    def decide(self, row: Row) -> list[Row]:
+    def add_group(self, row: Row) -> list[Row]:
         """Add a finished group, whose `index` is the prompt's number. Return the groups that are now selected.
 
         Their `index` is their place among the selected groups, 0 … B−1, in prompt order. A group is selected once the

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from engine.config import Config
 from engine.evaluation.intervals import accuracy_figures
-from engine.orchestrator.producer import Land, Producer
+from engine.orchestrator.producer import OnFinished, Producer
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Group, JsonObject, Prompt
 from engine.wire.columns import Decode, Row, open_group
@@ -46,11 +46,11 @@ async def sample_groups(
     prompts: Sequence[Prompt],
     decode: Decode,
     step: int = 0,
-    land: Land | None = None,
+    on_finished: OnFinished | None = None,
     scored: Callable[[Sequence[float]], None] = lambda rewards: None,
 ) -> list[Group]:
     """Generate a group for each prompt. Return the groups in the order of the prompts, with the text of the responses.
-    `land` gets each response, and `scored` the rewards of each group, as they arrive."""
+    `on_finished` gets each response, and `scored` the rewards of each group, as they arrive."""
     groups: list[Group] = []
 
     async def put(row: Row) -> None:
@@ -58,5 +58,5 @@ async def sample_groups(
         groups.append(replace(group, prompt=prompts[group.index]))
         scored([score.value for score in group.scores])
 
-    await producer.run(step, [(EPOCH, prompt) for prompt in prompts], put, land)
+    await producer.run(step, [(EPOCH, prompt) for prompt in prompts], put, on_finished)
     return sorted(groups, key=lambda group: group.index)

@@ -14,7 +14,7 @@ class EvaluationProgress:
 
     expected: int = 0
     """Number of responses; 0 until the benchmarks are encoded and the instances serve."""
-    landed: int = 0
+    finished: int = 0
     """Number of responses that have arrived."""
     scored: int = 0
     """Number of responses that have a score."""
@@ -25,9 +25,9 @@ class EvaluationProgress:
     notices: RunEvents = field(default_factory=RunEvents)
     """Receives problems that occur during the evaluation."""
 
-    def group(self, rewards: Sequence[float]) -> None:
+    def count_group(self, rewards: Sequence[float]) -> None:
         """Count the scores of a finished group."""
         self.scored += len(rewards)
         self.score += sum(rewards)
         self.whole_scores = self.whole_scores and all(reward in (0.0, 1.0) for reward in rewards)
-        self.notices.look()
+        self.notices.report_due()

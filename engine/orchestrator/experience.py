@@ -47,7 +47,7 @@ class RowCheck:
     experts: Experts | None = None
     """The model's experts, if a group needs the routes of its tokens (algorithm.routing_replay)."""
 
-    def check(self, row: Row, newest: int) -> None:
+    def check_row(self, row: Row, newest: int) -> None:
         """Raise BadInput for a group that is damaged, incomplete or malformed, and StaleRolloutError if a token's
         weight version is not accepted for the step. `newest`: the weight version that was published last."""
         where = f"step {row.step}, group {row.index}"
@@ -63,7 +63,7 @@ class RowCheck:
             raise BadInput(f"{where}: a column is malformed: {error}") from None
         if wrong := self._problem(row, group, newest):
             raise BadInput(f"{where}: {wrong}")
-        Schedule.of(self.config.train, self.config.rollout.partial).check(group)
+        Schedule.of(self.config.train, self.config.rollout.partial).check_versions(group)
 
     def _problem(self, row: Row, group: Group, newest: int) -> str:
         size = self.config.rollout.group_size
@@ -174,7 +174,7 @@ class Experience:
         """Bytes of groups and prompts from outside that are not trained yet."""
         return sum(self._bytes.values())
 
-    def forget(self, step: int) -> None:
+    def forget_step(self, step: int) -> None:
         """Forget a step that is over."""
         self._over = max(self._over, step)
         self._prompts.pop(step, None)
@@ -210,14 +210,14 @@ class Experience:
 
     async def put_prompts(self, request: PutPrompts) -> Taken:
         """Start a step. Its responses are sampled and scored in the background."""
-        self._run_state.check()
+        self._run_state.check_failure()
         step = request.step
         encoded = msgspec.msgpack.encode(request)
         digest = hashlib.sha256(encoded).digest()
         if self._prompts.get(step) == digest:
             return Taken(new=False)
         self._check_step(step)
-        if self._batches.get(step) is not None:
+        if self._batches.get_batch(step) is not None:
             other = "other prompts already" if step in self._prompts else "groups from outside already"
             raise ServiceConflict(f"step {step} has {other}, so it takes no prompts")
         prompts = None
@@ -226,8 +226,8 @@ class Experience:
             prompts = [(step, prompt) for prompt in self._own_prompts(request.prompts)]
             self._bytes[step] = len(encoded)
         self._prompts[step] = digest
-        batch = self._generator.begin(step)
-        self._batches.start(batch, self._generate(batch, prompts))
+        batch = self._generator.begin_batch(step)
+        self._batches.start_batch(batch, self._generate(batch, prompts))
         self._started()
         return Taken(new=True)
 
@@ -256,7 +256,7 @@ class Experience:
 
     async def put_row(self, request: PutRow) -> Taken:
         """Take a group from outside into the table. The first group of a step begins the step."""
-        self._run_state.check()
+        self._run_state.check_failure()
         row = request.row
         if self._trains and not self._config.data.pushed:
             raise ServiceConflict(
@@ -265,28 +265,28 @@ class Experience:
         if (known := self._known(row)) is not None and all(column in known.columns for column in row.columns):
             return Taken(new=False)  # even for a step that is no longer due
         newest = self._check_step(row.step)
-        await asyncio.to_thread(self._check.check, row, newest)
+        await asyncio.to_thread(self._check.check_row, row, newest)
         self._check_step(row.step)  # the version may have changed during the check
         if row.step in self._prompts:
             raise ServiceConflict(f"step {row.step} has prompts, and its groups are sampled here")
         if self._known(row) is None:
             self._check_room(row.bytes)
-        if (batch := self._batches.get(row.step)) is None:
-            batch = self._generator.begin(row.step)
-            self._batches.keep(batch)
+        if (batch := self._batches.get_batch(row.step)) is None:
+            batch = self._generator.begin_batch(row.step)
+            self._batches.keep_batch(batch)
             self._started()
-        if new := self._table.put(row):
+        if new := self._table.add_row(row):
             self._bytes[row.step] = self._bytes.get(row.step, 0) + row.bytes
             batch.keep_sample(row)
             await self._run_state.notify()
         return Taken(new)
 
     def _known(self, row: Row) -> Row | None:
-        return self._table.find(row.step, row.index) if row.step in self._table.steps else None
+        return self._table.find_row(row.step, row.index) if row.step in self._table.steps else None
 
-    async def sample(self, request: SampleResponses) -> Sampled:
+    async def sample_responses(self, request: SampleResponses) -> Sampled:
         """Sample responses to a prompt. Raises ServiceFull while too many programs wait for this."""
-        self._run_state.check()
+        self._run_state.check_failure()
         version = self._publishing.version
         if version is None:
             raise ServiceConflict("no weight version was published yet, so no instance samples")

@@ -38,7 +38,7 @@ from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject
-from engine.wire.columns import PackedLanded
+from engine.wire.columns import PackedFinished
 
 Notify = Callable[[], Awaitable[None]]
 """Wakes the coroutines that wait until weights may be published."""
@@ -47,8 +47,8 @@ Notify = Callable[[], Awaitable[None]]
 class _EvaluationTrace(Trace):
     """Names an evaluation's rollouts "evaluate" on the timeline, since "rollout" counts as overlap with training."""
 
-    def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
-        super().add("evaluate" if name == "rollout" else name, start, end, lane, **attributes)
+    def add_span(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
+        super().add_span("evaluate" if name == "rollout" else name, start, end, lane, **attributes)
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class _Evaluation:
     task: asyncio.Task[None] | None = None
     expected: int | None = None
     """Number of responses; None until the benchmarks are read and encoded."""
-    landed: int = 0
+    finished: int = 0
     """Number of responses that have arrived."""
     generated: float | None = None
     """Monotonic time at which the last response arrived or the evaluation ended; None before."""
@@ -84,7 +84,7 @@ class _Evaluation:
         if self.expected is None:
             return "its problems were not read and encoded, or its verifiers not started,"
         if self.generated is None:
-            return f"{self.landed} of {self.expected} responses were in"
+            return f"{self.finished} of {self.expected} responses were in"
         return "its responses were not all scored and voted on"
 
 
@@ -105,12 +105,12 @@ class InRunEvaluation:
         self._newest: _Evaluation | None = None
         self._evaluations: dict[asyncio.Task[None], _Evaluation] = {}
 
-    def begin(self, start: int) -> None:
+    def begin_run(self, start: int) -> None:
         """Begin the run with step `start`: delete results of later versions, and prepare the benchmarks (once)."""
         cut_evaluations(self._folder, start)
         self._prepared = self._prepared or asyncio.create_task(self._prepare())
 
-    def evaluate(self, version: int) -> None:
+    def evaluate_version(self, version: int) -> None:
         """Evaluate a version if it is due. The instances hold this version, and keep it until `allows_publish` is
         true."""
         if version % self._config.evaluate.every or version == self._config.train.steps - 1:
@@ -119,7 +119,7 @@ class InRunEvaluation:
         one.task = asyncio.create_task(self._evaluate_or_drop(one))
         self._evaluations[one.task] = one
 
-    def check(self) -> None:
+    def check_evaluations(self) -> None:
         """Raise the unexpected exception of an evaluation, if any. Expected ones were reported with the drop."""
         for task in [task for task in self._evaluations if task.done()]:
             del self._evaluations[task]
@@ -143,9 +143,9 @@ class InRunEvaluation:
         one = self._newest
         if one is None or one.generated is not None or one.expected is None:
             return None
-        return {"version": one.version, "landed": one.landed, "expected": one.expected}
+        return {"version": one.version, "finished": one.finished, "expected": one.expected}
 
-    async def finish(self) -> None:
+    async def finish_evaluations(self) -> None:
         """Wait after the last step until the evaluations are scored and voted on, and drop those that are late.
 
         Waits at most `evaluate.max_wait_s`, and at most half of train.timeout_s, because the trainer's ranks wait for
@@ -201,9 +201,9 @@ class InRunEvaluation:
         if not todo:
             return
 
-        async def land(landed: PackedLanded) -> None:
-            one.landed += 1
-            if one.landed == one.expected:
+        async def on_finished(finished: PackedFinished) -> None:
+            one.finished += 1
+            if one.finished == one.expected:
                 one.generated = time.monotonic()
                 await self._notify()
 
@@ -212,7 +212,9 @@ class InRunEvaluation:
         try:
             async with asyncio.TaskGroup() as tasks:  # the first failure ends the others
                 sampling = [
-                    tasks.create_task(sample_groups(producer, each.prompts, decode, step=one.version, land=land))
+                    tasks.create_task(
+                        sample_groups(producer, each.prompts, decode, step=one.version, on_finished=on_finished)
+                    )
                     for each in todo
                 ]
         except ExceptionGroup as failures:

@@ -79,13 +79,13 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
     folder = RunFolder(config.folder)
     with hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", TAKEOVER_S):
         claim_run_id(folder.path, config, resume)
-        folder.fence = Fence.begin(folder.path)
+        folder.fence = Fence.begin_attempt(folder.path)
         try:
             with named_disk_errors(folder.path):
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
         except MetronomeError as error:
-            folder.fail(error)
+            folder.write_failure(error)
             raise
         finally:
             if not folder.fence.is_passed:
@@ -129,9 +129,9 @@ class _Orchestrator:
         """Show the flow that this process is alive (tasks.orchestrator_process). Raises TakenOver if another
         orchestrator now writes the run."""
         while True:
-            self.folder.fence.check()
+            self.folder.fence.check_attempt()
             self.folder.heartbeat.touch()
-            self._live.look()
+            self._live.write_progress()
             await asyncio.sleep(BEAT_S)
 
     async def _run(self) -> None:
@@ -215,7 +215,7 @@ class _Orchestrator:
         return weights_folder(self.config, self.scratch, self.folder.path)
 
     async def _wait_for_trainer(self, trainer: Child, server: Server, plane: Plane) -> None:
-        """Wait until the trainer ends, calling Plane.check regularly.
+        """Wait until the trainer ends, calling Plane.check_run regularly.
 
         Raises the error that ended the run: the trainer's error; the plane's if the trainer does not stop in time or
         dies; ProcessDied if it dies without an error; TakenOver if another orchestrator has begun; or an unexpected
@@ -226,11 +226,11 @@ class _Orchestrator:
             for background in (server.bug, self._beating):
                 if background.done():
                     background.result()
-            await plane.check()
+            await plane.check_run()
             for scorer in self._scorers:
-                await scorer.check(plane)
+                await scorer.check_ranks(plane)
             if self._signal is not None and plane.failure is None:
-                await plane.fail(Stopped(f"ended by {self._signal}"))
+                await plane.stop_run(Stopped(f"ended by {self._signal}"))
             if plane.failure is not None:
                 grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
                 stop_by = stop_by or time.monotonic() + grace_s

@@ -46,7 +46,7 @@ class LeaseRequests:
         self.stored: StoredColumns | None = None
         """The columns whose bodies are outside the table; None if there are none."""
         self.recorder: RecordWriter | None = None
-        """Records what the trainer's units are given (train.record)."""
+        """Records what the trainer's replica groups are given (train.record)."""
         self.is_over = False
         """Whether the last step is trained, so that no stage has work left."""
         self._positions: dict[int, int | None] = {}
@@ -67,9 +67,9 @@ class LeaseRequests:
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
 
-    async def lease(self, request: messages.Lease) -> messages.Work:
+    async def lease_window(self, request: messages.Lease) -> messages.Work:
         """Acknowledge what a stage has finished, and reply with what it does next."""
-        stage = self._watch.stage(request.stage)
+        stage = self._watch.find_stage(request.stage)
         self._table.check_asked(stage.name, request.columns)
         self._watch.note_request(stage.name, time.monotonic())
         await self._acknowledge(request)
@@ -80,13 +80,13 @@ class LeaseRequests:
         found: messages.Work | None = await self._run_state.wait_briefly(
             partial(self._next_work, request, self._watch.restarts(stage.name))
         )
-        if request.unit is not None and request.stage == TRAIN:
-            self._note_given(request.unit, found)
+        if request.replica_group is not None and request.stage == TRAIN:
+            self._note_given(request.replica_group, found)
         return found or StillWaiting()
 
     def _open_unfetched(self, request: messages.Lease, number: int) -> None:
-        """Fetch the bodies of a lease's columns for a unit that could not. It is done once, however often the unit
-        asks."""
+        """Fetch the bodies of a lease's columns for a replica group that could not. It is done once, however often the
+        replica group asks."""
         if self.stored is None:
             raise BadInput(f"lease {number}: the bodies of its columns are not in a store")
         held = self._table.held(number)
@@ -97,22 +97,22 @@ class LeaseRequests:
     async def _acknowledge(self, request: messages.Lease) -> None:
         for number in request.done:
             held = self._table.held(number)
-            done = self._table.acknowledge(number)
+            done = self._table.acknowledge_lease(number)
             if self.stored is not None and held.stage == TRAIN:
                 self.stored.trained(held.step, done)
             ledger = self._table.ledger(held.step, held.stage)
             if done and ledger.is_over:
                 last = held.stage == TRAIN and held.step == self._config.train.steps - 1
                 self.is_over = self.is_over or last
-            if done and (ledger.is_over or ledger.units > 1):
-                # others wait for the end of the step, and the unit's request ahead is now an ordinary one
+            if done and (ledger.is_over or ledger.replica_groups > 1):
+                # others wait for the end of the step, and the replica group's request ahead is now an ordinary one
                 await self._run_state.notify()
 
-    def _note_given(self, unit: int, given: messages.Work | None) -> None:
+    def _note_given(self, replica_group: int, given: messages.Work | None) -> None:
         if isinstance(given, EndOfStep):
-            self._liveness.excuse(unit)
-        elif isinstance(given, (messages.Window, messages.EarlyWork)) and self.recorder is not None:
-            self.recorder.add(unit, given)
+            self._liveness.expect_no_more(replica_group)
+        elif isinstance(given, (messages.Window, messages.EarlyResponses)) and self.recorder is not None:
+            self.recorder.add_work(replica_group, given)
 
     def _next_work(self, request: messages.Lease, restarts: int) -> messages.Work | None:
         """Return the end of step or run, else a window, else responses to score early, else None.
@@ -123,17 +123,17 @@ class LeaseRequests:
             return StillWaiting()
         if (end := self._end_for(request)) is not None:
             return end
-        self._run_state.check()  # a run that is stopping gives no more leases
+        self._run_state.check_failure()  # a run that is stopping gives no more leases
         consumer = _consumer(request)
         opened = self._opened.pop(consumer, None)
         if opened is not None and self._table.is_held(opened.lease) and request.step in (None, opened.step):
             return opened
         if consumer in self._opening or (request.step is not None and request.step not in self._table.steps):
             return None
-        held = self._table.lease(
+        held = self._table.lease_window(
             stage=request.stage,
             step=request.step,
-            unit=request.unit or 0,
+            replica_group=request.replica_group or 0,
             budget=request.budget,
             consumer=request.consumer,
             now=time.monotonic(),
@@ -142,8 +142,8 @@ class LeaseRequests:
         if held is not None:
             return self._given(self._window(held, request.columns), request)
         if request.early and request.step is not None:
-            landed = self._table.ledger(request.step).take_early(request.unit or 0, request.budget)
-            return messages.EarlyWork(tuple(landed)) if landed else None
+            finished = self._table.ledger(request.step).take_early(request.replica_group or 0, request.budget)
+            return messages.EarlyResponses(tuple(finished)) if finished else None
         return None
 
     def _end_for(self, request: messages.Lease) -> EndOfStep | EndOfRun | None:
@@ -152,7 +152,7 @@ class LeaseRequests:
             return EndOfRun() if self.is_over else None
         if step in self._table.steps:
             over = self._table.ledger(step, request.stage).is_over
-            batch = self._batches.get(step)
+            batch = self._batches.get_batch(step)
             return EndOfStep(batch.next_position if batch is not None else None) if over else None
         version = self._version()
         ended = step in self._positions or (version is not None and step < version)
@@ -188,17 +188,17 @@ class LeaseRequests:
             self._opened[consumer] = replace(window, rows=tuple(await stored.open(window.rows)))
         except MetronomeError as error:
             if window.step in self._table.steps:
-                await self._run_state.fail(error)
+                await self._run_state.stop_run(error)
         except OSError as error:  # a store that can't be restarted: nobody awaits this task
-            await self._run_state.fail(StoreError(f"the columns of lease {window.lease} can't be opened: {error}"))
+            await self._run_state.stop_run(StoreError(f"the columns of lease {window.lease} can't be opened: {error}"))
         finally:
             self._opening.pop(consumer, None)
             await self._run_state.notify()
 
     async def write_columns(self, request: messages.WriteColumns) -> messages.Taken:
         """Write a stage's columns for the rows of a lease."""
-        self._run_state.check()
-        stage = self._watch.stage(request.stage)
+        self._run_state.check_failure()
+        stage = self._watch.find_stage(request.stage)
         held = self._table.held(request.lease)
         for written in request.rows:
             self._watch.check_columns(held.step, written)
@@ -209,5 +209,5 @@ class LeaseRequests:
 
 
 def _consumer(request: messages.Lease) -> str:
-    """Return who leases: a unit of a stage, or an external program."""
-    return f"{request.stage} {request.unit if request.unit is not None else request.consumer!r}"
+    """Return who leases: a replica group of a stage, or an external program."""
+    return f"{request.stage} {request.replica_group if request.replica_group is not None else request.consumer!r}"

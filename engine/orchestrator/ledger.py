@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.wire.columns import PackedLanded
+from engine.wire.columns import PackedFinished
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class Windows:
     """"arrival" or "prompt_order"."""
     hold: bool = False
     """Whether nothing is given out before all rows are ready (mode "sync")."""
-    units: int = 1
-    """Number of units that take windows independently."""
+    replica_groups: int = 1
+    """Number of replica groups that take windows independently."""
     updates: int = 1
     """Number of mini-batches into which the rows are split, in their order."""
     least: int = 0
-    """Tokens of a window below which it is not made smaller to balance the units."""
+    """Tokens of a window below which it is not made smaller to balance the replica groups."""
     bubble: int = 0
-    """Tokens that a unit could train while its pipeline fills and drains, which happens once per window."""
+    """Tokens that a replica group could train while its pipeline fills and drains, which happens once per window."""
     together: int = 1
-    """Number of windows that a unit gets as one if their rows are already waiting (arrival order only)."""
+    """Number of windows that a replica group gets as one if their rows are already waiting (arrival order only)."""
 
 
 class Ledger:
-    """The rows of one step, by index, for one stage. Every row is given to one unit, and finished once.
+    """The rows of one step, by index, for one stage. Every row is given to one replica group, and finished once.
 
     Only `begin_again` gives rows out a second time. The table handles leases that expire.
     """
@@ -52,16 +52,17 @@ class Ledger:
         """By index: number of the mini-batch (update) in which the row is trained."""
         self._given: set[int] = set()
         self._done: set[int] = set()
-        self._landed: dict[tuple[int, int], PackedLanded] = {}
-        """Responses of rows that are not ready, which no unit has taken for early scoring; by (index, number)."""
-        self._early_unit: dict[int, int] = {}
-        """By index: the unit that holds the row's early scores."""
+        self._finished: dict[tuple[int, int], PackedFinished] = {}
+        """Responses of rows that are not ready, which no replica group has taken for early scoring; by (index,
+        number)."""
+        self._early_replica_group: dict[int, int] = {}
+        """By index: the replica group that holds the row's early scores."""
         self._ordered: list[list[int]] = []
         """Windows in prompt order, as far as they are known."""
-        self._taken = [0] * windows.units
-        """By unit: how many windows of `_ordered` it has taken."""
-        self._tokens_given = [[0] * windows.units for _ in range(windows.updates)]
-        """By mini-batch and unit: the tokens of the windows taken in arrival order."""
+        self._taken = [0] * windows.replica_groups
+        """By replica group: how many windows of `_ordered` it has taken."""
+        self._tokens_given = [[0] * windows.replica_groups for _ in range(windows.updates)]
+        """By mini-batch and replica group: the tokens of the windows taken in arrival order."""
 
     def add_ready(self, index: int, tokens: int) -> None:
         """Mark a row as ready. Raises ValueError for an index that is out of range or already ready."""
@@ -71,128 +72,144 @@ class Ledger:
         self._mini_batches[index] = place // self._mini_batch
         self._ready.append(index)
         self._tokens[index] = tokens
-        self._landed = {key: landed for key, landed in self._landed.items() if landed.group != index}
+        self._finished = {key: finished for key, finished in self._finished.items() if finished.group != index}
 
     def mini_batch(self, index: int) -> int:
         """Return the number of the mini-batch (update) in which a ready row is trained."""
         return self._mini_batches[index]
 
-    def land(self, landed: PackedLanded) -> None:
+    def add_finished(self, finished: PackedFinished) -> None:
         """Add a response of a row that is not ready yet."""
-        self._landed[landed.group, landed.number] = landed
+        self._finished[finished.group, finished.number] = finished
 
-    def take_early(self, unit: int, budget: int) -> list[PackedLanded]:
-        """Return responses that a unit scores early while no window is available for it.
+    def take_early(self, replica_group: int, budget: int) -> list[PackedFinished]:
+        """Return responses that a replica group scores early while no window is available for it.
 
         They have at most `budget` tokens with their prompts, but one response is always returned if there is any. All
-        responses of a group go to the same unit.
+        responses of a group go to the same replica group.
         """
-        taken: list[PackedLanded] = []
-        for landed in list(self._landed.values()):
-            if self._early_unit.get(landed.group, unit) == unit:
-                budget -= landed.tokens
+        taken: list[PackedFinished] = []
+        for finished in list(self._finished.values()):
+            if self._early_replica_group.get(finished.group, replica_group) == replica_group:
+                budget -= finished.tokens
                 if budget < 0 and taken:
                     break
-                taken.append(self._landed.pop((landed.group, landed.number)))
-                self._early_unit[landed.group] = unit
+                taken.append(self._finished.pop((finished.group, finished.number)))
+                self._early_replica_group[finished.group] = replica_group
         return taken
 
-    def take(self, unit: int, budget: int, ahead: bool = False) -> list[int]:
-        """Give the next window to a unit: rows of at most `budget` tokens in total, but at least one row. Return [] if
-        there is no window yet.
+    def take_window(self, replica_group: int, budget: int, ahead: bool = False) -> list[int]:
+        """Give the next window to a replica group: rows of at most `budget` tokens in total, but at least one row.
+        Return [] if there is no window yet.
 
-        A window has rows of one mini-batch. In arrival order, it is made from the rows that are ready, for the unit
-        that asks, and small enough that the other units need not wait for it (`_largest`). Several waiting windows are
-        given as one (`_joined`). In prompt order, the windows depend only on the ordered rows: a window is given once
-        it can't grow any more, and the units take the windows in turn. `ahead`: the unit is still training another
-        window. In arrival order it then gets a window only as long as windows need not shrink for balance.
+        A window has rows of one mini-batch. In arrival order, it is made from the rows that are ready, for the replica
+        group that asks, and small enough that the other replica groups need not wait for it (`_largest`). Several
+        waiting windows are given as one (`_joined`). In prompt order, the windows depend only on the ordered rows: a
+        window is given once it can't grow any more, and the replica groups take the windows in turn. `ahead`: the
+        replica group is still training another window. In arrival order it then gets a window only as long as windows
+        need not shrink for balance.
         """
         if self._windows.hold and len(self._ready) < self.expected:
             return []
-        window = self._ordered_window(unit, budget) if self._in_order else self._arrived_window(unit, budget, ahead)
+        window = (
+            self._ordered_window(replica_group, budget)
+            if self._in_order
+            else self._arrived_window(replica_group, budget, ahead)
+        )
         self._given.update(window)
         return window
 
-    def _arrived_window(self, unit: int, budget: int, ahead: bool) -> list[int]:
-        """Return the next window in arrival order. Rows that this unit scored early come first, and rows that another
-        unit scored early come last."""
+    def _arrived_window(self, replica_group: int, budget: int, ahead: bool) -> list[int]:
+        """Return the next window in arrival order. Rows that this replica group scored early come first, and rows that
+        another replica group scored early come last."""
         free = [index for index in self._ready if index not in self._given]
         mini_batch = min((self._mini_batches[index] for index in free), default=0)
         free = [index for index in free if self._mini_batches[index] == mini_batch]
-        if self._early_unit:
-            free.sort(key=lambda index: (self._early_unit.get(index) != unit, index in self._early_unit))
-        if ahead and self._windows.units > 1 and self._remaining(free, mini_batch) < 2 * self._windows.units * budget:
+        if self._early_replica_group:
+            free.sort(
+                key=lambda index: (
+                    self._early_replica_group.get(index) != replica_group,
+                    index in self._early_replica_group,
+                )
+            )
+        if (
+            ahead
+            and self._windows.replica_groups > 1
+            and self._remaining(free, mini_batch) < 2 * self._windows.replica_groups * budget
+        ):
             return []
-        count = self._count_fitting(free, self._largest(unit, budget, free, mini_batch))
+        count = self._count_fitting(free, self._largest(replica_group, budget, free, mini_batch))
         for _ in range(1, self._joined(budget, free, mini_batch)):
             more = self._count_fitting(free[count:], budget)
             if count + more == len(free) or count + more > self._most:
-                break  # it can still grow, or is too large for one unit
+                break  # it can still grow, or is too large for one replica group
             count += more
         window = free[:count]
-        self._tokens_given[mini_batch][unit] += sum(self._tokens[index] for index in window)
+        self._tokens_given[mini_batch][replica_group] += sum(self._tokens[index] for index in window)
         return window
 
-    def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        """Return the largest number of tokens of the next window: `budget`, or less so that the units finish the
-        mini-batch together.
+    def _largest(self, replica_group: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        """Return the largest number of tokens of the next window: `budget`, or less so that the replica groups finish
+        the mini-batch together.
 
-        A window has at most 1 / (2 · units) of the tokens of the mini-batch that no unit has yet. This is guided
-        self-scheduling (Polychronopoulos and Kuck 1987) with the factor 1/2 of factoring (Hummel, Schonberg and Flynn
-        1992). It implements AsyncFlow's balance of tokens (§3.3). A row that is not ready counts with the mean of the
-        ready rows. A single unit always gets `budget`.
+        A window has at most 1 / (2 · replica groups) of the tokens of the mini-batch that no replica group has yet.
+        This is guided self-scheduling (Polychronopoulos and Kuck 1987) with the factor 1/2 of factoring (Hummel,
+        Schonberg and Flynn 1992). It implements AsyncFlow's balance of tokens (§3.3). A row that is not ready counts
+        with the mean of the ready rows. A single replica group always gets `budget`.
         """
-        units = self._windows.units
-        if units == 1 or not free:
+        replica_groups = self._windows.replica_groups
+        if replica_groups == 1 or not free:
             return budget
         mean = sum(self._tokens.values()) / len(self._ready)
         remaining = self._remaining(free, mini_batch)
-        guided = remaining / (2 * units)
+        guided = remaining / (2 * replica_groups)
         if not self._windows.bubble:
             return min(budget, max(self._windows.least, int(guided)))
-        size = max(guided, self._even(unit, budget, remaining, mini_batch))
+        size = max(guided, self._even(replica_group, budget, remaining, mini_batch))
         return budget if size + mean > budget else int(size + mean / 2)
 
     def _joined(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        """Return how many windows may be given as one. With several units, none gets more than its share of the waiting
-        rows, nor more than half of what `_largest` allows, because a slow unit may hold another window ahead."""
-        units = self._windows.units
-        if units == 1:
+        """Return how many windows may be given as one. With several replica groups, none gets more than its share of
+        the waiting rows, nor more than half of what `_largest` allows, because a slow replica group may hold another
+        window ahead."""
+        replica_groups = self._windows.replica_groups
+        if replica_groups == 1:
             return self._windows.together
         waiting = sum(self._tokens[index] for index in free)
-        share = min(waiting / units, self._remaining(free, mini_batch) / (4 * units))
+        share = min(waiting / replica_groups, self._remaining(free, mini_batch) / (4 * replica_groups))
         return min(self._windows.together, int(share / budget))
 
     def _remaining(self, free: Sequence[int], mini_batch: int) -> float:
-        """Return the tokens of the mini-batch that no unit has yet. A row that is not ready counts with the mean."""
+        """Return the tokens of the mini-batch that no replica group has yet. A row that is not ready counts with the
+        mean."""
         coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._ready))
         mean = sum(self._tokens.values()) / max(1, len(self._ready))
         return sum(self._tokens[index] for index in free) + coming * mean
 
-    def _even(self, unit: int, budget: int, remaining: float, mini_batch: int) -> float:
-        """Return the tokens of each window of a unit that runs a pipeline: its part of an equal share, in as few
-        windows as the budget allows.
+    def _even(self, replica_group: int, budget: int, remaining: float, mini_batch: int) -> float:
+        """Return the tokens of each window of a replica group that runs a pipeline: its part of an equal share, in as
+        few windows as the budget allows.
 
         Each window costs the bubble once, so the fewest windows of equal size finish first (chunks of equal size, where
-        a chunk costs a fixed time: Kruskal and Weiss 1985). All units then finish after share + windows · bubble. If
-        full windows were given as long as there are rows, one unit would finish no sooner than that. A unit that is
-        within one bubble of its share counts as having reached it.
+        a chunk costs a fixed time: Kruskal and Weiss 1985). All replica groups then finish after share + windows ·
+        bubble. If full windows were given as long as there are rows, one replica group would finish no sooner than
+        that. A replica group that is within one bubble of its share counts as having reached it.
         """
         given = self._tokens_given[mini_batch]
         bubble = self._windows.bubble
-        share = (remaining + sum(given)) / self._windows.units
+        share = (remaining + sum(given)) / self._windows.replica_groups
         lacking = [share - one if not one or share - one > bubble else 0.0 for one in given]
-        if not lacking[unit]:
+        if not lacking[replica_group]:
             return bubble
-        part = remaining * lacking[unit] / sum(lacking)
+        part = remaining * lacking[replica_group] / sum(lacking)
         return part / math.ceil(part / budget)
 
-    def _ordered_window(self, unit: int, budget: int) -> list[int]:
+    def _ordered_window(self, replica_group: int, budget: int) -> list[int]:
         self._cut_windows(budget)
-        number = unit + self._taken[unit] * self._windows.units
+        number = replica_group + self._taken[replica_group] * self._windows.replica_groups
         if number >= len(self._ordered):
             return []
-        self._taken[unit] += 1
+        self._taken[replica_group] += 1
         return self._ordered[number]
 
     def _cut_windows(self, budget: int) -> None:
@@ -218,7 +235,7 @@ class Ledger:
                 return count
         return len(indices)
 
-    def finish(self, indices: Iterable[int]) -> None:
+    def finish_rows(self, indices: Iterable[int]) -> None:
         """Mark rows as done. Raises ValueError for a row that was not given out or is already done."""
         for index in indices:
             if index not in self._given or index in self._done:
@@ -226,15 +243,15 @@ class Ledger:
             self._done.add(index)
 
     @property
-    def units(self) -> int:
-        """Number of units that take windows independently."""
-        return self._windows.units
+    def replica_groups(self) -> int:
+        """Number of replica groups that take windows independently."""
+        return self._windows.replica_groups
 
     @property
     def _most(self) -> int:
-        """Largest number of rows in a window, so that every unit gets part of each mini-batch."""
+        """Largest number of rows in a window, so that every replica group gets part of each mini-batch."""
         several = self._windows.updates > 1
-        return -(-self._mini_batch // self.units) if several else self.expected
+        return -(-self._mini_batch // self.replica_groups) if several else self.expected
 
     def begin_again(self, windows: Windows | None = None) -> None:
         """Forget what was given and done: the stage repeats the step from its first row. `windows`: how rows are given
@@ -242,10 +259,10 @@ class Ledger:
         self._windows = windows or self._windows
         self._given.clear()
         self._done.clear()
-        self._early_unit.clear()
+        self._early_replica_group.clear()
         self._ordered.clear()
-        self._taken = [0] * self._windows.units
-        self._tokens_given = [[0] * self._windows.units for _ in self._tokens_given]
+        self._taken = [0] * self._windows.replica_groups
+        self._tokens_given = [[0] * self._windows.replica_groups for _ in self._tokens_given]
 
     @property
     def ready(self) -> int:

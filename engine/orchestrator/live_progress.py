@@ -26,9 +26,9 @@ class LiveProgress:
         self.pool: Pool | None = None
         self.plane: Plane | None = None
 
-    def look(self) -> None:
+    def write_progress(self) -> None:
         """Write the progress of the step if it has changed, and the notices that are due."""
-        self.notices.look()
+        self.notices.report_due()
         found = self._how_far()
         if found == self._written or self._folder.fence.is_passed:
             return

@@ -1,4 +1,5 @@
-"""When each unit of the trainer was last heard from, so that requests of other units can't hide a unit that hangs."""
+"""When each replica group of the trainer was last heard from, so that requests of other replica groups can't hide a
+replica group that hangs."""
 
 from __future__ import annotations
 
@@ -9,54 +10,61 @@ from contextlib import contextmanager
 
 
 class Liveness:
-    """Keeps the time of the last sign of life of the trainer and of each unit.
+    """Keeps the time of the last sign of life of the trainer and of each replica group.
 
-    A unit is not silent while it waits for the orchestrator's reply, or when it has nothing left to do in the step.
+    A replica group is not silent while it waits for the orchestrator's reply, or when it has nothing left to do in the
+    step.
     """
 
     def __init__(self) -> None:
         self._trainer = time.monotonic()
         self._answering = 0
-        self._units: dict[int, float] = {}
-        """By unit with work left in the step: when it was last heard from; infinite while it waits for a reply."""
+        self._replica_groups: dict[int, float] = {}
+        """By replica group with work left in the step: when it was last heard from; infinite while it waits for a
+        reply."""
 
     @contextmanager
-    def answering(self, unit: int | None) -> Iterator[None]:
-        """Enter this context while a request is answered. It is a sign of life of the trainer and of the unit that
-        asks.
+    def answering(self, replica_group: int | None) -> Iterator[None]:
+        """Enter this context while a request is answered. It is a sign of life of the trainer and of the replica group
+        that asks.
 
-        `unit` None means that rank 0 asks for all units, and all of them wait for the reply.
+        `replica_group` None means that rank 0 asks for all replica groups, and all of them wait for the reply.
         """
         self._answering += 1
-        self._note_sign_of_life(unit, math.inf)
+        self._note_sign_of_life(replica_group, math.inf)
         try:
             yield
         finally:
             self._answering -= 1
             self._trainer = time.monotonic()
-            self._note_sign_of_life(unit, self._trainer)
+            self._note_sign_of_life(replica_group, self._trainer)
 
-    def _note_sign_of_life(self, unit: int | None, when: float) -> None:
-        if unit is None:
-            self._units = dict.fromkeys(self._units, when)
-        elif unit in self._units:
-            self._units[unit] = when
+    def _note_sign_of_life(self, replica_group: int | None, when: float) -> None:
+        if replica_group is None:
+            self._replica_groups = dict.fromkeys(self._replica_groups, when)
+        elif replica_group in self._replica_groups:
+            self._replica_groups[replica_group] = when
 
-    def expect(self, units: int) -> None:
-        """Expect requests of each of the `units` units from now on, until `excuse`."""
-        self._units = dict.fromkeys(range(units), time.monotonic())
+    def expect_requests(self, replica_groups: int) -> None:
+        """Expect requests of each of the `replica_groups` replica groups from now on, until `expect_no_more`."""
+        self._replica_groups = dict.fromkeys(range(replica_groups), time.monotonic())
 
-    def excuse(self, unit: int) -> None:
-        """Expect no more requests of a unit, which was told that the step has no more groups and waits for the other
-        units."""
-        self._units.pop(unit, None)
+    def expect_no_more(self, replica_group: int) -> None:
+        """Expect no more requests of a replica group, which was told that the step has no more groups and waits for the
+        other replica groups."""
+        self._replica_groups.pop(replica_group, None)
 
     def longer_than(self, seconds: float) -> str | None:
-        """Return "the trainer" or "unit 1 of the trainer" if it has been silent for longer than `seconds`; else
-        None."""
+        """Return "the trainer" or "replica group 1 of the trainer" if it has been silent for longer than `seconds`;
+        else None."""
         now = time.monotonic()
         if not self._answering and now - self._trainer > seconds:
             return "the trainer"
         return next(
-            (f"unit {unit} of the trainer" for unit, heard in self._units.items() if now - heard > seconds), None
+            (
+                f"replica group {replica_group} of the trainer"
+                for replica_group, heard in self._replica_groups.items()
+                if now - heard > seconds
+            ),
+            None,
         )

@@ -58,7 +58,7 @@ async def serving_plane(
         if live is not None:
             live.pool = service.pool
         loader = await asyncio.to_thread(prompt_loader, config, problems, service.tokenizer)
-        await service.pool.connect()
+        await service.pool.connect_instances()
         plane = Plane(
             config=config,
             folder=folder,

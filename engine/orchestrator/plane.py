@@ -106,9 +106,9 @@ class Plane:
         )
         if store is not None:
             self._stored = StoredColumns(
-                store, lambda step, index: generator.generate_again(self._batches.get(step), index)
+                store, lambda step, index: generator.generate_again(self._batches.get_batch(step), index)
             )
-            generator.keep = self._stored.keep
+            generator.keep = self._stored.keep_columns
             self._leases.stored = self._stored
         if self.config.evaluate.every:
             from engine.orchestrator.in_run_evaluation import (
@@ -160,17 +160,17 @@ class Plane:
             messages.InitEngines: experience.init_engines,
             messages.PutPrompts: experience.put_prompts,
             messages.PutRow: experience.put_row,
-            messages.SampleResponses: experience.sample,
-            messages.Lease: self._leases.lease,
+            messages.SampleResponses: experience.sample_responses,
+            messages.Lease: self._leases.lease_window,
             messages.WriteColumns: self._leases.write_columns,
             messages.AwaitVersion: publishing.await_version,
             messages.MayPublish: publishing.may_publish,
-            messages.OpenSync: publishing.open,
-            messages.ConnectSync: publishing.connect,
-            messages.SendBucket: publishing.bucket,
-            messages.AbortSync: publishing.abort,
-            messages.FinishSync: publishing.finish,
-            messages.VerifySync: publishing.verify,
+            messages.OpenSync: publishing.open_sync,
+            messages.ConnectSync: publishing.connect_sync,
+            messages.SendBucket: publishing.send_bucket,
+            messages.AbortSync: publishing.abort_sync,
+            messages.FinishSync: publishing.finish_sync,
+            messages.VerifySync: publishing.verify_sync,
             messages.IsSnapshotWanted: publishing.sync.is_snapshot_wanted,
         }
 
@@ -190,7 +190,7 @@ class Plane:
                 f"{type(request).__name__}: the run has a trainer of its own, and only that moves its steps and "
                 "weights; lease rows for a stage of yours, or start a service (docs/service.md)"
             )
-        with self._liveness.answering(request.unit):
+        with self._liveness.answering(request.replica_group):
             return await method(request)
 
     # the run --------------------------------------------------------------------------------------
@@ -210,28 +210,28 @@ class Plane:
         """Whether the last step is trained, so that no stage has work left."""
         return self._leases.is_over
 
-    async def fail(self, error: MetronomeError) -> None:
+    async def stop_run(self, error: MetronomeError) -> None:
         """Stop the run: the trainer gets `error` as the reply to its next request, saves a checkpoint and ends."""
-        await self._run_state.fail(error)
+        await self._run_state.stop_run(error)
 
-    async def check(self) -> None:
+    async def check_run(self) -> None:
         """Stop the run if the pool has given up, the trainer is silent, rows wait too long for a stage, or generation
         ended with groups missing.
 
         Raises any exception of a background task that is not a MetronomeError: it is a bug in the orchestrator.
         """
-        await self._batches.check()
+        await self._batches.check_generation()
         if self._publishing is not None:
-            self._publishing.check()
+            self._publishing.check_swap()
         if self._evaluation is not None:
-            self._evaluation.check()
+            self._evaluation.check_evaluations()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
-            await self.fail(self.service.pool.failure)
+            await self.stop_run(self.service.pool.failure)
         if self.failure is None and (late := self.watch.late_stage(time.monotonic())):
-            await self.fail(DeadlineError(late))
+            await self.stop_run(DeadlineError(late))
         limit, keys = self._silence_limit()
         if self._trains and self.failure is None and (who := self._liveness.longer_than(limit)):
-            await self.fail(
+            await self.stop_run(
                 DeadlineError(
                     f"no sign of life of {who} in {limit:g} s ({keys}); its log: {self.folder.logs / 'trainer.log'}"
                 )
@@ -284,13 +284,13 @@ class Plane:
         self._is_ready = True
         self._leases.is_over = request.start >= self.config.train.steps
         if self._generator is not None:
-            self._generator.units = request.units
+            self._generator.replica_groups = request.replica_groups
             if self._trains or self._publishing is None or self._publishing.version is None:
                 self._generator.resume_at(request.start, request.prompt_position, request.prompts)
         if self._trains:
-            self.folder.cut(request.start)
+            self.folder.cut_steps(request.start)
         if self._evaluation is not None:
-            self._evaluation.begin(request.start)
+            self._evaluation.begin_run(request.start)
         if self.config.train.record and self.service is not None and self._leases.recorder is None:
             file = self.folder.path / FILE
             self._leases.recorder = await asyncio.to_thread(RecordWriter, file, self.config, request.start)
@@ -299,7 +299,7 @@ class Plane:
     async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
         """Answer a trainer that is busy with work that needs no other request. Raises the error that stops the run, if
         any."""
-        self._run_state.check()
+        self._run_state.check_failure()
         return messages.Done()
 
     async def _stage_failed(self, request: messages.StageFailed) -> messages.Done:
@@ -310,7 +310,7 @@ class Plane:
             return messages.Done()  # an external trainer may restart
         if request.stage == TRAIN:
             self.trainer_error = self.trainer_error or error
-        await self.fail(error)
+        await self.stop_run(error)
         return messages.Done()
 
     # evaluation in the run ------------------------------------------------------------------------
@@ -322,20 +322,20 @@ class Plane:
 
     def _step_started(self) -> None:
         if self._trains and self._generator is not None:
-            self._liveness.expect(self._generator.units)
+            self._liveness.expect_requests(self._generator.replica_groups)
 
     async def _generate_batch(self, batch: Batch, prompts: Sequence[Any] | None) -> None:
         assert self._generator is not None
         assert self._publishing is not None
         await self._publishing.wait_for_swap()
-        await self._generator.fill(batch, prompts)
+        await self._generator.fill_batch(batch, prompts)
         if self._evaluation is not None and not self._schedule.ahead:
-            self._evaluation.evaluate(batch.step)
+            self._evaluation.evaluate_version(batch.step)
 
     def _served(self, version: int) -> None:
         """Handle that all instances hold a version that the trainer has published: the steps before it are over."""
         if self._evaluation is not None and self._schedule.ahead:
-            self._evaluation.evaluate(version)
+            self._evaluation.evaluate_version(version)
         for step in self._batches.steps:
             if step < version:
                 self._end_step(step)
@@ -345,15 +345,15 @@ class Plane:
         lost."""
         assert self._generator is not None
         for step in self._batches.steps:
-            self.table.begin_again(step, self._generator.units)
+            self.table.begin_again(step, self._generator.replica_groups)
 
     def _end_step(self, step: int) -> Batch | None:
-        batch = self._batches.pop(step)
+        batch = self._batches.pop_batch(step)
         if batch is not None:
             self._leases.end_step(step, batch.next_position)
         for part in (self.table, self._stored, self._experience):
             if part is not None:
-                part.forget(step)
+                part.forget_step(step)
         return batch
 
     async def _report(self, request: messages.Report) -> messages.Done:
@@ -378,7 +378,7 @@ class Plane:
         self.last = dataclasses.asdict(report)
         self.folder.add_samples(step, await self._texts(batch.samples if batch is not None else []))
         if self._evaluation is not None and step == self.config.train.steps - 1:
-            await self._evaluation.finish()
+            await self._evaluation.finish_evaluations()
         if self._leases.recorder is not None:
             self._leases.recorder.flush()
         self.trace.flush()
@@ -392,13 +392,17 @@ class Plane:
         return await asyncio.to_thread(lambda: [open_group(row, decode=decode) for row in rows])
 
     async def _replay_progress(self, request: messages.ReplayProgress) -> EndOfStep | StillWaiting:
-        """Record that a unit goes on with its replay. A unit that is `done` with a step waits for the others."""
-        self._run_state.check()
+        """Record that a replica group goes on with its replay. A replica group that is `done` with a step waits for the
+        others."""
+        self._run_state.check_failure()
         if not request.done:
             return StillWaiting()
         done = self._replayed_by.setdefault(request.step, set())
-        units = self.config.parallel.units
-        assert request.unit is not None
-        done.add(request.unit)
+        replica_groups = self.config.parallel.replica_groups
+        assert request.replica_group is not None
+        done.add(request.replica_group)
         await self._run_state.notify()
-        return await self._run_state.wait_briefly(lambda: EndOfStep() if len(done) == units else None) or StillWaiting()
+        return (
+            await self._run_state.wait_briefly(lambda: EndOfStep() if len(done) == replica_groups else None)
+            or StillWaiting()
+        )

@@ -26,7 +26,7 @@ from engine.reward.scorer import ResponseScorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.types import Prompt, Score
-from engine.wire.columns import PackedLanded, PackedResponse, Row, pack_ids, pack_row, pack_scores
+from engine.wire.columns import PackedFinished, PackedResponse, Row, pack_ids, pack_row, pack_scores
 from engine.wire.routes import pack_routes
 
 ScoreTask = asyncio.Task[list[Score]]
@@ -34,7 +34,7 @@ ScoreTask = asyncio.Task[list[Score]]
 
 Put = Callable[[Row], Awaitable[None]]
 """Called with each group once it is complete."""
-Land = Callable[[PackedLanded], Awaitable[None]]
+OnFinished = Callable[[PackedFinished], Awaitable[None]]
 """Called with each response as it arrives, before its group is complete."""
 
 
@@ -54,7 +54,7 @@ class _PendingGroup:
     seeds: Sequence[int | None]
     """The seed of each response; None: it has none."""
     verifying: asyncio.TaskGroup
-    land: Land | None
+    on_finished: OnFinished | None
     scored: bool = True
     """Whether its responses are scored."""
     done: dict[int, tuple[PackedResponse, ScoreTask | None]] = field(default_factory=dict)
@@ -127,11 +127,11 @@ class Producer:
         step: int,
         prompts: Sequence[tuple[int, Prompt]],
         put: Put,
-        land: Land | None = None,
+        on_finished: OnFinished | None = None,
         sampled: Put | None = None,
     ) -> None:
-        """Generate a group for each (epoch, prompt). `put` gets each finished group, `land` each finished response, and
-        `sampled` each group once all of its responses have arrived, before they are scored.
+        """Generate a group for each (epoch, prompt). `put` gets each finished group, `on_finished` each finished
+        response, and `sampled` each group once all of its responses have arrived, before they are scored.
 
         Groups are sent out in order and in limited number, so that whole groups finish early and training can start
         early. The first failure cancels the rest and is raised.
@@ -141,7 +141,13 @@ class Producer:
                 for index, (epoch, prompt) in enumerate(prompts):
                     tasks.create_task(
                         self._generate_group(
-                            step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land, sampled=sampled
+                            step=step,
+                            index=index,
+                            epoch=epoch,
+                            prompt=prompt,
+                            put=put,
+                            on_finished=on_finished,
+                            sampled=sampled,
                         )
                     )
         except ExceptionGroup as failures:
@@ -155,7 +161,7 @@ class Producer:
             made.append(group)
 
         try:
-            await self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=None)
+            await self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, on_finished=None)
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
         return made[0]
@@ -192,7 +198,7 @@ class Producer:
                         running.add(
                             tasks.create_task(
                                 self._generate_group(
-                                    step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, land=None
+                                    step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, on_finished=None
                                 )
                             )
                         )
@@ -210,13 +216,15 @@ class Producer:
         epoch: int,
         prompt: Prompt,
         put: Put,
-        land: Land | None,
+        on_finished: OnFinished | None,
         sampled: Put | None = None,
     ) -> None:
         """Generate and score one group, then `put` it."""
         seeds = [self._seed_of(epoch, prompt, number) for number in range(self._group_size)]
         async with asyncio.TaskGroup() as verifying:
-            work = _PendingGroup(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
+            work = _PendingGroup(
+                step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, on_finished=on_finished
+            )
             while missing := work.missing:  # retries what an instance did not finish, with the same seeds
                 await self._send_missing(work, missing)
             responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
@@ -229,7 +237,7 @@ class Producer:
             scores = [score for verdict in verdicts for score in verdict.result()]
         else:
             scores = await self._score(step, index, prompt, responses)
-        self._notices.group(responses, scores, self._sampling.max_new_tokens)
+        self._notices.count_group(responses, scores, self._sampling.max_new_tokens)
         await put(row.with_columns([pack_scores(scores)]))
 
     def _seed_of(self, epoch: int, prompt: Prompt, number: int) -> int | None:
@@ -243,7 +251,7 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as verifying:
                 work = _PendingGroup(
-                    step=step, index=-1, prompt=prompt, seeds=seeds, verifying=verifying, land=None, scored=False
+                    step=step, index=-1, prompt=prompt, seeds=seeds, verifying=verifying, on_finished=None, scored=False
                 )
                 while missing := work.missing:
                     await self._send_missing(work, missing)
@@ -268,7 +276,7 @@ class Producer:
                 for number in numbers:
                     sampling.create_task(self._sample_response(work, number, place.instance))
             if len(numbers) == self._group_size and not work.missing and not work.so_far:
-                place.instance.finished(time.monotonic() - began, max(beside, place.instance.groups))
+                place.instance.record_group(time.monotonic() - began, max(beside, place.instance.groups))
         if work.busy:
             work.busy = False
             await asyncio.sleep(BUSY_S)
@@ -295,7 +303,7 @@ class Producer:
                 prompt, self._sampling, work.seeds[number], work.so_far.get(number)
             )
         except Busy as error:
-            self._pool.busy(instance)
+            self._pool.record_refusal(instance)
             work.busy = True
             work.failed_on = (instance,)
             work.check_refusals(number, error, self._pool.config.rollout.timeout_s)
@@ -304,17 +312,17 @@ class Producer:
             if isinstance(error, BrokenReply):
                 self._pool.broke_protocol(instance, str(error))
             elif self._deadlines_count or not isinstance(error, DeadlineError):
-                self._pool.fault(instance, str(error))
+                self._pool.record_fault(instance, str(error))
             work.failed_on = (instance,)
             work.refused_since = None
             work.count_failure(number, error)
             return
         except Refused as error:
             raise Refused(f"{work.where(number)}: {error}") from error
-        self._pool.success(instance)
+        self._pool.record_success(instance)
         work.refused_since = None
         before = work.so_far.get(number)
-        self._trace.add(
+        self._trace.add_span(
             "rollout",
             started,
             time.time(),
@@ -329,9 +337,9 @@ class Producer:
         if sampled.finish_reason == "abort":
             work.so_far[number] = sampled  # the next attempt continues from it
             return
-        if work.land is not None:
-            await work.land(
-                PackedLanded(
+        if work.on_finished is not None:
+            await work.on_finished(
+                PackedFinished(
                     step=work.step,
                     group=work.index,
                     number=number,
@@ -346,7 +354,7 @@ class Producer:
     async def _score(self, step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> list[Score]:
         started = time.time()
         scores = await self._verifier.score(prompt, responses)
-        self._trace.add("verify", started, time.time(), lane="verifier", step=step, group=index)
+        self._trace.add_span("verify", started, time.time(), lane="verifier", step=step, group=index)
         return scores
 
 

@@ -63,7 +63,7 @@ class _Kind:
 class RunEvents:
     """Collects events, and reports them to one listener.
 
-    Call `look` regularly, and `close` at the end, all in one thread.
+    Call `report_due` regularly, and `close` at the end, all in one thread.
     """
 
     def __init__(self, tell: Tell = lambda stage, text: None, trained: bool = True) -> None:
@@ -99,7 +99,7 @@ class RunEvents:
         found.count += count
         found.detail = detail or found.detail
 
-    def group(self, responses: Sequence[PackedResponse], scores: Sequence[Score], max_new_tokens: int) -> None:
+    def count_group(self, responses: Sequence[PackedResponse], scores: Sequence[Score], max_new_tokens: int) -> None:
         """Count the problems with a group's responses and their scores."""
         size = len(responses)
         cut = sum(response.finish_reason == "length" for response in responses)
@@ -114,7 +114,7 @@ class RunEvents:
             wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]
             self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
 
-    def look(self) -> None:
+    def report_due(self) -> None:
         """Report what is due."""
         now = time.monotonic()
         for (stage, what), share in self._shares.items():

@@ -23,7 +23,7 @@ class RunState:
         """The error that stops the run; None while the run goes on."""
         self._changed = asyncio.Condition()
 
-    async def fail(self, error: MetronomeError) -> None:
+    async def stop_run(self, error: MetronomeError) -> None:
         """Stop the run with `error`, unless another error has stopped it already.
 
         Stages and programs get the error as the reply to their next request.
@@ -31,7 +31,7 @@ class RunState:
         self.failure = self.failure or error
         await self.notify()
 
-    def check(self) -> None:
+    def check_failure(self) -> None:
         """Raise the error that stops the run, if any."""
         if self.failure is not None:
             raise self.failure
@@ -54,7 +54,7 @@ class RunState:
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
             while (found := look()) is None:
-                self.check()
+                self.check_failure()
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         await self._changed.wait()

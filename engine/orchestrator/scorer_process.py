@@ -35,7 +35,7 @@ class ScorerProcess:
         self._written = 0
         """How often the stage had written columns when the ranks last ended."""
 
-    async def check(self, plane: Plane) -> None:
+    async def check_ranks(self, plane: Plane) -> None:
         """Restart the ranks if they have died or hang. Fail the run if this has happened too often. A run that ends by
         itself ends its scorers."""
         if plane.failure is not None or plane.is_over:
@@ -50,7 +50,7 @@ class ScorerProcess:
         self._written = written
         if self._failures > self._restarts:
             often = f"the {self._failures} starts of its ranks" if self._failures > 1 else "the start of its ranks"
-            await plane.fail(
+            await plane.stop_run(
                 ProcessDied(
                     f"the stage {self.stage!r} has made no progress in {often} (stages.{self.stage}.restarts = "
                     f"{self._restarts}); the last ones {why}; the agent {self.child.how_it_ended()}"

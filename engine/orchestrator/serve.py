@@ -50,7 +50,7 @@ def run_service(config: Config, say: Say) -> None:
         try:
             asyncio.run(_serve(config, folder, say))
         except MetronomeError as error:
-            folder.fail(error)
+            folder.write_failure(error)
             raise
         finally:
             drop_lifeline()
@@ -134,9 +134,9 @@ async def _until_failure(plane: Plane, server: Server, scorers: Sequence[ScorerP
     while True:
         if server.bug.done():
             server.bug.result()
-        await plane.check()
+        await plane.check_run()
         for scorer in scorers:
-            await scorer.check(plane)
+            await scorer.check_ranks(plane)
         if plane.failure is not None:
             raise plane.failure
         await asyncio.sleep(0.1)

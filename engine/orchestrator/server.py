@@ -165,7 +165,7 @@ class Server:
         trusted = asks and is_authorized(request.headers.get("Authorization"), self.key)
         guard = self._guards.get(request.transport) if request.transport is not None else None
         if trusted and guard is not None:
-            guard.trust()
+            guard.lift_limits()
         reply = await (self._answer_ask(request, handler, trusted) if asks else self._answer(request, handler))
         if not trusted:
             reply.force_close()  # one request per connection, whose time is limited (OneRequest)
@@ -260,13 +260,13 @@ class Server:
             return _error(503, f"the run is ending: {pool.failure}")
         if again and name in self._left:
             return _error(410, f"{name} was asked to leave")
-        known = pool.find(name)
+        known = pool.find_instance(name)
         if known is not None and known.leaving:
             return _error(410, f"{name} was asked to leave")
         if known is not None and known.client.url != url:
             if known.declared is not None or known.lives:
                 return _error(409, f"the name {name} is taken by an instance at {known.client.url}")
-            pool.gone(known, f"joined again at {url}")
+            pool.remove_instance(known, f"joined again at {url}")
             known = None
         if known is None:
             check_open_files(pool.config, len(pool.instances) + 1)
@@ -278,7 +278,7 @@ class Server:
         """Answer {"name"}: give the instance no new groups. It finishes what it holds, and is then gone (not in
         /status)."""
         name = _name(await _object(request))
-        known = self.pool.find(name) if self.pool is not None else None
+        known = self.pool.find_instance(name) if self.pool is not None else None
         if known is None or self.pool is None:
             return _error(404, f"no instance {name}")
         self._left.add(name)

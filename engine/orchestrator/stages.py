@@ -38,7 +38,7 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
         windows=Windows(
             order=train.consume,
             hold=train.mode == "sync",
-            units=config.parallel.units,
+            replica_groups=config.parallel.replica_groups,
             updates=train.updates,
             least=config.least_window_tokens,
             bubble=config.bubble_tokens,
@@ -55,7 +55,7 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
             lease_s=None if own else stage.lease_s,
             windows=Windows(
                 order=train.consume,
-                units=stage.data if own else 1,
+                replica_groups=stage.data if own else 1,
                 updates=train.updates if own else 1,
             ),
         )
@@ -87,7 +87,7 @@ class StageWatch:
         """By stage: how often it has written columns."""
         self._restarts: Counter[str] = Counter()
 
-    def stage(self, name: str) -> StageRules:
+    def find_stage(self, name: str) -> StageRules:
         """Return the stage with this name. Raises BadInput if the recipe has none."""
         if name not in self._table.stages:
             raise BadInput(
@@ -166,7 +166,7 @@ class StageWatch:
     def check_columns(self, step: int, written: Written) -> None:
         """Raise BadInput unless each column is intact and has a finite number for each response or each token of the
         row."""
-        head = self._table.find(step, written.index)
+        head = self._table.find_row(step, written.index)
         if head is None:
             raise BadInput(f"step {step} has no group {written.index}")
         row = head.with_columns(written.columns)

@@ -21,7 +21,7 @@ from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.trace import Trace
 from engine.types import JsonObject
-from engine.wire.columns import PackedLanded
+from engine.wire.columns import PackedFinished
 
 
 def evaluate_model(
@@ -88,16 +88,21 @@ async def _evaluate(
             server.pool = service.pool
             await stack.enter_async_context(server.listening(meeting))
         encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
-        await service.pool.connect()
+        await service.pool.connect_instances()
         started = time.perf_counter()
         progress.expected = sum(len(one.prompts) for one in encoded) * settings.samples
 
-        async def land(landed: PackedLanded) -> None:
-            progress.landed += 1
+        async def on_finished(finished: PackedFinished) -> None:
+            progress.finished += 1
 
         decode = service.tokenizer.decode
         sampled = await asyncio.gather(
-            *(sample_groups(service.producer, one.prompts, decode, land=land, scored=progress.group) for one in encoded)
+            *(
+                sample_groups(
+                    service.producer, one.prompts, decode, on_finished=on_finished, scored=progress.count_group
+                )
+                for one in encoded
+            )
         )
         progress.notices.close()
         figures = {"seconds": time.perf_counter() - started}

@@ -55,7 +55,7 @@ class StoredColumns:
         self.generated_again = 0
         """Number of rows that have been generated again so far."""
 
-    async def keep(self, row: Row) -> Row:
+    async def keep_columns(self, row: Row) -> Row:
         """Store the columns of a row that belong in the store, and return the row without their bodies. First frees
         what steps that are over have in the store."""
         await self._free()
@@ -67,7 +67,7 @@ class StoredColumns:
         while True:
             session = await self._ready()
             try:
-                await self._store.put(*at, {column.name: column.body for column in columns})
+                await self._store.put_columns(*at, {column.name: column.body for column in columns})
             except StoreFault as fault:
                 await self._restart(session, fault)
             if self._session == session:  # otherwise a restart may have missed the row
@@ -111,7 +111,7 @@ class StoredColumns:
                 raise ServiceConflict(f"step {at[0]} is over, and its group {at[1]} is gone")
             columns = [column for column in self._kept[at] if column.name in names]
             try:
-                bodies = await self._store.get(*at, [column.name for column in columns])
+                bodies = await self._store.get_columns(*at, [column.name for column in columns])
             except StoreFault as fault:
                 await self._restart(session, fault)
                 continue
@@ -126,7 +126,7 @@ class StoredColumns:
         self._in_vain = 0
         self._trained.update((step, index) for index in indices)
 
-    def forget(self, step: int) -> None:
+    def forget_step(self, step: int) -> None:
         """Forget the columns of a step that is over."""
         rows = [at for at in self._kept if at[0] == step]
         if stored := [index for _, index in rows if (step, index) not in self._lost]:
@@ -142,7 +142,7 @@ class StoredColumns:
             session = await self._ready()
             step, indices = self._over.popitem()
             try:
-                await self._store.clear(step, indices)
+                await self._store.clear_rows(step, indices)
             except StoreFault as fault:
                 await self._restart(session, fault)
 
@@ -159,7 +159,7 @@ class StoredColumns:
             away = self._coming.keys() | self._lost
             rows = {at: columns for at, columns in self._kept.items() if at not in away}
             found = await asyncio.gather(*(self._read(at, columns) for at, columns in rows.items()))
-            await self._store.start()
+            await self._store.start_store()
             self._over = {}
             for at, bodies in zip(rows, found, strict=True):
                 if bodies is not None:
@@ -171,13 +171,13 @@ class StoredColumns:
 
     async def _put_back(self, at: At, bodies: dict[str, bytes]) -> None:
         try:
-            await self._store.put(*at, bodies)
+            await self._store.put_columns(*at, bodies)
         except StoreFault as fault:
             raise StoreError(f"TransferQueue was restarted, and does not work: {fault}") from fault
 
     async def _read(self, at: At, columns: Columns) -> dict[str, bytes] | None:
         try:
-            return await self._store.get(*at, [column.name for column in columns])
+            return await self._store.get_columns(*at, [column.name for column in columns])
         except StoreFault:
             return None
 
@@ -191,7 +191,7 @@ class StoredColumns:
             row = await self._again(*at)
             self.generated_again += 1
             if at in self._kept:  # otherwise its step has ended
-                await self.keep(row)
+                await self.keep_columns(row)
                 self._new[at] = row.only(row.names.difference((*GENERATED, ROUTES)))
         finally:
             del self._coming[at]

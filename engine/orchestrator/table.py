@@ -49,7 +49,7 @@ class Held:
     indices: tuple[int, ...]
     consumer: str
     given: float
-    """When it was leased, by the caller's clock (`now` of `RowTable.lease`)."""
+    """When it was leased, by the caller's clock (`now` of `RowTable.lease_window`)."""
     deliveries: int = 1
     """How often these rows have been leased, including this time."""
 
@@ -86,29 +86,30 @@ class RowTable:
 
     # steps ----------------------------------------------------------------------------------------
 
-    def begin(self, step: int, expected: int, units: int | None = None) -> None:
-        """Begin a step of `expected` rows. `units`: number of units of the trainer; None: as the stage defines."""
+    def begin_step(self, step: int, expected: int, replica_groups: int | None = None) -> None:
+        """Begin a step of `expected` rows. `replica_groups`: number of replica groups of the trainer; None: as the
+        stage defines."""
         ledgers = {
-            name: Ledger(expected, self._train_windows(units) if name == TRAIN else stage.windows)
+            name: Ledger(expected, self._train_windows(replica_groups) if name == TRAIN else stage.windows)
             for name, stage in self.stages.items()
         }
         self._steps[step] = _Step(expected, ledgers)
 
-    def _train_windows(self, units: int | None) -> Windows:
+    def _train_windows(self, replica_groups: int | None) -> Windows:
         windows = self.stages[TRAIN].windows
-        return windows if units is None else changed(windows, units=units)
+        return windows if replica_groups is None else changed(windows, replica_groups=replica_groups)
 
-    def begin_again(self, step: int, units: int | None = None) -> None:
-        """Begin a step again for the trainer: its leases become invalid, and it gets all rows again. `units`: as in
-        `begin`."""
-        self._steps[step].ledgers[TRAIN].begin_again(self._train_windows(units))
+    def begin_again(self, step: int, replica_groups: int | None = None) -> None:
+        """Begin a step again for the trainer: its leases become invalid, and it gets all rows again. `replica_groups`:
+        as in `begin_step`."""
+        self._steps[step].ledgers[TRAIN].begin_again(self._train_windows(replica_groups))
         for number, held in [*self._held.items(), *self._over.items()]:
             if held.step == step and held.stage == TRAIN:
                 self._held.pop(number, None)
                 self._over.pop(number, None)
                 self._replaced[number] = (held, "the trainer has begun the step again since")
 
-    def forget(self, step: int) -> None:
+    def forget_step(self, step: int) -> None:
         """Forget the rows and leases of a step that is over."""
         self._steps.pop(step, None)
         self._held = {number: held for number, held in self._held.items() if held.step != step}
@@ -136,13 +137,13 @@ class RowTable:
         """The rows of a step, in the order in which they were added."""
         return list(self._steps[step].rows.values())
 
-    def find(self, step: int, index: int) -> Row | None:
+    def find_row(self, step: int, index: int) -> Row | None:
         """Return a row, or None if it has not been added. Raises KeyError for a step that is not in progress."""
         return self._steps[step].rows.get(index)
 
     # what comes in --------------------------------------------------------------------------------
 
-    def put(self, row: Row) -> bool:
+    def add_row(self, row: Row) -> bool:
         """Add a row. Return False if the same row is already there. Raises ServiceConflict if another row has its
         place, and ValueError if the step has no such place or has not begun."""
         step = self._steps.get(row.step)
@@ -156,7 +157,7 @@ class RowTable:
         self._add_columns(step, row.index, row.columns)
         return True
 
-    def write(self, step: int, index: int, columns: Sequence[Column]) -> bool:
+    def add_columns(self, step: int, index: int, columns: Sequence[Column]) -> bool:
         """Add columns to a row. Return False if all of them are already there. Raises ServiceConflict if a column is
         already there with other bytes."""
         new = self._new_columns(step, index, columns)
@@ -191,11 +192,11 @@ class RowTable:
 
     # leases ---------------------------------------------------------------------------------------
 
-    def lease(
+    def lease_window(
         self,
         stage: str,
         step: int | None,
-        unit: int,
+        replica_group: int,
         budget: int,
         consumer: str = "",
         now: float = 0.0,
@@ -204,17 +205,20 @@ class RowTable:
         """Lease the next window of `step`, or with None of the oldest step that has one. Return None if there is none.
 
         A window whose lease has expired comes first, with the same rows as before, whatever the budget. `ahead`: the
-        consumer asks while it may still work on another window (`Ledger.take`). Raises BadInput for a unit that the
-        stage does not have.
+        consumer asks while it may still work on another window (`Ledger.take_window`). Raises BadInput for a replica
+        group that the stage does not have.
         """
         if (again := self._lease_again(stage=stage, step=step, consumer=consumer, ahead=ahead, now=now)) is not None:
             return again
         for one in sorted(self._steps) if step is None else [step]:
             ledger = self._steps[one].ledgers[stage]
-            if not 0 <= unit < ledger.units:
-                raise BadInput(f"unit {unit} of the stage {stage!r}, which has {ledger.units} in step {one}")
+            if not 0 <= replica_group < ledger.replica_groups:
+                raise BadInput(
+                    f"replica group {replica_group} of the stage {stage!r}, which has {ledger.replica_groups} "
+                    f"in step {one}"
+                )
             at_work = ahead and any((held.stage, held.consumer) == (stage, consumer) for held in self._held.values())
-            if indices := ledger.take(unit, budget, at_work):
+            if indices := ledger.take_window(replica_group, budget, at_work):
                 return self._hold(
                     Held(next(self._numbers), stage, step=one, indices=tuple(indices), consumer=consumer, given=now)
                 )
@@ -290,7 +294,7 @@ class RowTable:
         kept.batch = kept.batch or batch_scores(self.rows(step), reward_weights)
         return kept.batch
 
-    def acknowledge(self, number: int) -> tuple[int, ...]:
+    def acknowledge_lease(self, number: int) -> tuple[int, ...]:
         """Mark the rows of a lease as done. Return the indices that were not done before.
 
         Acknowledging twice has no effect. A late acknowledgement still counts unless the rows have been leased again.
@@ -334,7 +338,7 @@ class RowTable:
         return any(new.values())
 
     def _finish(self, held: Held) -> tuple[int, ...]:
-        self._steps[held.step].ledgers[held.stage].finish(held.indices)
+        self._steps[held.step].ledgers[held.stage].finish_rows(held.indices)
         del self._held[held.number]
         self._over[held.number] = held
         return held.indices

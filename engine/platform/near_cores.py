@@ -42,7 +42,7 @@ def cores_near_npus(table: str) -> list[list[int]]:
     return [cores for _, cores in found] if complete else []
 
 
-def share(device: int, near: Sequence[Collection[int]], allowed: Collection[int], least: int) -> list[int]:
+def choose_cores(device: int, near: Sequence[Collection[int]], allowed: Collection[int], least: int) -> list[int]:
     """Return the cores to bind the process that uses the device to; [] for no binding.
 
     `near`: the cores near each device of this machine; `allowed`: cores that the process may use; `least`: fewest cores

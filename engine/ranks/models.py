@@ -80,4 +80,4 @@ def packing_of(config: Config, how: Computation, ranks: RankGroup) -> Packing:
 
 def _load_weights(folder: Path, shape: ModelShape, model: GPTModel) -> None:
     with open_folder(folder) as files:
-        load_weights(model, files.read, shape)
+        load_weights(model, files.read_tensor, shape)

@@ -16,7 +16,7 @@ from engine.config import Config, Parallel
 from engine.config.cores import usable_cores
 from engine.errors import MetronomeError
 from engine.platform.base import Platform
-from engine.platform.near_cores import share
+from engine.platform.near_cores import choose_cores
 from engine.run.disk import named_disk_errors
 from engine.run.process import bind_cores
 from engine.wire.access_token import access_token
@@ -92,7 +92,7 @@ def bind_near_device(machine: Platform) -> None:
         return
     device = int(os.environ.get("LOCAL_RANK", "0"))
     least = max(LEAST_CORES, torch.get_num_threads())
-    if cores := share(device, machine.near_cores(), usable_cores(), least):
+    if cores := choose_cores(device, machine.near_cores(), usable_cores(), least):
         bind_cores(cores)
         print(
             f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}",

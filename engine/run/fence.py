@@ -30,7 +30,7 @@ class Fence:
     kind: Kind = "orchestrator"
 
     @staticmethod
-    def begin(folder: Path, kind: Kind = "orchestrator") -> Fence:
+    def begin_attempt(folder: Path, kind: Kind = "orchestrator") -> Fence:
         """Take the next number. The caller must hold the lock."""
         fence = Fence(folder, _newest(folder, kind) + 1, kind)
         write_atomically(_file(folder, kind), f"{fence.attempt}\n")
@@ -41,7 +41,7 @@ class Fence:
         """Whether a newer attempt has begun."""
         return bool(self.attempt) and _newest(self.folder, self.kind) != self.attempt
 
-    def check(self) -> None:
+    def check_attempt(self) -> None:
         """Raise TakenOver if a newer attempt has begun."""
         if self.is_passed:
             raise TakenOver(

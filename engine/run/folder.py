@@ -105,9 +105,9 @@ class RunFolder:
             )
         return load_config(self.config)
 
-    def cut(self, step: int) -> None:
+    def cut_steps(self, step: int) -> None:
         """Remove everything about steps from `step` on, because these steps are trained again."""
-        self.fence.check()
+        self.fence.check_attempt()
         if self.steps.exists():
             kept = [line for line in read_lines(self.steps) if line["step"] < step]
             write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
@@ -117,17 +117,17 @@ class RunFolder:
 
     def add_step(self, report: StepReport) -> None:
         """Append one line to steps.jsonl, in one write. Raises TakenOver if another orchestrator writes the run."""
-        self.fence.check()
+        self.fence.check_attempt()
         append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
 
     def add_evaluation(self, row: Mapping[str, object]) -> None:
         """Append one line to evaluations.jsonl. Raises TakenOver as `add_step` does."""
-        self.fence.check()
+        self.fence.check_attempt()
         append_line(self.evaluations, row)
 
     def add_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response. Raises TakenOver."""
-        self.fence.check()
+        self.fence.check_attempt()
         rows = [
             {
                 "step": step,
@@ -150,7 +150,7 @@ class RunFolder:
         rows = read_lines(self.steps) if self.steps.exists() else ()
         return next((row[key] for row in rows if key in row), 0.0)
 
-    def fail(self, error: Exception) -> None:
+    def write_failure(self, error: Exception) -> None:
         """Write the reason of a failure to failure.json, for the process that started the run. Does nothing if another
         orchestrator writes the run now.
 
@@ -169,7 +169,7 @@ class RunFolder:
                 print(f"{self.failure} can't be written: {full}", file=sys.stderr, flush=True)
 
     def last_failure(self) -> tuple[str, str] | None:
-        """Name and message of the error that ended the run, as `fail` wrote them; None if none was written."""
+        """Name and message of the error that ended the run, as `write_failure` wrote them; None if none was written."""
         if not self.failure.exists():
             return None
         try:

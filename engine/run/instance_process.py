@@ -56,7 +56,7 @@ class InstanceProcess:
         while (address := self.address()) is None:
             if self.child.refused_input:
                 raise BadInput(self._refusal())
-            self.child.check()
+            self.child.check_alive()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{self.name} does not serve after {timeout_s:g} s (rollout.timeout_s; a slow or busy "

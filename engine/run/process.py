@@ -177,7 +177,7 @@ class Child:
         """Whether it ended because it cannot use its input."""
         return self.process.poll() == BAD_INPUT
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """If it has ended, raise ProcessDied with how it ended and the end of its log."""
         if not self.alive:
             raise ProcessDied(f"{self.name} {self.how_it_ended()}")

@@ -55,7 +55,7 @@ class Trace:
         self._path = folder / f"{role}.jsonl"
         self._lines: list[str] = []
 
-    def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
+    def add_span(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
         """Record a span that has ended. `lane`: name of the row in which it is drawn (default: the role)."""
         span = {"lane": lane or self.role, "name": name, "start": start, "end": end, **attributes}
         self._lines.append(json.dumps(span))
@@ -67,7 +67,7 @@ class Trace:
         try:
             yield attributes
         finally:
-            self.add(name, start, time.time(), **attributes)
+            self.add_span(name, start, time.time(), **attributes)
 
     def flush(self) -> None:
         """Write the spans since the last flush. On a full disk (OSError) the file is unchanged."""

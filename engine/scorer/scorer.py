@@ -31,8 +31,8 @@ from engine.wire.routes import ROUTES
 class Scorer:
     """This rank's part of a frozen model, which leases rows of a stage and writes one column for them.
 
-    The leader of each unit leases, and every reply goes to all ranks of the unit. The log-probabilities are on the last
-    pipeline stage, whose designated rank writes them.
+    The leader of each replica group leases, and every reply goes to all ranks of the replica group. The
+    log-probabilities are on the last pipeline stage, whose designated rank writes them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Scorer:
         self._packing = packing_of(config, how, ranks)
 
     def serve(self, plane: Connection) -> None:
-        """Score rows until the run is over. A collective of the unit."""
+        """Score rows until the run is over. A collective of the replica group."""
         try:
             while not isinstance(work := self._ranks.from_leader(partial(self._lease, plane)), EndOfRun):
                 if isinstance(work, Window):
@@ -66,7 +66,7 @@ class Scorer:
         return plane.ask(
             Lease(
                 stage=self.stage,
-                unit=self._ranks.unit,
+                replica_group=self._ranks.replica_group,
                 budget=self._budget,
                 columns=self._columns,
                 consumer=self._trace.role,
@@ -84,7 +84,7 @@ class Scorer:
         except ServiceConflict as conflict:
             print(f"{self._trace.role}: {conflict}", file=sys.stderr, flush=True)
         tokens = sum(row.tokens for row in window.rows)
-        self._trace.add(
+        self._trace.add_span(
             "score", started, scored, step=window.step, groups=[group.index for group in groups], tokens=tokens
         )
 
@@ -97,7 +97,7 @@ class Scorer:
         with the responses concatenated in order. The packed rows are those that the trainer computes for the same
         window.
 
-        {} on all but the last pipeline stage. A collective of the unit.
+        {} on all but the last pipeline stage. A collective of the replica group.
         """
         rows = self._packing.rows(groups)
         found = score_layouts(self._model, [row.layout for row in rows], self._temperature, self._shape.vocabulary)

@@ -75,7 +75,7 @@ def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
 
     model = build_model(shape)
     with open_folder(folder) as files:
-        load_weights(model, count_reads(files.read, 1, "into Megatron's layout", len(files.names)), shape)
+        load_weights(model, count_reads(files.read_tensor, 1, "into Megatron's layout", len(files.names)), shape)
     return model
 
 
@@ -85,7 +85,7 @@ def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -
 
     with open_folder(folder) as files:
         left = set(files.names)
-        read = count_reads(files.read, 2, "and back, bit for bit", len(left))
+        read = count_reads(files.read_tensor, 2, "and back, bit for bit", len(left))
         for name, tensor in export_weights(dict(model.named_parameters()), model, shape):
             if not torch.equal(tensor, read(name).float()):
                 raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back unchanged")
@@ -101,7 +101,7 @@ def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:
     """Whether a tensor repeats information. Some folders contain a tied embedding twice, or the rotary frequencies,
     which follow from config.json."""
     if name == "lm_head.weight" and shape.tied:
-        return torch.equal(files.read(name), files.read("model.embed_tokens.weight"))
+        return torch.equal(files.read_tensor(name), files.read_tensor("model.embed_tokens.weight"))
     return name.endswith(".rotary_emb.inv_freq")
 
 

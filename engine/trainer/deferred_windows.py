@@ -1,5 +1,5 @@
-"""Windows that a unit holds until the update that trains them: windows of later mini-batches (`train.updates`), and all
-windows if the loss is of batch scope.
+"""Windows that a replica group holds until the update that trains them: windows of later mini-batches
+(`train.updates`), and all windows if the loss is of batch scope.
 
 A loss of batch scope is exact in every layout and for all micro-batches. The policy does not change within an update,
 so a forward-only pass over a window gives the same log-probabilities as its later backward pass. This costs that pass
@@ -51,17 +51,17 @@ class DeferredWindows:
         self._log_ratios: list[Tensor] = []
         self._advantages: list[Tensor] = []
 
-    def clear(self) -> None:
+    def clear_windows(self) -> None:
         """Forget the windows: a new step begins."""
         self._windows = {}
         self._log_ratios = []
         self._advantages = []
 
-    def add(self, window: Sequence[Scored], update: int) -> None:
+    def add_window(self, window: Sequence[Scored], update: int) -> None:
         """Hold a window until its update."""
         self._windows.setdefault(update, []).append(list(window))
 
-    def take(self, update: int) -> list[list[Scored]]:
+    def take_windows(self, update: int) -> list[list[Scored]]:
         """Remove this rank's windows of an update and return them."""
         return self._windows.pop(update, [])
 

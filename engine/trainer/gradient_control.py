@@ -165,7 +165,7 @@ class GradientControl:
             return {}
         return {"skipped": self.skipped, "skipped_of_run": self.skipped_of_run, "seen": self.seen}
 
-    def load(self, state: ControlState) -> None:
+    def load_state(self, state: ControlState) -> None:
         """Restore the state that `state()` returned. Load the last gradient into `previous(loading=True)`."""
         self.skipped = int(state["skipped"])
         self.skipped_of_run = int(state["skipped_of_run"])

@@ -17,7 +17,7 @@ from engine.errors import MetronomeError, RatioGapError
 from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.trainer.rollouts import Rollouts, Work
-from engine.types import Group, Landed
+from engine.types import FinishedResponse, Group
 
 Figures = dict[str, Any]
 """Figures of one step: the keys of steps.jsonl that the trainer knows, plus any that a trainer adds."""
@@ -57,7 +57,7 @@ class Trainer:
     def start_step(self, step: int) -> None:
         """Reset gradient and figures: a step begins, or is repeated."""
 
-    def score_early(self, landed: Sequence[Landed]) -> None:
+    def score_early(self, finished: Sequence[FinishedResponse]) -> None:
         """Score responses whose group is still incomplete (train.score_early)."""
 
     def add_wait(self, seconds: float) -> None:
@@ -82,7 +82,7 @@ class Seen:
     wait_s: float = 0.0
     """Seconds that the loop has waited for groups."""
 
-    def add(self, window: Sequence[Group]) -> None:
+    def add_window(self, window: Sequence[Group]) -> None:
         """Count the groups of a trained window."""
         self.groups += [group.index for group in window]
         self.rewards += [score.value for group in window for score in group.scores if not score.excluded]
@@ -184,7 +184,7 @@ class Loop:
         return time.perf_counter() - began
 
     def _arriving_work(self, step: int) -> Iterator[Work]:
-        """Yield the unit's work of the step. The time until each piece arrives counts as waiting."""
+        """Yield the replica group's work of the step. The time until each piece arrives counts as waiting."""
         arriving = self.rollouts.work(step, self.trainer.prepare)
         while True:
             blocked = time.perf_counter()
@@ -198,10 +198,10 @@ class Loop:
             yield work
 
     def _score_or_train(self, step: int, work: Work) -> None:
-        landed = [item for item in work if isinstance(item, Landed)]
-        if landed:
-            with self._span("score", step, responses=len(landed)):
-                self.trainer.score_early(landed)
+        finished = [item for item in work if isinstance(item, FinishedResponse)]
+        if finished:
+            with self._span("score", step, responses=len(finished)):
+                self.trainer.score_early(finished)
         else:
             self._train(step, [item for item in work if isinstance(item, Group)])
 
@@ -212,9 +212,9 @@ class Loop:
         Raises StaleRolloutError, or RatioGapError if trainer and instances disagree on the same tokens.
         """
         for group in window:
-            self.schedule.check(group)
+            self.schedule.check_versions(group)
         self.trainer.accumulate(window)
-        self._seen.add(window)
+        self._seen.add_window(window)
         if self.schedule.ahead:
             return  # the policy has changed since the tokens were sampled; every sync still verifies the weights
         limit = self.config.train.ratio_gap_limit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.ranks.packing import PackedRow, Packing, tensor_of
-from engine.trainer.credit import Credit
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.types import Group
 from engine.wire.columns import REFERENCE
 
@@ -23,7 +23,7 @@ class MicroBatch(PackedRow):
     """The instance's log-probabilities."""
     advantages: Tensor
     weights: Tensor
-    """Each token's weight in the loss (`Credit.weights`)."""
+    """Each token's weight in the loss (`GroupAdvantages.weights`)."""
     response: Tensor
     """Index in `members` of each token's response."""
     behind: Tensor
@@ -51,30 +51,32 @@ class PackedWindows:
         self._packed: dict[tuple[int, ...], list[MicroBatch]] = {}
         """By the ids of the window's group objects, which the micro-batches keep alive."""
 
-    def add(self, window: Sequence[Group], credit: Credit) -> None:
+    def pack_window(self, window: Sequence[Group], group_advantages: GroupAdvantages) -> None:
         """Pack a window. Raises BadInput if a user's advantage fails."""
-        self._packed[tuple(map(id, window))] = micro_batches(window, self._packing, credit)
+        self._packed[tuple(map(id, window))] = micro_batches(window, self._packing, group_advantages)
 
-    def take(self, window: Sequence[Group], credit: Credit) -> list[MicroBatch]:
-        """Return the micro-batches of a window on the device. Packs them first unless `add` has."""
+    def take_micro_batches(self, window: Sequence[Group], group_advantages: GroupAdvantages) -> list[MicroBatch]:
+        """Return the micro-batches of a window on the device. Packs them first unless `pack_window` has."""
         key = tuple(map(id, window))
         if key not in self._packed:
-            self.add(window, credit)
+            self.pack_window(window, group_advantages)
         return [batch.to(self._device) for batch in self._packed.pop(key)]
 
 
-def micro_batches(window: Sequence[Group], packing: Packing, credit: Credit) -> list[MicroBatch]:
+def micro_batches(window: Sequence[Group], packing: Packing, group_advantages: GroupAdvantages) -> list[MicroBatch]:
     """Return this replica's micro-batches of a window. Advantages are those of the whole group, even if the group is
     split.
 
     Raises BadInput if a user's advantage fails.
     """
-    advantages = {group.index: credit.advantages(group) for group in window}
+    advantages = {group.index: group_advantages.advantages(group) for group in window}
     has_reference = all(REFERENCE in group.columns for group in window)
-    return [_micro_batch(row, credit, advantages, has_reference) for row in packing.rows(window)]
+    return [_micro_batch(row, group_advantages, advantages, has_reference) for row in packing.rows(window)]
 
 
-def _micro_batch(row: PackedRow, credit: Credit, advantages: Mapping[int, Tensor], has_reference: bool) -> MicroBatch:
+def _micro_batch(
+    row: PackedRow, group_advantages: GroupAdvantages, advantages: Mapping[int, Tensor], has_reference: bool
+) -> MicroBatch:
     """`advantages`: [G] of each group, by the group's index."""
     responses = row.responses
     lengths = [len(response.token_ids) for response in responses]
@@ -84,7 +86,7 @@ def _micro_batch(row: PackedRow, credit: Credit, advantages: Mapping[int, Tensor
         layout=row.layout,
         rollout=row.joined(tensor_of(response.logprobs, torch.float32) for response in responses),
         advantages=row.joined(value.repeat(length) for value, length in zip(own, lengths, strict=True)),
-        weights=row.joined(credit.weights(group, number) for group, number in row.members),
+        weights=row.joined(group_advantages.weights(group, number) for group, number in row.members),
         response=row.joined((torch.full((n,), i) for i, n in enumerate(lengths)), torch.long),
         behind=row.joined((_sampled_by_older(group, number) for group, number in row.members), torch.bool),
         reference=row.joined(_reference(row)) if has_reference else None,

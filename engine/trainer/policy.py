@@ -33,15 +33,15 @@ from engine.ranks.packing import Packing
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, loss_of
-from engine.trainer.credit import Credit, coefficients_of
 from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
 from engine.trainer.gradient_control import GradientControl
+from engine.trainer.group_advantages import GroupAdvantages, coefficients_of
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import is_finite, optimizer_of, scheduler_of
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from engine.trainer.step_sums import StepSums, sum_over_context
-from engine.types import Group, Landed, TrainingFigures, UpdateFigures
+from engine.types import FinishedResponse, Group, TrainingFigures, UpdateFigures
 
 NAMES = ("old", "reference")
 
@@ -55,29 +55,29 @@ class EarlyScores:
         self._packing = packing
         self._known: dict[str, dict[tuple[int, int], Tensor | None]] = {name: {} for name in NAMES}
 
-    def clear(self) -> None:
+    def clear_scores(self) -> None:
         """Forget all scores: the next step has different weights."""
         for known in self._known.values():
             known.clear()
 
-    def add(self, landed: Sequence[Landed]) -> None:
-        """Score landed responses in one forward pass under each frozen model. Collective over the unit."""
-        row = self._packing.layout([(one.prompt, [one.token_ids]) for one in landed])
-        lengths = [len(one.token_ids) for one in landed]
+    def score_responses(self, finished: Sequence[FinishedResponse]) -> None:
+        """Score finished responses in one forward pass under each frozen model. Collective over the replica group."""
+        row = self._packing.layout([(one.prompt, [one.token_ids]) for one in finished])
+        lengths = [len(one.token_ids) for one in finished]
         for name in NAMES:
             (scores,) = self._models.score(name, [row])
             whole = None if scores is None else whole_row(scores, row)
-            parts = whole.split(lengths) if whole is not None else [None] * len(landed)
-            for one, part in zip(landed, parts, strict=True):
+            parts = whole.split(lengths) if whole is not None else [None] * len(finished)
+            for one, part in zip(finished, parts, strict=True):
                 self._known[name][one.group, one.number] = part
 
     def scores(self, name: str, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Return each micro-batch's [T] log-probabilities under a frozen model; None on all pipeline stages but the
         last.
 
-        Micro-batches that `add` has scored need no forward pass; the others are computed now. All ranks of the unit
-        make the same choice. If the window has a column with the reference's log-probabilities, that column is used.
-        Collective over the unit.
+        Micro-batches that `score_responses` has scored need no forward pass; the others are computed now. All ranks of
+        the replica group make the same choice. If the window has a column with the reference's log-probabilities, that
+        column is used. Collective over the replica group.
         """
         if name == "reference" and all(batch.reference is not None for batch in batches):
             last = parallel_state.is_pipeline_last_stage()
@@ -100,9 +100,9 @@ class EarlyScores:
         """Score the remaining responses of a micro-batch that was scored early only in part."""
         unknown = self._not_scored(batch)
         if unknown and len(unknown) < len(batch.members):
-            self.add(
+            self.score_responses(
                 [
-                    Landed(
+                    FinishedResponse(
                         step=group.step,
                         group=group.index,
                         number=number,
@@ -144,13 +144,13 @@ class ComputeTimer:
         self._name = name.removesuffix("-compute")
         return self
 
-    def start(self, barrier: bool = False) -> None:
+    def start_timing(self, barrier: bool = False) -> None:
         """Start timing the work of a micro-batch."""
         self._span = record_function(self._name)
         self._span.__enter__()
         self._started = time.perf_counter()
 
-    def stop(self, barrier: bool = False) -> None:
+    def stop_timing(self, barrier: bool = False) -> None:
         """Stop timing the work of a micro-batch."""
         self.seconds += time.perf_counter() - self._started
         self._span.__exit__(None, None, None)
@@ -159,10 +159,10 @@ class ComputeTimer:
 class NoTimer:
     """A timer that measures nothing."""
 
-    def start(self, barrier: bool = False) -> None:
+    def start_timing(self, barrier: bool = False) -> None:
         """Do nothing."""
 
-    def stop(self, barrier: bool = False) -> None:
+    def stop_timing(self, barrier: bool = False) -> None:
         """Do nothing."""
 
 
@@ -189,9 +189,9 @@ class Policy(Trainer):
         self.ranks = ranks or RankGroup(config.parallel.lockstep)
         self.models: TriModel = open_models(config, platform)
         self.packing = packing_of(config, make_computation(config, platform), self.ranks)
-        self.credit = Credit.of(config)
+        self.group_advantages = GroupAdvantages.of(config)
         self._packed = PackedWindows(self.packing)
-        self.sums = StepSums(self.ranks, self.credit, config.train.updates)
+        self.sums = StepSums(self.ranks, self.group_advantages, config.train.updates)
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's advantage is wrong
@@ -231,9 +231,9 @@ class Policy(Trainer):
         self._step = step
         self.has_moved = False
         self._traced = (0, 0)
-        self.sums = StepSums(self.ranks, self.credit, self.config.train.updates)
-        self.early.clear()
-        self._held.clear()
+        self.sums = StepSums(self.ranks, self.group_advantages, self.config.train.updates)
+        self.early.clear_scores()
+        self._held.clear_windows()
         take_counts(self.models.policy)
         self._start_update()
 
@@ -256,17 +256,18 @@ class Policy(Trainer):
 
     def prepare(self, window: Sequence[Group]) -> None:
         """Pack the window on the host. Raises BadInput if a user's advantage fails."""
-        self._packed.add(window, self.credit)
+        self._packed.pack_window(window, self.group_advantages)
 
     def accumulate(self, window: Sequence[Group]) -> None:
-        """Score the groups under the frozen models and add their gradient; no optimizer step. Collective over the unit.
+        """Score the groups under the frozen models and add their gradient; no optimizer step. Collective over the
+        replica group.
 
         Groups of a later mini-batch and groups under a loss of batch scope are held; `update` adds their gradient.
         """
         started = time.time()
         self.sums.add_window(window)
         update = window[0].mini_batch
-        scored = self._frozen_scores(self._packed.take(window, self.credit))
+        scored = self._frozen_scores(self._packed.take_micro_batches(window, self.group_advantages))
         idle = None
         if update or self._batch_scope:
             self._hold_window(scored, update)
@@ -278,7 +279,7 @@ class Policy(Trainer):
         tokens = sum(map(trained_tokens, window))
         self._trace_window(started, ended, groups=[group.index for group in window], tokens=tokens)
         if idle is not None and self.trace is not None:
-            self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
+            self.trace.add_span("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
 
     def _trace_window(self, started: float, ended: float, **attributes: Any) -> None:  # noqa: ANN401
         """Trace a window, with the tokens and micro-batches that the step's sums have gained since the previous
@@ -287,18 +288,18 @@ class Policy(Trainer):
         tokens, count = (new - old for new, old in zip(computed, self._traced, strict=True))
         self._traced = computed
         if self.trace is not None:
-            self.trace.add(
+            self.trace.add_span(
                 "train", started, ended, step=self._step, computed_tokens=tokens, micro_batches=count, **attributes
             )
 
-    def score_early(self, landed: Sequence[Landed]) -> None:
-        """Score responses under the frozen models before their group is complete. Collective over the unit."""
+    def score_early(self, finished: Sequence[FinishedResponse]) -> None:
+        """Score responses under the frozen models before their group is complete. Collective over the replica group."""
         started = time.perf_counter()
-        self.early.add(landed)
+        self.early.score_responses(finished)
         self.metrics.score_s += time.perf_counter() - started
 
     def worst_gap(self) -> float:
-        """Return the step's largest ratio gap so far in the unit. Collective over the unit."""
+        """Return the step's largest ratio gap so far in the replica group. Collective over the replica group."""
         return self.ranks.worst(self.metrics.max_ratio_gap)
 
     def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[Scored]:
@@ -322,17 +323,18 @@ class Policy(Trainer):
             found = self._policy_scores(window)
             for (batch, _, _, _), logprobs in zip(window, found, strict=True):
                 if logprobs is not None:
-                    self.sums.compare(batch, logprobs)
+                    self.sums.compare_logprobs(batch, logprobs)
             if self._batch_scope and not update:
                 self._add_log_ratios(window, found)
             window = [
                 scored._replace(old=logprobs if behavior else scored.old, compared=True)
                 for scored, logprobs in zip(window, found, strict=True)
             ]
-        self._held.add(window, update)
+        self._held.add_window(window, update)
 
     def _policy_scores(self, window: Sequence[Scored]) -> list[Tensor | None]:
-        """Return each micro-batch's [T] log-probabilities under the current policy. Collective over the unit."""
+        """Return each micro-batch's [T] log-probabilities under the current policy. Collective over the replica
+        group."""
         models = self.models
         layouts = [scored.batch.layout for scored in window]
         return score_layouts(models.policy, layouts, models.temperature, models.shape.vocabulary)
@@ -350,7 +352,7 @@ class Policy(Trainer):
         A loss of batch scope takes its statistics over the update's whole mini-batch, under the weights that the update
         starts from.
         """
-        windows = self._held.take(update)
+        windows = self._held.take_windows(update)
         if self._batch_scope:
             for window in windows if update else ():  # those of the first update were added on arrival
                 self._add_log_ratios(window, self._policy_scores(window))
@@ -396,7 +398,7 @@ class Policy(Trainer):
         return compute_logits(model, scored.batch.layout), partial(self._loss_of, scored)
 
     def _loss_of(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the sum of the responses' losses, and 0 as Megatron's token count, because `reduce` does the
+        """Return the sum of the responses' losses, and 0 as Megatron's token count, because `reduce_gradients` does the
         division."""
         batch = scored.batch
         shape = self.models.shape
@@ -418,7 +420,7 @@ class Policy(Trainer):
         )
         loss = self._loss(terms, self._coefficients)
         if not scored.compared:
-            self.sums.compare(batch, logprobs.detach())
+            self.sums.compare_logprobs(batch, logprobs.detach())
         self.sums.add_loss(batch, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
@@ -458,9 +460,9 @@ class Policy(Trainer):
         seconds = 0.0
         norms = []
         for _ in range(self.config.train.updates):
-            self.reduce(responses)
+            self.reduce_gradients(responses)
             began = time.time()
-            self.decide()  # before the weights change, since a user's code may fail
+            self.control_gradient()  # before the weights change, since a user's code may fail
             self.has_moved = True
             self.models.copy_policy_to_old()
             norm, rate = self.step_optimizer()
@@ -468,10 +470,10 @@ class Policy(Trainer):
             ended = time.time()
             seconds += ended - began
             if self.trace is not None:
-                self.trace.add("update", began, ended, step=self._step)
+                self.trace.add_span("update", began, ended, step=self._step)
         return {"update_s": seconds, "grad_norm": fmean(norms), "learning_rate": rate}
 
-    def reduce(self, responses: int) -> None:
+    def reduce_gradients(self, responses: int) -> None:
         """Divide the gradient of the step's next update by its denominator and reduce it over the replicas, once.
 
         `responses`: as in `update`. Held windows are trained first. Collective over all ranks, including those that got
@@ -506,7 +508,7 @@ class Policy(Trainer):
         only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
         return divisor * counts.unequal / counts.groups if only_unequal and counts.unequal else divisor
 
-    def decide(self) -> None:
+    def control_gradient(self) -> None:
         """Let gradient control change the gradient or skip the update. Raises BadInput if a user's gradient control
         fails."""
         self._decided = self.control is None or self.control.act()
@@ -514,10 +516,10 @@ class Policy(Trainer):
     def step_optimizer(self) -> tuple[float, float]:
         """Clip the gradient and step the optimizer. Returns (gradient norm before clipping, learning rate used).
 
-        Calls `decide` unless it was already called. If gradient control skips the update, nothing changes.
+        Calls `control_gradient` unless it was already called. If gradient control skips the update, nothing changes.
         """
         if self._decided is None:
-            self.decide()
+            self.control_gradient()
         rate = float(self.optimizer.param_groups[0]["lr"])
         if not self._decided:
             return float(self.optimizer.get_grad_norm()), rate

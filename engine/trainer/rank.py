@@ -53,7 +53,7 @@ class MemoryWatch:
         self._when = "while it loaded its models"
         self._held: int | None = None
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Record the memory held at the start of a step."""
         self._when = f"in step {step}"
         self._held = self._platform.held_bytes()
@@ -205,8 +205,8 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     policy.heartbeat = rollouts.heartbeat
 
     def begin(step: int) -> None:
-        watch.begin(step)
-        profiler.begin(step)
+        watch.begin_step(step)
+        profiler.begin_step(step)
 
     def save(step: int, figures: Figures | None) -> None:
         checkpoints.prompts = rollouts.prompts
@@ -218,7 +218,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
         told = cast(StepFigures, {key: figures[key] for key in StepFigures.__annotations__ if key in figures})
         ranks.from_first(lambda: plane.ask(messages.Report(step=step, figures=told)))
         checkpoints.prompt_position = rollouts.prompt_position
-        profiler.end(step)
+        profiler.end_step(step)
 
     loop = Loop(
         config=config, trainer=policy, rollouts=rollouts, report=report, trace=trace, checkpoint=save, begin=begin
@@ -228,7 +228,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     finally:
         trace.flush()
         checkpoints.finish(config.train.timeout_s)
-    export_policy(policy.models, ranks, base, target=arguments.folder / "policy", fence=fence.check)
+    export_policy(policy.models, ranks, base, target=arguments.folder / "policy", fence=fence.check_attempt)
 
 
 def reference_hash(config: Config, ranks: HostRanks) -> str | None:

@@ -1,7 +1,7 @@
 """Where the loop's groups come from: the running instances, or a record of an earlier run (`Replay`).
 
-Only a unit's leader asks the orchestrator. It passes every reply, including signs of life, to all ranks of the unit
-over the CPU channel.
+Only a replica group's leader asks the orchestrator. It passes every reply, including signs of life, to all ranks of the
+replica group over the CPU channel.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from engine.client.stored_bodies import StoredBodies
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.threads import in_thread
-from engine.types import Group, Landed
+from engine.types import FinishedResponse, Group
 from engine.wire import messages
-from engine.wire.columns import open_group, open_landed
-from engine.wire.messages import EarlyWork, EndOfStep, StillWaiting, Window
+from engine.wire.columns import open_finished, open_group
+from engine.wire.messages import EarlyResponses, EndOfStep, StillWaiting, Window
 from engine.wire.record import RecordEntry, read_record
 from engine.wire.store_client import StoreFault
 
 
 class Replay:
-    """One unit's work of a recorded run, step by step. It replaces the table."""
+    """One replica group's work of a recorded run, step by step. It replaces the table."""
 
-    def __init__(self, path: Path, unit: int, expected: int, reward_weights: Mapping[str, float]) -> None:
+    def __init__(self, path: Path, replica_group: int, expected: int, reward_weights: Mapping[str, float]) -> None:
         """`expected`: number of groups in a complete step."""
         self._expected = expected
         self._weights = reward_weights
@@ -41,12 +41,12 @@ class Replay:
         self._groups: dict[int, int] = {}
         for entry in read_record(path):
             self._groups[entry.step] = self._groups.get(entry.step, 0) + entry.size
-            if entry.unit == unit:
+            if entry.replica_group == replica_group:
                 self._mine.setdefault(entry.step, []).append(entry)
 
-    def work(self, step: int) -> Iterator[list[Group] | list[Landed]]:
-        """Yield the unit's windows and early work of a step. Raises BadInput unless the record has all groups of the
-        step."""
+    def work(self, step: int) -> Iterator[list[Group] | list[FinishedResponse]]:
+        """Yield the replica group's windows and early responses of a step. Raises BadInput unless the record has all
+        groups of the step."""
         count = self._groups.get(step, 0)
         if count != self._expected:
             raise BadInput(
@@ -54,10 +54,10 @@ class Replay:
                 f"{self._expected}; replay with the recorded run's own config.toml and no more steps than it trained"
             )
         for entry in self._mine.get(step, []):
-            yield entry.window(self._weights) or list(map(open_landed, entry.landed))
+            yield entry.window(self._weights) or list(map(open_finished, entry.finished))
 
 
-Work = list[Group] | list[Landed]
+Work = list[Group] | list[FinishedResponse]
 """A window to train, or responses to score early."""
 
 R = TypeVar("R")
@@ -69,8 +69,8 @@ Prepare = Callable[[list[Group]], None]
 class Rollouts(Protocol):
     """The inference side, as the loop uses it.
 
-    `work` and `heartbeat` are collectives over a unit's ranks. `settle` and `failed` are not collectives. All other
-    methods are collectives over all ranks.
+    `work` and `heartbeat` are collectives over a replica group's ranks. `settle` and `failed` are not collectives. All
+    other methods are collectives over all ranks.
     """
 
     prompt_position: int | None
@@ -100,19 +100,21 @@ class Rollouts(Protocol):
         """Start the step's batch of prompts in the background."""
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the unit's work of the step, each piece as soon as it is available. Collective over the unit.
+        """Yield the replica group's work of the step, each piece as soon as it is available. Collective over the
+        replica group.
 
         `prepare` may be called with a window before the window is yielded, from another thread.
         """
 
     def heartbeat(self) -> None:
-        """Send a sign of life during long work without other requests. Collective over the unit.
+        """Send a sign of life during long work without other requests. Collective over the replica group.
 
         Raises the error that has ended the run, if there is one.
         """
 
     def failed(self, error: MetronomeError) -> None:
-        """Tell the orchestrator, and through it the other units, that this unit has failed with an error."""
+        """Tell the orchestrator, and through it the other replica groups, that this replica group has failed with an
+        error."""
 
 
 class LiveRollouts:
@@ -162,7 +164,10 @@ class LiveRollouts:
         """Tell the orchestrator that the trainer is ready. The orchestrator compares the prompts with the
         checkpoint's."""
         ready = messages.Ready(
-            start=start, prompt_position=self.prompt_position, prompts=self.prompts, units=self._ranks.units
+            start=start,
+            prompt_position=self.prompt_position,
+            prompts=self.prompts,
+            replica_groups=self._ranks.replica_groups,
         )
         self.prompts = self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint or self.prompts
 
@@ -194,7 +199,7 @@ class LiveRollouts:
             self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Lease windows from the table until the units have trained all groups of the step.
+        """Lease windows from the table until the replica groups have trained all groups of the step.
 
         While one window is trained, a thread requests, opens and prepares the next one. Each request also acknowledges
         the windows whose gradient has been added, so a window usually costs one round trip. If programs put the groups,
@@ -224,7 +229,7 @@ class LiveRollouts:
                 done += (reply.lease,) if isinstance(reply, Window) else ()
 
     def _look_ahead(self, step: int, done: tuple[int, ...], prepare: Prepare) -> tuple[messages.Work, Work]:
-        """Ask once for the next window and prepare it. Collective over the unit; it runs in a thread next to
+        """Ask once for the next window and prepare it. Collective over the replica group; it runs in a thread next to
         training."""
         reply = self._ranks.from_leader_beside(partial(self._lease, step, done, time.monotonic(), ahead=True))
         opened = self._opened(reply)
@@ -235,25 +240,27 @@ class LiveRollouts:
     def _acknowledge(self, step: int, done: tuple[int, ...], coming: Future[Any]) -> tuple[int, ...]:
         """Acknowledge trained windows while the request for the next window waits, since it may be waiting for exactly
         that. Return the leases still to be acknowledged: after an error this returns them all, and the next request
-        raises the error on all ranks of the unit instead of on one."""
+        raises the error on all ranks of the replica group instead of on one."""
         if not self._ranks.leader or coming.done():
             return done
-        unit = self._ranks.unit
+        replica_group = self._ranks.replica_group
         try:
-            self._control.ask(messages.Lease(unit=unit, step=step, budget=0, done=done, consumer=self._ranks.name))
+            self._control.ask(
+                messages.Lease(replica_group=replica_group, step=step, budget=0, done=done, consumer=self._ranks.name)
+            )
         except MetronomeError:
             return done
         return ()
 
     def _lease(self, step: int, done: tuple[int, ...], last: float, ahead: bool = False) -> messages.Work:
-        """Return the unit's next work; a sign of life while the bodies of a window are being fetched."""
+        """Return the replica group's next work; a sign of life while the bodies of a window are being fetched."""
         limit = self._config.train.timeout_s
         if self._config.data.pushed and time.monotonic() - last > limit:
             raise DeadlineError(f"no program has put a group of step {step} in {limit:g} s (train.timeout_s)")
         bodies = self._bodies
         ask = partial(
             messages.Lease,
-            unit=self._ranks.unit,
+            replica_group=self._ranks.replica_group,
             step=step,
             budget=self._config.window_tokens,
             done=done,
@@ -267,19 +274,19 @@ class LiveRollouts:
             reply = self._control.ask(ask(fetches=True))
             if not isinstance(reply, Window) or reply.store is None:
                 return reply
-            bodies.begin(reply)
+            bodies.begin_fetching(reply)
         lease = bodies.lease
         try:
             if (whole := bodies.wait_briefly()) is not None:
                 return whole
         except StoreFault as fault:
             print(
-                f"unit {self._ranks.unit} leaves lease {lease} to the orchestrator: {fault}",
+                f"replica group {self._ranks.replica_group} leaves lease {lease} to the orchestrator: {fault}",
                 file=sys.stderr,
                 flush=True,
             )
             return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was already acknowledged
-        self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
+        self._control.ask(messages.Heartbeat(replica_group=self._ranks.replica_group))
         return StillWaiting()
 
     def _opened(self, given: messages.Work) -> Work:
@@ -287,14 +294,14 @@ class LiveRollouts:
         if isinstance(given, Window):
             weights = self._config.reward_weights
             return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
-        return list(map(open_landed, given.landed)) if isinstance(given, EarlyWork) else []
+        return list(map(open_finished, given.finished)) if isinstance(given, EarlyResponses) else []
 
     def heartbeat(self) -> None:
-        """Send a sign of life from the unit's leader."""
+        """Send a sign of life from the replica group's leader."""
         _send_heartbeat(self._control, self._ranks)
 
     def failed(self, error: MetronomeError) -> None:
-        """Report the error from the unit's leader."""
+        """Report the error from the replica group's leader."""
         _report_failure(error, self._control, self._ranks)
 
 
@@ -306,13 +313,15 @@ class ReplayedRollouts:
     sent_bytes = 0
 
     def __init__(self, path: Path, control: Connection, ranks: Ranks, config: Config) -> None:
-        self._replay = Replay(path, ranks.unit, config.train.prompts_per_step, config.reward_weights)
+        self._replay = Replay(path, ranks.replica_group, config.train.prompts_per_step, config.reward_weights)
         self._control = control
         self._ranks = ranks
 
     def begin(self, start: int) -> None:
         """Tell the orchestrator that the trainer is ready."""
-        ready = messages.Ready(start=start, prompt_position=None, prompts=None, units=self._ranks.units)
+        ready = messages.Ready(
+            start=start, prompt_position=None, prompts=None, replica_groups=self._ranks.replica_groups
+        )
         self._ranks.from_first(lambda: self._control.ask(ready))
 
     def publish(self, model: PublishedModel, version: int) -> float:
@@ -329,7 +338,8 @@ class ReplayedRollouts:
         """Do nothing: there is nothing to start."""
 
     def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the unit's recorded work of the step in recorded order, then wait until all units are done."""
+        """Yield the replica group's recorded work of the step in recorded order, then wait until all replica groups are
+        done."""
         for work in self._replay.work(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
             yield work
@@ -337,19 +347,19 @@ class ReplayedRollouts:
             pass  # the orchestrator's sign of life
 
     def _report_progress(self, step: int, done: bool) -> EndOfStep | StillWaiting:
-        return self._control.ask(messages.ReplayProgress(unit=self._ranks.unit, step=step, done=done))
+        return self._control.ask(messages.ReplayProgress(replica_group=self._ranks.replica_group, step=step, done=done))
 
     def heartbeat(self) -> None:
-        """Send a sign of life from the unit's leader."""
+        """Send a sign of life from the replica group's leader."""
         _send_heartbeat(self._control, self._ranks)
 
     def failed(self, error: MetronomeError) -> None:
-        """Report the error from the unit's leader."""
+        """Report the error from the replica group's leader."""
         _report_failure(error, self._control, self._ranks)
 
 
 def _send_heartbeat(control: Connection, ranks: Ranks) -> None:
-    ranks.from_leader(lambda: control.ask(messages.Heartbeat(unit=ranks.unit)))
+    ranks.from_leader(lambda: control.ask(messages.Heartbeat(replica_group=ranks.replica_group)))
 
 
 def _report_failure(error: MetronomeError, control: Connection, ranks: Ranks) -> None:

@@ -104,8 +104,8 @@ class StepMetrics:
         The loss of each update is divided by its own denominator; the step's loss is the mean over updates. KL,
         entropy, clip fraction and dropped share follow the loss's aggregation: means over responses of their means over
         tokens, or means over all tokens. Each token counts once, with the values from its update. Times are means over
-        the units (their leaders), in seconds. `peak`: highest operations per second of a rank's device; without it
-        "mfu" is left out.
+        the replica groups (their leaders), in seconds. `peak`: highest operations per second of a rank's device;
+        without it "mfu" is left out.
         """
         sums = [asdict(rank.metrics) for rank in ranks]
         leaders = [asdict(rank.metrics) for rank in ranks if rank.leader]
@@ -171,7 +171,7 @@ class LossCounts(msgspec.Struct):
     unsound: list[str] = []
     """Ids of prompts whose micro-batches have a loss figure that is not finite."""
 
-    def add(self, tokens: int, unequal: bool) -> None:
+    def add_group(self, tokens: int, unequal: bool) -> None:
         """Count a group."""
         self.tokens += tokens
         self.groups += 1
@@ -183,7 +183,7 @@ class RankMetrics(msgspec.Struct):
 
     metrics: StepMetrics
     leader: bool
-    """Whether the rank leads its unit."""
+    """Whether the rank leads its replica group."""
     peak_bytes: int
     """`Platform.peak_bytes` of the rank."""
 

@@ -15,13 +15,13 @@ class StepProfiler:
         self._make = make
         self._running: Any = None
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Start the profiler if the step is chosen. A resumed run may start after the first chosen step."""
         if self._running is None and step in self._steps:
             self._running = self._make()
             self._running.start()
 
-    def end(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """Stop the profiler after the last chosen step."""
         if self._running is not None and step == self._steps[-1]:
             self._running.stop()

@@ -15,7 +15,7 @@ from engine.algorithm.losses import Loss
 from engine.algorithm.mismatch import mismatch_figures
 from engine.errors import MetronomeError
 from engine.ranks.rank_group import RankGroup
-from engine.trainer.credit import Credit
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.micro_batches import MicroBatch
 from engine.trainer.step_metrics import LossCounts, StepMetrics
 from engine.types import Group
@@ -24,13 +24,13 @@ from engine.types import Group
 class StepSums:
     """One rank's sums over a step."""
 
-    def __init__(self, ranks: RankGroup, credit: Credit, updates: int) -> None:
+    def __init__(self, ranks: RankGroup, group_advantages: GroupAdvantages, updates: int) -> None:
         """`updates`: number of updates in a step."""
         self.metrics = StepMetrics(losses=[0.0] * updates)
         self.denominators: list[float] = []
         """Denominators of the updates already reduced."""
         self._ranks = ranks
-        self._credit = credit
+        self._group_advantages = group_advantages
         self._counts = [LossCounts() for _ in range(updates)]
         self._unsound: set[str] = set()
         """Ids of prompts whose micro-batches have a figure that is not finite."""
@@ -45,16 +45,16 @@ class StepSums:
         return len(self.denominators)
 
     def add_window(self, window: Sequence[Group]) -> None:
-        """Count the groups of a window. Does nothing on ranks that do not lead their unit."""
+        """Count the groups of a window. Does nothing on ranks that do not lead their replica group."""
         if not self._ranks.leader:
             return
         for group in window:
-            tokens = self._credit.tokens(group)
-            unequal = self._credit.unequal(group)
+            tokens = self._group_advantages.count_tokens(group)
+            unequal = self._group_advantages.unequal(group)
             self.metrics.add_group(group, tokens, unequal)
-            self._counts[group.mini_batch].add(tokens, unequal)
+            self._counts[group.mini_batch].add_group(tokens, unequal)
 
-    def compare(self, batch: MicroBatch, logprobs: Tensor) -> None:
+    def compare_logprobs(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """Schedule the comparison of the trainer's [T] log-probabilities with the instances' for the end of the
         window."""
         self._on_device.append(torch.cat([logprobs, batch.rollout]))

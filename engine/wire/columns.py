@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from engine.errors import TransferError
-from engine.types import BatchScores, Group, Landed, Prompt, Response, Score
+from engine.types import BatchScores, FinishedResponse, Group, Prompt, Response, Score
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 
 PROMPT = "prompt"
@@ -166,8 +166,8 @@ class PackedResponse(msgspec.Struct, frozen=True):
         return len(self.token_ids) // ID_BYTES
 
 
-class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
-    """An engine.types.Landed with its numbers packed as buffers."""
+class PackedFinished(msgspec.Struct, frozen=True, array_like=True):
+    """An engine.types.FinishedResponse with its numbers packed as buffers."""
 
     step: int
     group: int
@@ -371,9 +371,9 @@ def open_response(packed: PackedResponse, decode: Decode | None = None) -> Respo
     )
 
 
-def open_landed(packed: PackedLanded) -> Landed:
+def open_finished(packed: PackedFinished) -> FinishedResponse:
     """Return a view of a response that is to be scored early."""
-    return Landed(
+    return FinishedResponse(
         step=packed.step,
         group=packed.group,
         number=packed.number,

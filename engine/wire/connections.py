@@ -1,6 +1,6 @@
 """Limits of an HTTP server's connections: how many there may be, and how long a client may take to send the headers.
 
-This module imports only the standard library. A server calls `opened`, `expect`, `arrived` and `closed`.
+This module imports only the standard library. A server calls `opened`, `expect_headers`, `stop_limit` and `closed`.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class Connections:
             self._log(f"more than {self._most} connections: closed one")
             self._close(next(iter(self._waiting), transport))
         self._all.add(transport)
-        self.expect(transport)
+        self.expect_headers(transport)
 
-    def expect(self, transport: asyncio.Transport) -> None:
+    def expect_headers(self, transport: asyncio.Transport) -> None:
         """Start the time limit for the headers of the connection's next request."""
-        self.arrived(transport)
+        self.stop_limit(transport)
         if not transport.is_closing():
             timer = asyncio.get_running_loop().call_later(self._headers_s, self._late, transport)
             self._waiting[transport] = timer
 
-    def arrived(self, transport: asyncio.Transport) -> None:
+    def stop_limit(self, transport: asyncio.Transport) -> None:
         """Stop the time limit: the headers have arrived, or none are awaited."""
         if timer := self._waiting.pop(transport, None):
             timer.cancel()
 
     def closed(self, transport: asyncio.Transport) -> None:
         """Forget a closed connection."""
-        self.arrived(transport)
+        self.stop_limit(transport)
         self._all.discard(transport)
 
     def _late(self, transport: asyncio.Transport) -> None:
@@ -133,7 +133,7 @@ class OneRequest(asyncio.Protocol):
         self._connections.opened(transport)
         self._end = asyncio.get_running_loop().call_later(self._whole_s, transport.abort)
 
-    def trust(self) -> None:
+    def lift_limits(self) -> None:
         """Lift the limits: the client is authorized, and the connection stays open for further requests."""
         self._trusted = True
         if self._end is not None:
@@ -146,7 +146,7 @@ class OneRequest(asyncio.Protocol):
             return
         self._head = (self._head + data)[-len(data) - 3 :]
         if b"\r\n\r\n" in self._head and self._transport is not None:
-            self._connections.arrived(self._transport)
+            self._connections.stop_limit(self._transport)
         self._head = self._head[-3:]
         self._inner.data_received(data)
 

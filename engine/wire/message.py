@@ -41,8 +41,9 @@ Answer = TypeVar("Answer")
 class Request(msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
     """A request of a stage. Its reply is an `Answer` or a `Failure`."""
 
-    unit: int | None = None
-    """The unit that asks, of a run's own ranks; None if rank 0 asks for all units, or if a program asks."""
+    replica_group: int | None = None
+    """The replica group that asks, of a run's own ranks; None if rank 0 asks for all replica groups, or if a program
+    asks."""
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):

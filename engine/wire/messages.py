@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.types import BatchScores, StepFigures
-from engine.wire.columns import Column, PackedLanded, PackedResponse, Row
+from engine.wire.columns import Column, PackedFinished, PackedResponse, Row
 from engine.wire.message import Done, Failure, Message, Request
 from engine.wire.store_addresses import StoreAddresses
 from engine.wire.sync_messages import (
@@ -63,10 +63,10 @@ class Window(Message):
     """Where the column bodies are stored; None: they are in the rows."""
 
 
-class EarlyWork(Message):
+class EarlyResponses(Message):
     """Responses to score early, while there is nothing to train."""
 
-    landed: tuple[PackedLanded, ...]
+    finished: tuple[PackedFinished, ...]
 
 
 class StillWaiting(Message):
@@ -84,7 +84,7 @@ class EndOfRun(Message):
     """The last step has been trained: no stage has work left."""
 
 
-Work = Window | EarlyWork | EndOfStep | EndOfRun | StillWaiting
+Work = Window | EarlyResponses | EndOfStep | EndOfRun | StillWaiting
 
 
 class Lease(Request[Work]):
@@ -102,14 +102,15 @@ class Lease(Request[Work]):
     consumer: str = ""
     """Name of an external program, for messages."""
     ahead: bool = False
-    """Whether the unit is still training its last window. If so, it gets no window that another unit would begin
-    sooner."""
+    """Whether the replica group is still training its last window. If so, it gets no window that another replica group
+    would begin sooner."""
     early: bool = False
-    """Whether the stage scores responses early (`EarlyWork`)."""
+    """Whether the stage scores responses early (`EarlyResponses`)."""
     fetches: bool = False
-    """Whether the unit can fetch column bodies itself (`Window.store`)."""
+    """Whether the replica group can fetch column bodies itself (`Window.store`)."""
     unfetched: int | None = None
-    """Number of a lease whose bodies the unit could not fetch. A later reply is its window, with the bodies."""
+    """Number of a lease whose bodies the replica group could not fetch. A later reply is its window, with the
+    bodies."""
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,7 +182,7 @@ class Heartbeat(Request[Done]):
 
 
 class ReplayProgress(Request[EndOfStep | StillWaiting]):
-    """A unit is still replaying a step, or has finished it and waits for the others."""
+    """A replica group is still replaying a step, or has finished it and waits for the others."""
 
     step: int
     done: bool
@@ -225,8 +226,8 @@ class Ready(Request[Prompts]):
     """Number of prompts used before `start`, from the checkpoint; None if the checkpoint does not say."""
     prompts: str | None
     """Fingerprint of the run's prompts, from the checkpoint; None if the checkpoint has none."""
-    units: int = 1
-    """Number of units that take windows independently."""
+    replica_groups: int = 1
+    """Number of replica groups that take windows independently."""
 
 
 class Report(Request[Done]):
@@ -299,7 +300,7 @@ AnyMessage = (
     Failure
     | Done
     | Window
-    | EarlyWork
+    | EarlyResponses
     | StillWaiting
     | EndOfStep
     | EndOfRun

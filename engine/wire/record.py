@@ -1,4 +1,4 @@
-"""The record of a run: the windows and early work of each trainer unit, in the order of their leases."""
+"""The record of a run: the windows and early responses of each trainer replica group, in the order of their leases."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import put_in_place
 from engine.types import BatchScores, Group, JsonObject
-from engine.wire.columns import PackedLanded, Row, open_group
-from engine.wire.messages import EarlyWork, Window
+from engine.wire.columns import PackedFinished, Row, open_group
+from engine.wire.messages import EarlyResponses, Window
 
 PLAN = (
     "model.dtype", "model.head_dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature",
@@ -36,14 +36,14 @@ FILE = "record.msgpack"
 
 
 class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One reply to a unit: a window to train, or responses to score early."""
+    """One reply to a replica group: a window to train, or responses to score early."""
 
-    unit: int
+    replica_group: int
     step: int
     rows: tuple[Row, ...] = ()
     batch: BatchScores | None = None
     """As in `Window`."""
-    landed: tuple[PackedLanded, ...] = ()
+    finished: tuple[PackedFinished, ...] = ()
 
     @property
     def size(self) -> int:
@@ -57,7 +57,7 @@ class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class RecordWriter:
-    """Writes `record.msgpack`: first the settings, then each window and early work that a unit leases.
+    """Writes `record.msgpack`: first the settings, then each window and early responses that a replica group leases.
 
     Micro-batches are not recorded, because the windows determine them.
     """
@@ -76,12 +76,12 @@ class RecordWriter:
         put_in_place(partial, path)
         self._file = path.open("ab")
 
-    def add(self, unit: int, given: Window | EarlyWork) -> None:
-        """Append a window or early work of a unit."""
+    def add_work(self, replica_group: int, given: Window | EarlyResponses) -> None:
+        """Append a window or early responses of a replica group."""
         if isinstance(given, Window):
-            entry = RecordEntry(unit=unit, step=given.step, rows=given.rows, batch=given.batch)
+            entry = RecordEntry(replica_group=replica_group, step=given.step, rows=given.rows, batch=given.batch)
         else:
-            entry = RecordEntry(unit=unit, step=given.landed[0].step, landed=given.landed)
+            entry = RecordEntry(replica_group=replica_group, step=given.finished[0].step, finished=given.finished)
         self._file.write(msgspec.msgpack.encode(entry))
 
     def flush(self) -> None:

@@ -31,26 +31,26 @@ class StoreClient:
         self._limit_s = limit_s
 
     @staticmethod
-    async def connect(addresses: StoreAddresses, name: str, limit_s: float) -> StoreClient:
+    async def connect_servers(addresses: StoreAddresses, name: str, limit_s: float) -> StoreClient:
         """Return a client connected to the servers. Raises StoreFault."""
         await asyncio.to_thread(_load)  # needs no server, but takes many seconds on a busy machine
         connecting = asyncio.to_thread(_connect, addresses, name)
         what = f"to connect with {len(addresses.units)} storage units"
         return StoreClient(await _within(limit_s, what, connecting), limit_s)
 
-    async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
+    async def put_columns(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
         """Store the column bodies of a row, given by name. Raises StoreFault."""
         await _within(self._limit_s, f"to keep {_title(step, index, bodies)}", self._put(step, index, bodies))
 
-    async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
+    async def get_columns(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
         """Return the bodies of these columns of a row, by name. Raises StoreFault."""
         return await _within(self._limit_s, f"to return {_title(step, index, names)}", self._get(step, index, names))
 
-    async def clear(self, step: int, indices: Sequence[int]) -> None:
+    async def clear_rows(self, step: int, indices: Sequence[int]) -> None:
         """Delete rows. Raises StoreFault."""
         await _within(self._limit_s, f"to forget {len(indices)} groups of step {step}", self._clear(step, indices))
 
-    async def check(self) -> None:
+    async def check_controller(self) -> None:
         """Raise StoreFault unless the controller answers."""
         await _within(self._limit_s, "to list its rows", self._client.async_kv_list(None))
 

@@ -66,7 +66,7 @@ def read_pools(own: Path | None = None) -> dict[str, WorkPool]:
     return pools
 
 
-def template(name: str, pools: Mapping[str, WorkPool] | None = None) -> tuple[str, JsonObject]:
+def read_template(name: str, pools: Mapping[str, WorkPool] | None = None) -> tuple[str, JsonObject]:
     """(type, base job template) of a work pool. Raises BadInput for an unknown pool, and for values that do not fit."""
     pools = read_pools() if pools is None else pools
     if name not in pools:
@@ -157,12 +157,12 @@ class Choices:
     """A list of work pools in addition to that of infra/pools."""
 
 
-def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
+def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
     """Update the server that PREFECT_API_URL names; returns rows for the console. Raises BadInput, MetronomeError."""
-    tree = deployments(recipe, overrides, choices)
+    tree = read_deployments(recipe, overrides, choices)
     pools = sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     known = read_pools(choices.pools)
-    templates = {name: template(name, known) for name in pools}
+    templates = {name: read_template(name, known) for name in pools}
     server = _server()
     _make_pools(templates)
     if choices.npus:
@@ -170,7 +170,7 @@ def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str,
             client.upsert_global_concurrency_limit_by_name(LIMIT, choices.npus)
     _deploy(tree)
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load_config(recipe, list(overrides)))
-    watched = watchdog.install()
+    watched = watchdog.install_automations()
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
@@ -180,7 +180,7 @@ def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str,
     }
 
 
-def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:
+def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:
     """The content of infra/prefect.yaml, with recipe, pools and schedules filled in."""
     _check(choices)
     tree: JsonObject = yaml.safe_load(FILE.read_text())

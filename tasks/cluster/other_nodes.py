@@ -23,7 +23,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
-from tasks.console import complain
+from tasks.console import print_error
 
 INSTANCES = "serve-rollouts/serve-rollouts"
 """Deployment for a node of the rollout pool (infra/prefect.yaml)."""
@@ -46,7 +46,7 @@ def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
     one.
 
     They find the run by its folder, which all nodes must share. Flow runs left behind by a killed attempt are cancelled
-    first. Each node with instances has one flow run (`shares`).
+    first. Each node with instances has one flow run (`share_instances`).
     """
     folder = config.folder.resolve()
     notes = _no_others(folder)
@@ -100,7 +100,7 @@ def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: 
     Their overrides and settings are empty, because those of the deployment belong to the recipe and not to this run.
     """
     common = {"join": str(join), "recipe": str(place / "config.toml"), "overrides": [], "settings": {}}
-    for share in shares(config, count):
+    for share in share_instances(config, count):
         stack.enter_context(
             _flow_run_during(
                 deployment=INSTANCES,
@@ -112,7 +112,7 @@ def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: 
         )
 
 
-def shares(config: Config, instances: int) -> list[int]:
+def share_instances(config: Config, instances: int) -> list[int]:
     """Number of instances on each node of the rollout pool: as many as its devices allow, and the rest on the last
     node."""
     most = max(1, config.platform.devices_per_node // config.rollout.tensor)
@@ -157,7 +157,7 @@ def _cancel(flow_run: UUID) -> None:
             return
         state = found.state
         if state is not None and state.is_failed():
-            complain(f"warning: the flow run {found.name} has failed: {state.message}")
+            print_error(f"warning: the flow run {found.name} has failed: {state.message}")
         if state is not None and (not state.is_final() or state.is_crashed()):
             client.set_flow_run_state(
                 flow_run, Cancelled() if state.is_scheduled() or state.is_crashed() else Cancelling()

@@ -18,12 +18,12 @@ ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 all."""
 
 
-def get(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
+def get_json(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
     """The JSON reply to a GET request."""
     return _ask(urllib.request.Request(url), timeout_s=timeout_s)
 
 
-def post(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any:  # noqa: ANN401
+def post_json(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any:  # noqa: ANN401
     """The JSON reply to a JSON request. `auth`: "user:password"; None: from the environment."""
     return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), auth)
 

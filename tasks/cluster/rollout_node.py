@@ -90,7 +90,7 @@ def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
             met = True
             heard = time.monotonic()
             for child in children:
-                child.check()
+                child.check_alive()
         elif time.monotonic() - heard > rollout.patience(met)[0]:
             break
         time.sleep(POLL_S)

@@ -30,7 +30,7 @@ from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.guard import guarded_command
 from engine.run.logs import rotate_logs
 from engine.run.process import Child, drop_lifeline, python_command, stop_all, watch_lifeline
-from tasks.cluster.prefect_api import CLIENT_AUTH, post, server_environment
+from tasks.cluster.prefect_api import CLIENT_AUTH, post_json, server_environment
 
 HOST = "127.0.0.1"
 BUCKET = "metronome"
@@ -82,7 +82,7 @@ class Service:
     def check(self) -> None:
         """Raise ProcessDied, with the end of its log, if the process has ended."""
         assert self.child is not None, f"{self.name} was not started"
-        self.child.check()
+        self.child.check_alive()
 
     def ready(self) -> bool:
         """Whether it answers. Raises ProcessDied if the process has ended."""
@@ -154,7 +154,7 @@ class Worker(Service):
     def ready(self) -> bool:
         """Whether the server has received its heartbeat. Raises ProcessDied if the process has ended."""
         self.check()
-        online = [one["name"] for one in post(self._workers, {}, self._auth) if one["status"] == "ONLINE"]
+        online = [one["name"] for one in post_json(self._workers, {}, self._auth) if one["status"] == "ONLINE"]
         return self._worker_name in online
 
 

@@ -87,9 +87,9 @@ _LEFT = {
 """Events of a run that is no longer crashed, for example because a person has scheduled it."""
 
 
-def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[str]:
+def install_automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[str]:
     """Create or update the automations on the server that PREFECT_API_URL names; returns their names."""
-    wanted = automations(delay_s, silence_s, crashes)
+    wanted = build_automations(delay_s, silence_s, crashes)
     for automation in wanted:
         try:
             automation.id = Automation.read(name=automation.name).id
@@ -100,8 +100,10 @@ def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int
     return [automation.name for automation in wanted]
 
 
-def automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[Automation]:
-    """The automations that `install` creates.
+def build_automations(
+    delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES
+) -> list[Automation]:
+    """The automations that `install_automations` creates.
 
     `delay_s`: seconds before a resume; `silence_s`: must be longer than two heartbeats; `crashes`: the limit of starts
     in half an hour.
@@ -196,7 +198,7 @@ def _loop(crashes: int) -> Automation:
     )
 
 
-def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
+def reschedule_crashed(older_than_s: float = 2 * DELAY_S) -> list[str]:
     """Reschedule the runs that crashed between `older_than_s` and `FORGOTTEN_S` seconds ago; returns their names."""
     now = datetime.now(UTC)
     window = FlowRunFilterEndTime(
@@ -253,7 +255,7 @@ def main() -> None:
             _ask()
             for name in crash_late(arguments.after):
                 print(f"{name} did not begin in time", flush=True)
-            for name in sweep(arguments.after):
+            for name in reschedule_crashed(arguments.after):
                 print(f"resumed {name}", flush=True)
         # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between
         except (httpx.HTTPError, ObjectNotFound, ValueError) as error:

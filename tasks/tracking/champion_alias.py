@@ -33,15 +33,15 @@ TAG_LIMIT = 5000
 """MLflow's limit for the value of a tag, in characters."""
 
 
-def crown(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
+def update_champion(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
     """Store the lineage and results of a new version, and give it the alias if it is better than the champion.
 
     The call may be repeated: a version that has the alias keeps it, with the original reason.
     """
     client = mlflow.MlflowClient()
-    own = results(folder, config)
+    own = read_results(folder, config)
     made = client.get_model_version(name, version)
-    for key, value in lineage(folder, config).items():
+    for key, value in describe_lineage(folder, config).items():
         client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
     if own is not None:
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
@@ -57,7 +57,7 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Champio
     return verdict
 
 
-def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
+def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     """The origin of a policy (base model, data, config, code, steps), and the figures of its evaluation."""
     base = Path(config.model.path)
     row = final_evaluation(folder, config)
@@ -102,7 +102,7 @@ def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow 
     return next((row for row in reversed(rows) if row["benchmark"] == first), None)
 
 
-def results(folder: RunFolder, config: Config) -> Results | None:
+def read_results(folder: RunFolder, config: Config) -> Results | None:
     """The final policy's per-problem results; None if it was not evaluated."""
     row = final_evaluation(folder, config)
     return None if row is None else Results(row["protocol"], tables.table_means(folder.path / row["table"]))

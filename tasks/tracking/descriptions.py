@@ -86,7 +86,7 @@ def _what(config: Config) -> str:
 
 
 def _result(folder: RunFolder) -> list[str]:
-    rows = evaluation_texts.gain(folder)
+    rows = evaluation_texts.gain_rows(folder)
     table = ["| result | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     return ["\n".join(table)] if rows else []
 

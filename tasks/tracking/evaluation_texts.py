@@ -11,7 +11,7 @@ from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 
 
-def describe(row: Mapping[str, Any]) -> str:
+def describe_evaluation(row: Mapping[str, Any]) -> str:
     """One evaluation as text: avg@k, pass@k and maj@k with their 95 % intervals, and the number of responses that were
     cut."""
     k = row["samples"]
@@ -25,7 +25,7 @@ def describe(row: Mapping[str, Any]) -> str:
     return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
 
 
-def kind(row: Mapping[str, Any]) -> str:
+def kind_of_average(row: Mapping[str, Any]) -> str:
     """The name of avg@k: accuracy if every response is right or wrong, else mean reward."""
     return "mean reward" if row.get("partial_scores") else "accuracy"
 
@@ -38,12 +38,12 @@ def _cut(row: Mapping[str, Any]) -> str:
     return f"; {row['truncated']} of {row['problems'] * row['samples']} responses cut at the length limit{by_context}"
 
 
-def report(rows: Sequence[Mapping[str, Any]]) -> str:
+def describe_evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
     """Evaluations as text, one line each, with the paired comparison if there is one."""
     lines = [
-        describe(row)
+        describe_evaluation(row)
         + (
-            f"; against version {row['against']['weight_version']}: {difference(row['against'])}"
+            f"; against version {row['against']['weight_version']}: {describe_difference(row['against'])}"
             if "against" in row
             else ""
         )
@@ -56,7 +56,7 @@ def _with_interval(row: Mapping[str, Any], name: str, prefix: str) -> str:
     return f"{row[name]:.3f} [{row[prefix + 'ci_low']:.3f}, {row[prefix + 'ci_high']:.3f}]"
 
 
-def difference(found: Mapping[str, Any]) -> str:
+def describe_difference(found: Mapping[str, Any]) -> str:
     """A paired comparison as text."""
     return (
         f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; "
@@ -64,12 +64,12 @@ def difference(found: Mapping[str, Any]) -> str:
     )
 
 
-def closing(folder: RunFolder) -> dict[str, str]:
-    """Rows of the table at the end of a run: those of `gain`, and the cost of evaluations inside the run."""
-    return gain(folder) | _cost(rows_of(folder), list(read_lines(dropped_file(folder))))
+def closing_rows(folder: RunFolder) -> dict[str, str]:
+    """Rows of the table at the end of a run: those of `gain_rows`, and the cost of evaluations inside the run."""
+    return gain_rows(folder) | _cost(rows_of(folder), list(read_lines(dropped_file(folder))))
 
 
-def gain(folder: RunFolder) -> dict[str, str]:
+def gain_rows(folder: RunFolder) -> dict[str, str]:
     """Rows with each benchmark's first and last evaluation, and their paired difference."""
     rows = rows_of(folder)
     names = list(dict.fromkeys(row["benchmark"] for row in rows))
@@ -84,11 +84,11 @@ def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str
     first = rows[0]
     last = rows[-1]
     table = {
-        f"{kind(row)} {when}{which}": f"{describe(row)} (version {row['weight_version']})"
+        f"{kind_of_average(row)} {when}{which}": f"{describe_evaluation(row)} (version {row['weight_version']})"
         for when, row in (("before", first), ("after", last))
     }
     if "against" in last:
-        table[f"difference{which}"] = difference(last["against"])
+        table[f"difference{which}"] = describe_difference(last["against"])
     return table
 
 

@@ -11,7 +11,7 @@ from engine.evaluation.tables import rows_of
 from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from tasks.console import complain, say
+from tasks.console import print_error, say
 from tasks.tracking import evaluation_texts, tracked_run
 from tasks.tracking.mirror import Mirror
 from tasks.tracking.retry import TrackingAway, retry_while_away
@@ -25,9 +25,9 @@ def log_finished(config: Config, tags: Mapping[str, str] = tracked_run.NO_TAGS) 
     No row is lost then, because the next log in this run folder writes it.
     """
     what = f"logging all evaluations of run {config.run.name}"
-    known = tracked_run.found(config, waits=True)
+    known = tracked_run.find_run(config, waits=True)
     if known is None:
-        known = tracked_run.begun(config).info.run_id
+        known = tracked_run.create_run(config).info.run_id
         mlflow.end_run()
     run = retry_while_away(what, lambda: mlflow.MlflowClient().get_run(known))
     retry_while_away(what, Mirror(run, config, tags, trains=False).push)
@@ -40,7 +40,7 @@ def log_or_say(config: Config) -> None:
     try:
         log_finished(config)
     except TrackingAway as error:
-        complain(
+        print_error(
             f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}; the next evaluation or "
             "resume of this run logs them"
         )
@@ -61,8 +61,8 @@ class InRun:
             if row.get("in_run"):
                 say(
                     "evaluate",
-                    f"version {row['weight_version']}: {evaluation_texts.describe(row)}; took {row['seconds']:.1f} s, "
-                    f"of which training waited {row['exposed_s']:.1f} s",
+                    f"version {row['weight_version']}: {evaluation_texts.describe_evaluation(row)}; "
+                    f"took {row['seconds']:.1f} s, of which training waited {row['exposed_s']:.1f} s",
                 )
         lost = list(read_lines(dropped_file(self._folder)))
         for row in lost[self._told_dropped :]:

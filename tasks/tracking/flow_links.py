@@ -12,15 +12,15 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from tasks.tracking import tracked_run
 from tasks.tracking.evaluations import log_finished
-from tasks.tracking.pages import ui
+from tasks.tracking.pages import ui_address
 from tasks.tracking.retry import retry_while_away
 
 
 @contextmanager
 def tracked_flow(config: Config) -> Iterator[str]:
-    """`tasks.tracking.tracked_run.tracked` inside a flow run, with links in both directions. Yields the MLflow run's
+    """`tasks.tracking.tracked_run.track_run` inside a flow run, with links in both directions. Yields the MLflow run's
     id."""
-    with tracked_run.tracked(config, _tags("prefect.flow_run")) as run_id:
+    with tracked_run.track_run(config, _tags("prefect.flow_run")) as run_id:
         _link(config, run_id)
         yield run_id
 
@@ -37,7 +37,7 @@ def run_url(config: Config, run_id: str) -> str:
         "the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment)
     )
     assert experiment is not None, "tracked() makes it"
-    return f"{ui(config)}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
+    return f"{ui_address(config)}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 
 
 def _tags(prefix: str) -> dict[str, str]:

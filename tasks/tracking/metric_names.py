@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def metric_values(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a row by metric name, without `step`.
 
     A list of numbers gives NAME_min, NAME_max and NAME_count; a table of numbers gives NAME/KEY; true is 1. Text is
@@ -22,7 +22,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
             found[f"{name}_count"] = float(len(value))
             found |= {f"{name}_{bound.__name__}": float(bound(value)) for bound in (min, max) if value}
         elif isinstance(value, Mapping):
-            found |= {f"{name}/{metric_name(str(key))}": figure for key, figure in numbers(value).items()}
+            found |= {f"{name}/{metric_name(str(key))}": figure for key, figure in metric_values(value).items()}
     return found
 
 
@@ -36,15 +36,15 @@ def evaluation_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     version.
     """
     repeated = ("weight_version", *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
-    return numbers({name: value for name, value in row.items() if name not in repeated})
+    return metric_values({name: value for name, value in row.items() if name not in repeated})
 
 
 def metric_name(text: str) -> str:
     """The text with `_` in place of each character that MLflow does not accept in the name of a metric or model."""
-    return cleaned(text, r"[^\w.\- ]", "_")
+    return clean_name(text, r"[^\w.\- ]", "_")
 
 
-def cleaned(text: str, pattern: str, filler: str) -> str:
+def clean_name(text: str, pattern: str, filler: str) -> str:
     """The text with `filler` in place of each match of `pattern`. A changed text ends with six digits of its hash, so
     that two texts never share a name, and with it one history."""
     found = re.sub(pattern, filler, text)

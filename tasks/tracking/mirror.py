@@ -30,12 +30,12 @@ from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_json, read_lines
-from tasks.console import complain
+from tasks.console import print_error
 from tasks.fenced import run_folder
 from tasks.orchestrator_process import LineFollower
 from tasks.tracking import descriptions, view
-from tasks.tracking.metric_names import evaluation_numbers, metric_name, numbers
-from tasks.tracking.retry import STORE_ERRORS, first_line, refused
+from tasks.tracking.metric_names import evaluation_numbers, metric_name, metric_values
+from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused
 
 DIGEST = 32
 """Number of hex digits of a version in MLflow's digest (MLflow accepts up to 36)."""
@@ -159,12 +159,12 @@ class Mirror:
             try:
                 write()
             except STORE_ERRORS as error:
-                if not refused(error):
+                if not is_refused(error):
                     self._last = math.inf  # it may have been written nevertheless
                     error.add_note(what)
                     raise
                 self.lost.append(what)
-                complain(f"warning: MLflow ({shown_store()}) refuses {what}: {first_line(error)}")
+                print_error(f"warning: MLflow ({shown_store()}) refuses {what}: {first_line(error)}")
 
     def lacking(self) -> list[str]:
         """Names of the items that MLflow lacks at the end of a run. No pass may follow this call."""
@@ -230,7 +230,10 @@ class Mirror:
             self._once.add("texts")
 
     def _settings(self) -> dict[str, str]:
-        return {name: cut(str(value)) for name, value in flatten_keys(self._config.model_dump(mode="json")).items()}
+        return {
+            name: cut_parameter(str(value))
+            for name, value in flatten_keys(self._config.model_dump(mode="json")).items()
+        }
 
     def _lacking_tags(self) -> dict[str, str]:
         """The tags that MLflow lacks. Parameters cannot change in MLflow, so a value that differs in a resumed run is a
@@ -280,7 +283,7 @@ class Mirror:
         lacking: list[Metric] = []
         redone = {int(step) for step in self._tags.get(REDONE, "").split(", ") if step}
         for step, row in sorted(rows.items(), reverse=True):
-            for name, value in numbers(row).items():
+            for name, value in metric_values(row).items():
                 if step not in there.get(name, ()):
                     lacking.append(Metric(name, value, int(ended * 1000), step))
                 elif math.isfinite(value) and there[name][step] != value:
@@ -327,7 +330,9 @@ class Mirror:
         alone = not self._trains and not self._folder.steps.exists()
         text = (descriptions.of_evaluation if alone else descriptions.of_run)(self._config)
         descriptions.describe_run(self._client, self._id, text)
-        view.show(self._client, self._run.info.experiment_id, [row["benchmark"] for row in rows_of(self._folder)])
+        view.update_view(
+            self._client, self._run.info.experiment_id, [row["benchmark"] for row in rows_of(self._folder)]
+        )
 
 
 class MirrorThread:
@@ -361,7 +366,7 @@ class MirrorThread:
         self._thread.join(within_s + 0.5)
         missing = self._mirror.lost if self._complete else self._mirror.lacking()
         if missing:
-            complain(
+            print_error(
                 f"warning: MLflow ({shown_store()}) did not receive: {', '.join(dict.fromkeys(missing))}. "
                 "Everything is in the run folder."
             )
@@ -388,19 +393,19 @@ class MirrorThread:
         except Exception as error:  # no error may stop the run or later passes
             if not self._away:
                 what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
-                complain(
+                print_error(
                     f"warning: MLflow ({shown_store()}) does not take {what}: {first_line(error)}. The run continues; "
                     "what MLflow lacks is written when it answers"
                 )
             self._away = True
             return False
         if self._away:
-            complain(f"MLflow ({shown_store()}) answers again; what it lacked is written")
+            print_error(f"MLflow ({shown_store()}) answers again; what it lacked is written")
         self._away = False
         return True
 
 
-def cut(value: str) -> str:
+def cut_parameter(value: str) -> str:
     """A parameter's value, cut to MLflow's limit with a note at its end."""
     note = f" ... ({len(value)} characters; whole in config.toml)"
     return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note

@@ -18,7 +18,7 @@ def has_server(config: Config) -> bool:
     return shown_uri(config).startswith(("http://", "https://"))
 
 
-def ui(config: Config) -> str:
+def ui_address(config: Config) -> str:
     """Address of the UI: that of the server, or the one where `ui_command` starts it."""
     return (shown_uri(config) if has_server(config) else UI).rstrip("/")
 
@@ -31,11 +31,11 @@ def experiment_page(config: Config) -> str:
     except STORE_ERRORS:  # do not wait: the run is over, and its figures are in its folder
         found = None
     if found is None:
-        return ui(config)
-    return f"{ui(config)}/#/experiments/{found.experiment_id}/runs?viewStateShareKey={KEY}"
+        return ui_address(config)
+    return f"{ui_address(config)}/#/experiments/{found.experiment_id}/runs?viewStateShareKey={KEY}"
 
 
-def rows(config: Config) -> dict[str, str]:
+def page_rows(config: Config) -> dict[str, str]:
     """Rows of the table at the end of a run: the page with its experiment's runs and, for a store without a server, the
     command that serves it."""
     page = experiment_page(config)

@@ -17,8 +17,8 @@ from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_start import ContinueFrom, RunStart, read_start
 from tasks import stage_progress
 from tasks.console import say
-from tasks.progress_display import showing
-from tasks.tracking.metric_names import cleaned
+from tasks.progress_display import show_progress
+from tasks.tracking.metric_names import clean_name
 from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
@@ -43,7 +43,7 @@ def registered_name(recipe: str, config: Config) -> str:
     if find_file(data).resolve() == find_file(load_config(recipe).data.train).resolve():
         return name
     stem = Path(data.partition(":")[0] if "://" not in data else data).stem
-    return f"{name}-{cleaned(stem, '[^A-Za-z0-9_.-]+', '-')}"
+    return f"{name}-{clean_name(stem, '[^A-Za-z0-9_.-]+', '-')}"
 
 
 def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:
@@ -128,7 +128,9 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
-            with showing("start", stage_progress.fetched(f"{version.name} version {version.version}", Path(scratch))):
+            with show_progress(
+                "start", stage_progress.fetched(f"{version.name} version {version.version}", Path(scratch))
+            ):
                 got = _downloaded(config, version, scratch)
             shutil.move(got, folder)
     read_shape(folder)

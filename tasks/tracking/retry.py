@@ -13,7 +13,7 @@ import mlflow
 from botocore.exceptions import BotoCoreError, ClientError
 
 from engine.errors import MetronomeError
-from tasks.console import complain
+from tasks.console import print_error
 
 AWAY_S = 300.0
 """Seconds to wait for MLflow. A server that restarts or fails over is back by then."""
@@ -38,7 +38,7 @@ def _store_errors() -> tuple[type[Exception], ...]:
 STORE_ERRORS = _store_errors()
 
 
-def refused(error: Exception) -> bool:
+def is_refused(error: Exception) -> bool:
     """Whether a retry is pointless, because the request is wrong (4xx), or a file or a module is missing."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, mlflow.MlflowException):
@@ -63,12 +63,12 @@ def retry_while_away(what: str, action: Callable[[], Result]) -> Result:
         try:
             return action()
         except STORE_ERRORS as error:
-            if refused(error):
+            if is_refused(error):
                 raise
             if time.monotonic() + pause > deadline:
                 raise TrackingAway(f"{what}: MLflow did not answer for {AWAY_S:.0f} s: {first_line(error)}") from error
             if number == 0:
-                complain(
+                print_error(
                     f"warning: {what}: MLflow does not answer: {first_line(error)}. Waiting up to {AWAY_S:.0f} s for it"
                 )
         time.sleep(pause)

@@ -18,7 +18,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from engine.run.files import sync_folder
 from engine.run.lock import hold_lock
-from tasks.console import complain
+from tasks.console import print_error
 
 SCHEME = "sqlite:///"
 WAIT_S = 120.0
@@ -43,7 +43,7 @@ def whole_store(uri: str) -> str:
     file = sqlite_file(uri)
     if file is not None and uri not in _whole:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(file.with_name(f".{file.name}.lock"), f"the tracking store {file}", WAIT_S, complain):
+        with hold_lock(file.with_name(f".{file.name}.lock"), f"the tracking store {file}", WAIT_S, print_error):
             _make_whole(file)
         _whole.add(uri)
     return uri
@@ -55,7 +55,7 @@ def _make_whole(file: Path) -> None:
             return
         aside = file.with_name(f"{file.name}.half-made-{time.strftime('%Y%m%d-%H%M%S')}")
         file.rename(aside)
-        complain(f"warning: the tracking store {file} had no runs and was made halfway; it is kept as {aside.name}")
+        print_error(f"warning: the tracking store {file} had no runs and was made halfway; it is kept as {aside.name}")
     partial = file.with_name(f".{file.name}.partial")
     partial.unlink(missing_ok=True)  # sqlite itself drops the journal of an absent file
     store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)

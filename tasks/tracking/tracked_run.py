@@ -25,10 +25,10 @@ from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.identity import read_run_id
 from tasks import stage_progress
-from tasks.console import complain
-from tasks.progress_display import showing
+from tasks.console import print_error
+from tasks.progress_display import show_progress
 from tasks.tracking.mirror import Mirror, MirrorThread
-from tasks.tracking.retry import STORE_ERRORS, first_line, refused, retry_while_away
+from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_while_away
 from tasks.tracking.sqlite_store import sqlite_file, whole_store
 
 RUN_ID = "mlflow_run_id"
@@ -81,7 +81,7 @@ def ui_command(config: Config) -> str:
 
 
 @contextmanager
-def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
+def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
     """Mirror the run folder in its MLflow run during the body; yields the MLflow run's id. `tags`: further tags.
 
     If the folder names no MLflow run but has the run's number, the MLflow run is found by this number: the run folder
@@ -92,7 +92,7 @@ def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
     Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
     TrackingAway if the store does not answer for long when a run is resumed.
     """
-    before, run = _started(config, found(config))
+    before, run = _started(config, find_run(config))
     run_id = run.info.run_id
     mirror = Mirror(run, config, {**_tags(config), **tags})
     thread = MirrorThread(mirror, run_id)
@@ -119,7 +119,7 @@ def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
         _end(before if refused and before and not mirror.is_settled else status, missing)
 
 
-def found(config: Config, waits: bool = False) -> str | None:
+def find_run(config: Config, waits: bool = False) -> str | None:
     """Id of the run folder's MLflow run; None if there is none yet. Sets MLflow to the config's store and experiment.
 
     Raises BadInput if MLflow cannot use the store, and TrackingAway if MLflow does not answer for an existing run, or,
@@ -142,7 +142,7 @@ def found(config: Config, waits: bool = False) -> str | None:
         raise _unusable(config, error) from None
 
 
-def begun(config: Config) -> mlflow.ActiveRun:
+def create_run(config: Config) -> mlflow.ActiveRun:
     """Create an MLflow run for a run folder, and store its id there."""
     run = mlflow.start_run(run_name=config.run.name, tags=_tags(config))
     write_atomically(config.folder / RUN_ID, run.info.run_id)
@@ -152,7 +152,7 @@ def begun(config: Config) -> mlflow.ActiveRun:
 def _started(config: Config, known: str | None) -> tuple[str | None, Run]:
     """The previous status of a known run (None for a new run), and the run, which is now active."""
     if known is None:
-        return None, begun(config)
+        return None, create_run(config)
     what = f"going on with the MLflow run {known}"
     before = retry_while_away(what, lambda: str(mlflow.MlflowClient().get_run(known).info.status))
     run = retry_while_away(what, lambda: mlflow.start_run(run_id=known))
@@ -173,7 +173,7 @@ def _end(status: str, missing: list[str]) -> None:
     try:
         mlflow.end_run(status)
     except STORE_ERRORS as error:
-        complain(f"warning: MLflow still shows this run as RUNNING, but it is {status}: {first_line(error)}")
+        print_error(f"warning: MLflow still shows this run as RUNNING, but it is {status}: {first_line(error)}")
     finally:
         if missing:
             os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = before
@@ -188,7 +188,7 @@ def _known(config: Config) -> str | None:
 
 def check_known(config: Config) -> None:
     """Check that the store has the MLflow run of the run folder, in `tracking.experiment`. Raises BadInput if not, or
-    if MLflow refuses the store. Writes nothing. Accepts a store that does not answer, because `tracked` waits for it
+    if MLflow refuses the store. Writes nothing. Accepts a store that does not answer, because `track_run` waits for it
     later."""
     if (known := _known(config)) is None:
         return
@@ -200,7 +200,7 @@ def check_known(config: Config) -> None:
         client = mlflow.MlflowClient()
         experiment = client.get_experiment(client.get_run(known).info.experiment_id).name
     except STORE_ERRORS as error:
-        if refused(error):
+        if is_refused(error):
             raise BadInput(
                 f"tracking.uri = {shown_uri(config)!r}: {what} is not in this store: {first_line(error)}; {_ELSEWHERE}"
             ) from None
@@ -217,7 +217,7 @@ def check_usable(config: Config) -> None:
     if _known(config) is not None:
         return
     try:
-        with showing("start", stage_progress.since_now("opening MLflow's store")):
+        with show_progress("start", stage_progress.since_now("opening MLflow's store")):
             _connect(config)
     except STORE_ERRORS as error:
         raise _unusable(config, error) from None
@@ -229,9 +229,9 @@ def check_store(config: Config) -> None:
     try:
         _connect(config)
     except mlflow.MlflowException as error:
-        if refused(error):
+        if is_refused(error):
             raise _unusable(config, error) from None
-        complain(
+        print_error(
             f"warning: MLflow ({shown_uri(config)}) does not answer: {first_line(error)}. The evaluation continues "
             "and is logged afterwards"
         )
@@ -244,7 +244,7 @@ def _unusable(config: Config, error: Exception) -> BadInput:
     )
 
 
-def register(name: str, policy: Path) -> str:
+def register_version(name: str, policy: Path) -> str:
     """Store a Hugging Face folder in the active run and register it as a version of model `name`; returns the version.
 
     A repeated call, for example after a kill, returns the first call's version: the run's version with this content.
@@ -252,7 +252,7 @@ def register(name: str, policy: Path) -> str:
     run = mlflow.active_run()
     assert run is not None
     client = mlflow.MlflowClient()
-    with showing("register", stage_progress.since_now("reading the policy's files")):
+    with show_progress("register", stage_progress.since_now("reading the policy's files")):
         digest = content_hash(policy)
     made = [
         version
@@ -271,7 +271,7 @@ def register(name: str, policy: Path) -> str:
 def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:
     """Store the files of a folder as the artifacts `policy/`, one after the other, and show the progress."""
     sizes: list[int] = []
-    with showing(
+    with show_progress(
         "register", stage_progress.copied("uploaded to MLflow", lambda: sum(sizes), stage_progress.size_of(policy))
     ):
         for path in sorted(path for path in policy.rglob("*") if path.is_file()):

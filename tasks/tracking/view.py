@@ -42,7 +42,7 @@ COLUMNS = ("train.mode", "train.steps", "train.learning_rate", "algorithm.advant
 """Parameters in the table, after the figures."""
 
 
-def show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
+def update_view(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
     """Update the view of an experiment. `benchmarks`: those of one more run.
 
     Raises mlflow.MlflowException if the update is refused twice. It may be refused once, because MLflow's store rejects
@@ -58,7 +58,7 @@ def _show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str
     tags = client.get_experiment(experiment).tags
     known = filter(None, tags.get(BENCHMARKS, "").split(", "))
     names = list(dict.fromkeys([*known, *map(metric_name, benchmarks)]))
-    wanted = {BENCHMARKS: ", ".join(names), VIEW: packed(view(names))}
+    wanted = {BENCHMARKS: ", ".join(names), VIEW: pack_state(view_state(names))}
     if KIND not in tags:  # otherwise a person has chosen it
         wanted[KIND] = TRAINING
     for name, value in wanted.items():
@@ -66,12 +66,12 @@ def _show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str
             client.set_experiment_tag(experiment, name, value)
 
 
-def packed(state: JsonObject) -> str:
+def pack_state(state: JsonObject) -> str:
     """The state as MLflow's page stores it, compressed because a tag has at most 5000 characters."""
     return DEFLATED + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
 
 
-def view(benchmarks: Iterable[str]) -> JsonObject:
+def view_state(benchmarks: Iterable[str]) -> JsonObject:
     """The state of MLflow's page (3.17), with the keys that MLflow's code uses."""
     accuracies = {f"{name}/avg_at_k": f"Avg@k on {name}" for name in benchmarks}
     first, *others = CHARTS.items()

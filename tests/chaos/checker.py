@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from engine.run.files import read_lines
 from support.runs import ROOT
-from tasks.tracking.metric_names import metric_name, numbers
+from tasks.tracking.metric_names import metric_name, metric_values
 
 FORBIDDEN = ("Traceback", "JSONDecodeError", "ExceptionGroup")
 FRAME = re.compile(r'File "([^"]+)", line')
@@ -47,7 +47,7 @@ def wanted_figures(folder):
     """By name, how often each step's figure must be in MLflow: those of steps.jsonl and of evaluations.jsonl."""
     wanted = defaultdict(Counter)
     for row in read_lines(folder / "steps.jsonl"):
-        for name in numbers(row):
+        for name in metric_values(row):
             wanted[name][row["step"]] += 1
     for row in read_lines(folder / "evaluations.jsonl"):
         wanted[f"{metric_name(row['benchmark'])}/avg_at_k"][row["step"]] += 1

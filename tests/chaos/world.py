@@ -112,7 +112,7 @@ class World:
         slow_down(self.folder, seconds)
 
     def _deploy(self):
-        lasting = f"from tasks.cluster import watchdog; watchdog.install(crashes={CRASHES})"
+        lasting = f"from tasks.cluster import watchdog; watchdog.install_automations(crashes={CRASHES})"
         for command in ([sys.executable, "-m", "flows.cli", "deploy"], [sys.executable, "-c", lasting]):
             done = subprocess.run(
                 command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S

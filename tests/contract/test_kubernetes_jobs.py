@@ -15,12 +15,12 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
-from tasks.cluster.deploy import read_pools, template
+from tasks.cluster.deploy import read_pools, read_template
 from tasks.cluster.services import HEARTBEAT_S
 
 SCHEMA = json.loads((Path(__file__).parent / "kubernetes_job_1.34.json").read_text())
 DEVICES = ("huawei.com/Ascend910", "huawei.com/npu", "huawei.com/ascend-1980", "nvidia.com/gpu")
-SHIPPED = [name for name in read_pools() if template(name)[0] == "kubernetes"]
+SHIPPED = [name for name in read_pools() if read_template(name)[0] == "kubernetes"]
 OWN = """
 [cluster]
 like = "kubernetes-ascend-train"
@@ -72,7 +72,7 @@ def check(job):
 
 @pytest.mark.parametrize("pool", SHIPPED)
 async def test_kubernetes_accepts_the_jobs_of_every_pool(pool):
-    base = template(pool)[1]
+    base = read_template(pool)[1]
     job = await job_of(base)
     check(job)
     [container] = job["spec"]["template"]["spec"]["containers"]
@@ -88,14 +88,14 @@ async def test_kubernetes_accepts_the_jobs_of_every_pool(pool):
 
 @pytest.mark.parametrize("device", DEVICES)
 async def test_a_run_may_ask_for_other_devices_than_its_pool(device):
-    job = await job_of(template("kubernetes-cuda")[1], resources={device: 2})
+    job = await job_of(read_template("kubernetes-cuda")[1], resources={device: 2})
     check(job)
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"] == {device: 2}
 
 
 async def test_what_clusters_differ_in_reaches_the_pod(tmp_path):
     (tmp_path / "pools.toml").write_text(OWN)
-    job = await job_of(template("cluster", read_pools(tmp_path / "pools.toml"))[1], env={"MINE": "1"})
+    job = await job_of(read_template("cluster", read_pools(tmp_path / "pools.toml"))[1], env={"MINE": "1"})
     check(job)
     pod = job["spec"]["template"]
     [container] = pod["spec"]["containers"]
@@ -118,7 +118,7 @@ async def test_what_clusters_differ_in_reaches_the_pod(tmp_path):
 
 
 async def test_the_schema_finds_what_kubernetes_would_refuse():
-    job = await job_of(template("kubernetes-cuda")[1])
+    job = await job_of(read_template("kubernetes-cuda")[1])
     job["spec"]["template"]["spec"]["scheduler"] = "volcano"
     with pytest.raises(AssertionError, match="'scheduler' was unexpected"):
         check(job)

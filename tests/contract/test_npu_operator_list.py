@@ -79,7 +79,7 @@ def recorded(recorder, settings, folders):
             for _ in range(2):
                 policy.start_step()
                 policy.accumulate([a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)])
-                policy.reduce(8)
+                policy.reduce_gradients(8)
                 policy.step_optimizer()
             for parameter in policy.models.policy.parameters():
                 device_checksum(parameter)

@@ -78,7 +78,7 @@ def test_balance():
     assert 0 <= found["measured"]["guided"]["imbalance"] < 1  # two replicas: 1 is a replica that gets nothing
     for case in found["simulated"].values():
         assert case["guided"]["step_s"] > 0
-    two = found["simulated"]["2 units"]
+    two = found["simulated"]["2 replica groups"]
     assert two["guided"]["imbalance"] < two["greedy"]["imbalance"] < 0.03
 
 

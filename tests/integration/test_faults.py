@@ -50,7 +50,7 @@ def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings,
 
 @pytest.mark.slow
 def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(settings, monkeypatch):
-    kept = RowTable.put
+    kept = RowTable.add_row
 
     def damage(table, row):
         if (row.step, row.index) == (1, 3):
@@ -60,7 +60,7 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
             row = row.with_columns([msgspec.structs.replace(column, body=bytes(flipped))])
         return kept(table, row)
 
-    monkeypatch.setattr(RowTable, "put", damage)
+    monkeypatch.setattr(RowTable, "add_row", damage)
     config = config_of(settings)
     with pytest.raises(TransferError, match=r"step 1, group 3: the \d+ bytes of its column 'responses' are not those"):
         launch_here(config)
@@ -75,28 +75,28 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
 def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
     """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
     put = []
-    kept = RowTable.put
+    kept = RowTable.add_row
 
     def note(table, row):
         put.append((row.step, {version for response in open_group(row).responses for _, version in response.versions}))
         return kept(table, row)
 
-    expect = WeightSync.expect
+    expect = WeightSync.expect_logprobs
 
     def late(sync, expected):
         asyncio.get_running_loop().call_later(1.0, expect, sync, expected)
 
-    monkeypatch.setattr(RowTable, "put", note)
-    monkeypatch.setattr(WeightSync, "expect", late)
+    monkeypatch.setattr(RowTable, "add_row", note)
+    monkeypatch.setattr(WeightSync, "expect_logprobs", late)
     corrupt(monkeypatch, version=1, in_transit=False)
     sampled = []
-    seen = InstanceClient._until_trusted
+    seen = InstanceClient._until_released
 
     async def reply(client, cuts):
         sampled.append(client._trusted.is_set())
         await seen(client, cuts)
 
-    monkeypatch.setattr(InstanceClient, "_until_trusted", reply)
+    monkeypatch.setattr(InstanceClient, "_until_released", reply)
     with pytest.raises(
         WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"
     ):

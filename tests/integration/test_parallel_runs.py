@@ -178,7 +178,9 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
     assert (one - other).norm() < 1e-4 * one.norm()
 
     wrong = tmp_path / "wrong.msgpack"  # an error of one replica ends the replay of all
-    wrong.write_bytes(b"".join(msgpack.packb(entry) for entry in [header, *with_a_wrong_logprob(given, unit=1)]))
+    wrong.write_bytes(
+        b"".join(msgpack.packb(entry) for entry in [header, *with_a_wrong_logprob(given, replica_group=1)])
+    )
     code, output = launch(early | {"run.name": "wrong"}, tmp_path, "--replay", str(wrong))
     assert code == 1
     assert "RatioGapError: step" in output
@@ -190,8 +192,8 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
     assert not (tmp_path / "other").exists()
 
 
-def with_a_wrong_logprob(given, unit):
-    window = next(entry for entry in given if "rows" in entry and entry["unit"] == unit)
+def with_a_wrong_logprob(given, replica_group):
+    window = next(entry for entry in given if "rows" in entry and entry["replica_group"] == replica_group)
     row = window["rows"][0]
     group = open_group(msgspec.convert(row, Row))
     first, *others = group.responses
@@ -201,15 +203,15 @@ def with_a_wrong_logprob(given, unit):
 
 
 def check_early_scores(given, folder):
-    """Some responses were scored while their group was not complete, each once, by one unit per group."""
+    """Some responses were scored while their group was not complete, each once, by one replica group per group."""
     complete = set()
     scored = []
     for entry in given:
         step = entry["step"]
         complete |= {(step, group["index"]) for group in entry.get("rows", ())}
-        for _, group, number, *_ in entry.get("landed", ()):
+        for _, group, number, *_ in entry.get("finished", ()):
             assert (step, group) not in complete
-            scored.append((step, group, number, entry["unit"]))
+            scored.append((step, group, number, entry["replica_group"]))
     assert len(scored) > 10
     assert len({response[:3] for response in scored}) == len(scored)
     assert len({response[:2] + response[3:] for response in scored}) == len({response[:2] for response in scored})
@@ -259,8 +261,8 @@ def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
 
 
 def write_record(path, config, model):
-    """Two steps of the same three groups, in windows of one and two, all taken by the only unit. The second has routes
-    that no router would choose."""
+    """Two steps of the same three groups, in windows of one and two, all taken by the only replica group. The second
+    has routes that no router would choose."""
     recorder = RecordWriter(path, config, 0)
     draw = random.Random(0)
     judge = reference(model)
@@ -296,7 +298,7 @@ def write_record(path, config, model):
         )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
-        recorder.add(0, Window(step, tuple(pack_group(group(step, index)) for index in window)))
+        recorder.add_work(0, Window(step, tuple(pack_group(group(step, index)) for index in window)))
     recorder.flush()
 
 

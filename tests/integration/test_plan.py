@@ -7,7 +7,7 @@ import pytest
 from engine.config.recipe import load_config
 from engine.tools.planner.probes import measured_step_s
 from support.runs import config_of, launch
-from tasks.plan import make_plan, measure
+from tasks.plan import make_plan, measure_probes
 
 
 @pytest.mark.nightly
@@ -49,7 +49,7 @@ def test_a_run_its_plan_and_the_plans_run(settings, tmp_path, capsys):
 @pytest.mark.timeout(600)
 def test_a_recipe_is_measured_by_probes_and_its_best_settings_are_tried(settings, tmp_path, capsys):
     config = config_of(settings | {"run.name": "mine", "rollout.concurrency": 2, "train.prompts_per_step": 12})
-    runs = measure(config)
+    runs = measure_probes(config)
     assert runs == [str(tmp_path / f"mine-measure-{number}") for number in (1, 2, 3, 4)]
     out = tmp_path / "plan.toml"
     make_plan(config, runs, count=0, kind="", lengths="", out=out, autotune=True)

@@ -78,7 +78,7 @@ def test_a_orchestrator_stops_before_it_writes_a_run_that_another_one_has_taken_
     try:
         wait_for(lambda: len(list(read_lines(folder.steps))) >= 2, "the second step")
         folder.orchestrator_lock.unlink()
-        newer = Fence.begin(folder.path)  # as the newer orchestrator does
+        newer = Fence.begin_attempt(folder.path)  # as the newer orchestrator does
         before = len(list(read_lines(folder.steps)))
         assert older.wait(90) == TAKEN_OVER
     finally:

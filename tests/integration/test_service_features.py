@@ -80,18 +80,18 @@ def test_staged_weights_are_swapped_in_behind_a_trainer_that_goes_on(seeded, tmp
 
 
 def test_responses_are_offered_for_early_scoring(settings):
-    landed = []
+    finished = []
 
     class Early(HuggingFaceTrainer):
         def score_early(self, ones):
-            landed.extend((one.group, one.number) for one in ones)
+            finished.extend((one.group, one.number) for one in ones)
 
     config = settings | {"train.score_early": True, "train.steps": 2, "rollout.concurrency": 1}
     rows = []
     with ServiceClient.init_engines(config_of(config)) as service:
         rollouts = LiveRollouts.of(service)
         Loop(service.config, Early(service.config), rollouts, lambda step, figures: rows.append(figures)).run()
-    assert landed
+    assert finished
     assert [sorted(row["groups"]) for row in rows] == [list(range(6))] * 2
 
 

@@ -84,7 +84,7 @@ def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_p
 def test_a_group_of_which_a_column_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
     expected = in_orchestrator(exact, tmp_path)
     read = reads(monkeypatch)
-    kept = TransferQueueStore.put
+    kept = TransferQueueStore.put_columns
     put = []
 
     async def damage(store, step, index, bodies):
@@ -93,7 +93,7 @@ def test_a_group_of_which_a_column_changed_in_the_store_is_generated_again(exact
         flipped[len(flipped) // 2] ^= (step, index) == (1, 3) and put.count((1, 3)) == 1
         await kept(store, step, index, {**bodies, LOGPROBS: bytes(flipped)})
 
-    monkeypatch.setattr(TransferQueueStore, "put", damage)
+    monkeypatch.setattr(TransferQueueStore, "put_columns", damage)
     launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))
     assert same(weights(tmp_path, "flipped"), expected)
     assert put.count((1, 3)) == 2

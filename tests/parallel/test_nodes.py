@@ -79,7 +79,7 @@ def test_the_server_of_other_nodes_hears_nobody_without_its_invitation(settings,
     def asked(url, token, trusted):
         client = Connection(url, token, "somebody", timeout_s=10.0, certificate=trusted)
         try:
-            return client.ask(Heartbeat(unit=0))
+            return client.ask(Heartbeat(replica_group=0))
         finally:
             client.close()
 
@@ -104,7 +104,7 @@ def test_the_server_of_other_nodes_hears_nobody_without_its_invitation(settings,
                     assert (await http.get(f"{server.url}/{route}")).status_code == 401
                 assert (await http.post(f"{server.url}/join", json={})).status_code == 401
             await asyncio.to_thread(asked, server.url, server.key, certificate.public)
-        assert heard == [Heartbeat(unit=0)]
+        assert heard == [Heartbeat(replica_group=0)]
 
     asyncio.run(ask())
 

@@ -17,7 +17,7 @@ from support import flow_runs
 from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
 from support.runs import ROOT, launch, overrides, seeded_settings, wait_for
-from tasks.cluster.prefect_api import post
+from tasks.cluster.prefect_api import post_json
 from tasks.orchestrator_process import STOP_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
@@ -33,7 +33,7 @@ HELD_S = 40.0
 that the run is not through before a busy machine has done that. A reward may take 60 s."""
 TIMEOUT_S = 15.0
 """train.timeout_s: an orchestrator that is stopped must be found after twice as long."""
-SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchdog.sweep(15)"
+SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchdog.reschedule_crashed(15)"
 """A restarted server may have lost the event of the crash; what the watchdog does every minute."""
 
 
@@ -65,7 +65,7 @@ def undisturbed(small, place):
 @pytest.fixture(scope="module")
 def deployed(services, environment):
     """The API's URL once the deployments are there and crashed runs are resumed soon."""
-    quickly = "from tasks.cluster import watchdog; watchdog.install(delay_s=10.0)"
+    quickly = "from tasks.cluster import watchdog; watchdog.install_automations(delay_s=10.0)"
     for command in ([*METRONOME, "deploy"], [sys.executable, "-c", quickly]):
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -175,7 +175,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
     assert len(processes(run)) >= 5  # flow, orchestrator, instance, agent, rank
     slow_down(place, SLOW_S)
     asked = time.monotonic()
-    patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    patiently(post_json, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for(lambda: not processes(run), "the end of all processes of a cancelled run", 15)
     print(f"no process is left {time.monotonic() - asked:.1f} s after the cancel")
     wait_for(lambda: state(api, run)["type"] == "CANCELLED", "the state CANCELLED", PATIENCE_S)
@@ -233,5 +233,5 @@ def test_the_automations_are_as_the_documentation_says():
     said = Path(ROOT / "docs/recovery.md").read_text()
     from tasks.cluster import watchdog
 
-    for automation in watchdog.automations():
+    for automation in watchdog.build_automations():
         assert automation.name in said

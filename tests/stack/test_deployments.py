@@ -18,7 +18,7 @@ from support.brake import braked
 from support.flow_runs import patiently, processes, start, state
 from support.listening import listening
 from support.runs import ROOT, overrides, wait_for
-from tasks.cluster.prefect_api import post
+from tasks.cluster.prefect_api import post_json
 from tasks.cluster.services import BUCKET
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -34,8 +34,8 @@ def call(command, environment, timeout=300, cwd=ROOT):
 
 
 def flow_runs(api, deployment):
-    found = {one["name"]: one["id"] for one in post(f"{api}/deployments/filter", {})}
-    rows = post(
+    found = {one["name"]: one["id"] for one in post_json(f"{api}/deployments/filter", {})}
+    rows = post_json(
         f"{api}/flow_runs/filter", {"deployments": {"id": {"any_": [found[deployment]]}}, "sort": "START_TIME_DESC"}
     )
     return {row["id"]: row for row in rows}
@@ -93,28 +93,28 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
 @pytest.mark.nightly
 def test_a_second_deploy_makes_nothing_twice(deployed):
     api, *_ = deployed
-    deployments = [one["name"] for one in post(f"{api}/deployments/filter", {})]
+    deployments = [one["name"] for one in post_json(f"{api}/deployments/filter", {})]
     assert sorted(deployments) == sorted(set(deployments))
     assert len(deployments) == 9
-    automations = [one["name"] for one in post(f"{api}/automations/filter", {})]
+    automations = [one["name"] for one in post_json(f"{api}/automations/filter", {})]
     assert sorted(automations) == sorted(set(automations))
-    [nightly] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "nightly"]
+    [nightly] = [one for one in post_json(f"{api}/deployments/filter", {}) if one["name"] == "nightly"]
     assert len(nightly["schedules"]) == 1
     assert nightly["schedules"][0]["schedule"]["timezone"] == "Asia/Shanghai"
     at_once = {
         one["name"]: one["global_concurrency_limit"]["limit"]
-        for one in post(f"{api}/deployments/filter", {})
+        for one in post_json(f"{api}/deployments/filter", {})
         if one["global_concurrency_limit"]
     }
     assert at_once == {"nightly": 1, "evaluate": 1, "nightly-evaluation": 1}
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
-    limits = post(f"{api}/v2/concurrency_limits/filter", {})
+    limits = post_json(f"{api}/v2/concurrency_limits/filter", {})
     assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
 
 
 def test_the_form_of_a_deployment(deployed):
     api, *_ = deployed
-    [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
+    [pipeline] = [one for one in post_json(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
     schema = pipeline["parameter_openapi_schema"]
     assert schema["properties"]["continue_from"]["enum"] == ["base", "nightly", "latest", "champion"]
     assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
@@ -186,7 +186,7 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
         "continue_from": "latest",
     }
     given = [part for name, value in parameters.items() for part in ("--param", f"{name}={json.dumps(value)}")]
-    [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
+    [pipeline] = [one for one in post_json(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
     sets = [
         *pipeline["parameters"]["overrides"],
         "rollout.instances=0",
@@ -273,7 +273,7 @@ def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_pa
     assert len(began) == 2  # the first evaluation's has ended, or is about to
     assert processes(run)
     assert any(map(processes, began))
-    patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    patiently(post_json, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for(lambda: not any(map(processes, (run, *began))), "the end of all processes", 60)
     wait_for(
         lambda: {state(api, one)["type"] for one in (run, *began)} == {"CANCELLED"}, "the state CANCELLED of all", 60
@@ -344,13 +344,13 @@ def _check_mlflow(uri, folder, base):
 def _logs(api, flow_run):
     """The lines of a flow run's Logs tab."""
     query = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "sort": "TIMESTAMP_ASC"}
-    return [one["message"] for one in post(f"{api}/logs/filter", query)]
+    return [one["message"] for one in post_json(f"{api}/logs/filter", query)]
 
 
 def _check_artifacts(api, flow_run, run):
     """What the flow run's page shows in the Prefect UI."""
     query = {"artifacts": {"flow_run_id": {"any_": [flow_run]}}, "sort": "CREATED_DESC"}
-    found = post(f"{api}/artifacts/filter", query)
+    found = post_json(f"{api}/artifacts/filter", query)
     newest = {one["key"]: one for one in reversed(found)}
     assert {"mlflow", "training", "training-status", "evaluation", "base-model", "registered-model"} <= set(newest)
     assert f"/runs/{run.info.run_id}" in newest["mlflow"]["data"]

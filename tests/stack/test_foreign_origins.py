@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from tasks.cluster.prefect_api import get, post
+from tasks.cluster.prefect_api import get_json, post_json
 from tasks.cluster.services import PASSWORD
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
@@ -34,15 +34,15 @@ def test_a_foreign_page_can_neither_read_nor_start_anything(services):
     status, headers = as_a_page(f"{api}/flows/", "OPTIONS", **asks)
     assert headers["Access-Control-Allow-Origin"] is None
     assert status in (400, 401)
-    assert "evil" not in [one["name"] for one in post(f"{api}/flows/filter", {})]
+    assert "evil" not in [one["name"] for one in post_json(f"{api}/flows/filter", {})]
 
 
 def test_with_the_password_the_server_answers_and_anybody_may_ask_whether_it_lives(services):
     api = services.environment["PREFECT_API_URL"]
-    assert isinstance(post(f"{api}/flows/filter", {}), list)
-    assert get(f"{api}/health") is True
+    assert isinstance(post_json(f"{api}/flows/filter", {}), list)
+    assert get_json(f"{api}/health") is True
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        post(f"{api}/flows/filter", {}, "metronome:wrong")
+        post_json(f"{api}/flows/filter", {}, "metronome:wrong")
 
 
 def test_the_password_is_for_its_owner_only_and_stays(services):

@@ -11,7 +11,7 @@ import pytest
 
 from support.flow_runs import kill, patiently, processes, start, state
 from support.runs import ROOT, wait_for
-from tasks.cluster.prefect_api import get, post
+from tasks.cluster.prefect_api import get_json, post_json
 from tasks.cluster.services import HEARTBEAT_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -41,15 +41,15 @@ from prefect import flow
 from prefect.automations import Automation
 from tasks.cluster import deploy, watchdog
 
-deploy._make_pools({{{pool!r}: deploy.template("cpu")}})
+deploy._make_pools({{{pool!r}: deploy.read_template("cpu")}})
 watchdog.PROCESS_PENDING_S = {begins}
-watchdog.install(silence_s={silence})
+watchdog.install_automations(silence_s={silence})
 Automation.read(name="metronome: resume a crashed run").delete()
 for name in {names}:
     found = flow.from_source(source={folder!r}, entrypoint=f"{{name}}.py:{{name}}")
     found.deploy(name, work_pool_name={pool!r}, tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
 """
-INSTALL = "from tasks.cluster import watchdog; watchdog.install()"
+INSTALL = "from tasks.cluster import watchdog; watchdog.install_automations()"
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +85,14 @@ def heard(api, run):
     asked = {
         "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}
     }
-    return patiently(post, f"{api}/events/filter", asked)["total"] > 0
+    return patiently(post_json, f"{api}/events/filter", asked)["total"] > 0
 
 
 def history(api, run):
     """(name, message) of all states of a run."""
 
     def read():
-        return [(one["name"], one["message"]) for one in get(f"{api}/flow_run_states/?flow_run_id={run}")]
+        return [(one["name"], one["message"]) for one in get_json(f"{api}/flow_run_states/?flow_run_id={run}")]
 
     return patiently(read)
 

@@ -55,7 +55,7 @@ def until(condition, what, timeout_s=60.0):
 
 def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys):
     server = services["mlflow"]
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         do_step(config, 0)
         until(lambda: history(run_id) == [(0, 0.0)], "step 0")
         server.stop()
@@ -80,7 +80,7 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
 ):
     monkeypatch.setattr(tracked_run, "FLUSH_S", 2.0)
     server = services["mlflow"]
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         do_step(config, 0)
         until(lambda: history(run_id) == [(0, 0.0)], "step 0")
         server.stop()
@@ -121,7 +121,7 @@ def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services,
 def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):
     other = config.model_copy(update={"tracking": Tracking(uri=f"http://127.0.0.1:{free_port()}")})
     started = time.monotonic()
-    with pytest.raises(BadInput, match=r"tracking\.uri = 'http://127\.0\.0\.1"), tracked_run.tracked(other):
+    with pytest.raises(BadInput, match=r"tracking\.uri = 'http://127\.0\.0\.1"), tracked_run.track_run(other):
         pass
     assert time.monotonic() - started < 30
 

@@ -16,7 +16,7 @@ from support.flow_runs import patiently, processes, start, state
 from support.ports import two_neighbours
 from support.runs import ROOT, overrides, wait_for
 from tasks.cluster.other_nodes import NOTES
-from tasks.cluster.prefect_api import post
+from tasks.cluster.prefect_api import post_json
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
@@ -33,11 +33,11 @@ from prefect.client.orchestration import get_client
 from tasks.cluster import deploy
 from tasks.cluster.deploy import Choices
 
-tree = deploy.deployments("infra/recipes/quickstart.toml", [], Choices(pool="{POOL}"))
+tree = deploy.read_deployments("infra/recipes/quickstart.toml", [], Choices(pool="{POOL}"))
 train = next(one for one in tree["deployments"] if one["name"] == "train")
 node = next(one for one in tree["deployments"] if one["name"] == "join-training")
 tree["deployments"] = [train | {{"name": "counted", "entrypoint": "support.counted.train"}}, node]
-deploy._make_pools({{"{POOL}": deploy.template("cpu")}})
+deploy._make_pools({{"{POOL}": deploy.read_template("cpu")}})
 deploy._deploy(tree)
 with get_client(sync_client=True) as client:
     client.upsert_global_concurrency_limit_by_name("ascend-npus", 3)
@@ -63,7 +63,7 @@ def api(start_worker, environment):
 def slots(api):
     """How many of the limit's slots are taken."""
     [limit] = [
-        one for one in patiently(post, f"{api}/v2/concurrency_limits/filter", {}) if one["name"] == "ascend-npus"
+        one for one in patiently(post_json, f"{api}/v2/concurrency_limits/filter", {}) if one["name"] == "ascend-npus"
     ]
     return limit["active_slots"]
 
@@ -78,7 +78,7 @@ def worker_of(api, run):
                 "related": {"id": [f"prefect.flow-run.{run}"]},
             }
         }
-        [event] = post(f"{api}/events/filter", asked)["events"]
+        [event] = post_json(f"{api}/events/filter", asked)["events"]
         return event["resource"]["prefect.resource.name"]
 
     return patiently(read)
@@ -102,7 +102,7 @@ def cancel(api, run, node):
     assert len(processes(run)) >= 5  # flow, orchestrator, instance, agent, rank
     assert len(processes(node)) >= 3  # flow, agent, rank
     asked = time.monotonic()
-    patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    patiently(post_json, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for(lambda: not processes(run) and not processes(node), "the end of all processes of both nodes", 15)
     print(f"no process is left on two nodes {time.monotonic() - asked:.1f} s after the cancel")
     assert [ended(api, run), ended(api, node)] == ["CANCELLED", "CANCELLED"]

@@ -27,7 +27,7 @@ def builder(settings, folder):
 def train(policy, seed):
     policy.start_step()
     policy.accumulate([a_group(seed=seed)])
-    policy.reduce(4)
+    policy.reduce_gradients(4)
     policy.models.copy_policy_to_old()
     return policy.step_optimizer()
 

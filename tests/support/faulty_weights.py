@@ -41,7 +41,7 @@ def skip(monkeypatch, version):
 
 def corrupt(monkeypatch, version, in_transit):
     """Noise on one tensor of the version: after the sender computed its checksum (`in_transit`), or before."""
-    kept = WeightSync.bucket
+    kept = WeightSync.send_bucket
 
     async def bucket(self, request):
         info = request.info
@@ -51,7 +51,7 @@ def corrupt(monkeypatch, version, in_transit):
                 info.checksums[info.names.index(TENSOR)] = tensor_checksum(noisy)
         return await kept(self, request)
 
-    monkeypatch.setattr(WeightSync, "bucket", bucket)
+    monkeypatch.setattr(WeightSync, "send_bucket", bucket)
 
 
 def _add_noise(path):

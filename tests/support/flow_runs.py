@@ -6,20 +6,22 @@ import time
 
 import psutil
 
-from tasks.cluster.prefect_api import get, post
+from tasks.cluster.prefect_api import get_json, post_json
 
 
 def start(api, deployment, parameters):
     """A flow run of a deployment, as the UI's form starts it; its id."""
-    found = {one["name"]: one["id"] for one in patiently(post, f"{api}/deployments/filter", {})}
-    return patiently(post, f"{api}/deployments/{found[deployment]}/create_flow_run", {"parameters": parameters})["id"]
+    found = {one["name"]: one["id"] for one in patiently(post_json, f"{api}/deployments/filter", {})}
+    return patiently(post_json, f"{api}/deployments/{found[deployment]}/create_flow_run", {"parameters": parameters})[
+        "id"
+    ]
 
 
 def state(api, run, within_s=120.0):
     """A flow run's state. Raises OSError when the server does not tell it in time."""
 
     def read():
-        return get(f"{api}/flow_runs/{run}", min(30.0, within_s))["state"]
+        return get_json(f"{api}/flow_runs/{run}", min(30.0, within_s))["state"]
 
     return patiently(read, timeout_s=within_s)
 

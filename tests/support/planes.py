@@ -1,4 +1,4 @@
-"""A plane of a trainer of two units whose rows come when the test puts them."""
+"""A plane of a trainer of two replica groups whose rows come when the test puts them."""
 
 import asyncio
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ class Rollouts:
         self.producer = self
         self.come = asyncio.Queue()
 
-    async def run(self, step, prompts, put, land=None, sampled=None):
+    async def run(self, step, prompts, put, on_finished=None, sampled=None):
         for _ in prompts:
             if (index := await self.come.get()) is None:
                 return  # a mistake of ours: it ends with groups missing
@@ -40,7 +40,8 @@ class Rollouts:
 
 @pytest.fixture
 def conduct(tmp_path, tiny_model):
-    """A plane of a trainer of two units whose step of so many groups has begun, and where its groups come from."""
+    """A plane of a trainer of two replica groups whose step of so many groups has begun, and where its groups come
+    from."""
 
     async def begin(groups, store=None, stages=None, trains=True, **train):
         config = Config(
@@ -70,15 +71,15 @@ def conduct(tmp_path, tiny_model):
 
 
 def ready(start, prompts=None):
-    return Ready(start=start, prompt_position=None, prompts=prompts, units=2)
+    return Ready(start=start, prompt_position=None, prompts=prompts, replica_groups=2)
 
 
-async def work(plane, unit, hang=lambda leased: False):
+async def work(plane, replica_group, hang=lambda leased: False):
     """Lease and train until the end of the step; the indices of the groups. Stops asking once `hang` says so."""
     mine = []
     done = ()
     while True:
-        reply = await plane.answer(Lease(step=0, unit=unit, budget=1, done=done))
+        reply = await plane.answer(Lease(step=0, replica_group=replica_group, budget=1, done=done))
         done = (reply.lease,) if isinstance(reply, Window) else ()
         mine += [one.index for one in reply.rows] if isinstance(reply, Window) else []
         if isinstance(reply, EndOfStep) or hang(mine):
@@ -88,7 +89,7 @@ async def work(plane, unit, hang=lambda leased: False):
 async def leased(plane, **more):
     async with asyncio.timeout(5):
         while True:
-            reply = await plane.answer(Lease(step=0, unit=0, budget=1, **more))
+            reply = await plane.answer(Lease(step=0, replica_group=0, budget=1, **more))
             if not isinstance(reply, StillWaiting):
                 return reply
             more.pop("unfetched", None)
@@ -97,6 +98,6 @@ async def leased(plane, **more):
 async def watch(plane):
     """As the orchestrator does, until the plane fails."""
     while plane.failure is None:
-        await plane.check()
+        await plane.check_run()
         await asyncio.sleep(0.02)
     return plane.failure

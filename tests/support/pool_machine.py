@@ -247,11 +247,11 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             response = await one.client.complete(Prompt("p", "", "", (1, 2)), SAMPLING, seed)
         except Busy:
-            self.pool.busy(one)
+            self.pool.record_refusal(one)
         except (InstanceGone, InstanceFault, DeadlineError):
-            self.pool.fault(one)
+            self.pool.record_fault(one)
         else:
-            self.pool.success(one)
+            self.pool.record_success(one)
             ((_, version),) = response.versions
             if open_ids(response.token_ids) != (version,) or response.seed != seed:
                 self.mistakes.append(f"a response of weights that are not the trainer's: {response}")
@@ -291,28 +291,28 @@ class PoolMachine(RuleBasedStateMachine):
             swap = asyncio.create_task(self.finish(version))
             await asyncio.sleep(pauses[3])
             self.snapshot(version)
-            self.sync.expect(logprobs(version))
+            self.sync.expect_logprobs(logprobs(version))
             await swap
         except MetronomeError as error:
-            self.pool.fail(error)  # the run ends
+            self.pool.give_up(error)  # the run ends
 
     async def transfer(self, version, pauses, fails):
-        opened = await self.sync.open(OpenSync(version=version))
+        opened = await self.sync.open_sync(OpenSync(version=version))
         await asyncio.sleep(pauses[0])
         connect = ConnectSync(version=version, transport="gloo", stages=())
-        if self.transport == "gloo" and opened.connect and (await self.sync.connect(connect)).retry:
+        if self.transport == "gloo" and opened.connect and (await self.sync.connect_sync(connect)).retry:
             return False
         for number in range(BUCKETS):
-            if (await self.sync.bucket(SendBucket(info=bucket(self.transport, version, number)))).retry:
+            if (await self.sync.send_bucket(SendBucket(info=bucket(self.transport, version, number)))).retry:
                 return False
             await asyncio.sleep(pauses[1 + number])
         if fails:
-            await self.sync.abort(AbortSync(version=version, reason="a sender could not send"))
+            await self.sync.abort_sync(AbortSync(version=version, reason="a sender could not send"))
         return not fails
 
     async def finish(self, version):
-        await self.sync.finish(FinishSync(version=version, snapshot=str(self.folder / f"version-{version}")))
-        await self.sync.checked()
+        await self.sync.finish_sync(FinishSync(version=version, snapshot=str(self.folder / f"version-{version}")))
+        await self.sync.wait_until_checked()
 
     def snapshot(self, version):
         (made := self.folder / f"version-{version}").mkdir()

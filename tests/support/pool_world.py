@@ -37,7 +37,7 @@ class World:
         )
         self.stack = stack
         self.groups = []
-        self.landed = []
+        self.finished = []
 
     async def join(self, name, scripted=None):
         scripted = scripted or Scripted()
@@ -48,11 +48,11 @@ class World:
         async def put(group):
             self.groups.append(open_group(group))
 
-        async def land(landed):
-            self.landed.append((landed.group, landed.number))
+        async def on_finished(finished):
+            self.finished.append((finished.group, finished.number))
 
         async with asyncio.timeout(within_s):
-            await self.producer.run(3, [(0, prompt) for prompt in prompts], put, land)
+            await self.producer.run(3, [(0, prompt) for prompt in prompts], put, on_finished)
 
     def check_complete(self, prompts=PROMPTS):
         """Every response exactly once, each what its prompt and seed make it."""
@@ -62,7 +62,7 @@ class World:
             expected = [tokens_of(list(group.prompt.token_ids), seed) for seed in seeds]
             assert [list(response.token_ids) for response in group.responses] == expected
             assert [score.value for score in group.scores] == [float(len(tokens)) for tokens in expected]
-        assert Counter(self.landed) == Counter({(g, n): 1 for g in range(len(prompts)) for n in range(4)})
+        assert Counter(self.finished) == Counter({(g, n): 1 for g in range(len(prompts)) for n in range(4)})
 
 
 def worlds(folder, monkeypatch):
@@ -77,7 +77,7 @@ def worlds(folder, monkeypatch):
             made = World(folder, stack, synced, **rollout)
             try:
                 async with health.HealthMonitor(made.pool):
-                    await made.pool.connect()
+                    await made.pool.connect_instances()
                     yield made
             finally:
                 await made.pool.close()

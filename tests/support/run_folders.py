@@ -40,15 +40,15 @@ def finished(output):
     config = Config(run=Run(name="finished", output=str(output)), train=Train(steps=STEPS))
     folder = RunFolder(config.folder)
     claim_run_id(folder.path, config, resume=False)
-    folder.fence = Fence.begin(folder.path)
-    Fence.begin(folder.path, "flow")
+    folder.fence = Fence.begin_attempt(folder.path)
+    Fence.begin_attempt(folder.path, "flow")
     RunStart().write(folder.path)
     folder.create(config, resume=False)
     count_attempt(folder, "training", 3, "started by a person")
     trace = Trace(folder.trace, "orchestrator")
     for step in range(STEPS):
         for name in ("sync", "train", "rollout", "update"):
-            trace.add(name, 10.0 * step, 10.0 * step + 5, lane="trainer-0", step=step)
+            trace.add_span(name, 10.0 * step, 10.0 * step + 5, lane="trainer-0", step=step)
         append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1, "reward_mean": 0.5})
     trace.flush()
     row = {"step": 3, "weight_version": 3, "benchmark": "heldout", "model": "base", "protocol": {}, "in_run": True}
@@ -66,5 +66,5 @@ def interrupted(output):
     folder = finished(output)
     shutil.rmtree(folder.checkpoints / "step-000004")
     folder.stages.unlink()
-    folder.fail(MetronomeError("it was ended"))
+    folder.write_failure(MetronomeError("it was ended"))
     return folder

@@ -145,7 +145,7 @@ class Sync:
         version = self.version
         await instance.client.call(FinishUpdate(version))
         self.caught_up.append((instance.name, version))
-        instance.hold(version)
+        instance.record_version(version)
 
 
 class Scores:

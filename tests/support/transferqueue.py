@@ -43,24 +43,24 @@ def disturbed(monkeypatch, disturb, step=1):
 def reads(monkeypatch):
     """The (step, index) of each row that the orchestrator reads from the store."""
     found = []
-    get = TransferQueueStore.get
+    get = TransferQueueStore.get_columns
 
     async def counted(store, step, index, names):
         found.append((step, index))
         return await get(store, step, index, names)
 
-    monkeypatch.setattr(TransferQueueStore, "get", counted)
+    monkeypatch.setattr(TransferQueueStore, "get_columns", counted)
     return found
 
 
 def starts(monkeypatch):
     """Where the servers of each start of the store listen."""
     found = []
-    start = TransferQueueStore.start
+    start = TransferQueueStore.start_store
 
     async def noted(store):
         await start(store)
         found.append(store.addresses)
 
-    monkeypatch.setattr(TransferQueueStore, "start", noted)
+    monkeypatch.setattr(TransferQueueStore, "start_store", noted)
     return found

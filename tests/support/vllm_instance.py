@@ -64,7 +64,7 @@ def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", deterministic
     try:
         deadline = time.monotonic() + START_S
         while not port_file.exists():
-            child.check()
+            child.check_alive()
             assert time.monotonic() < deadline, f"no port file within {START_S:g} s; {child.log}"
             time.sleep(0.05)
         yield Client(json.loads(port_file.read_text()), token), child
@@ -158,7 +158,7 @@ def gap(choice, folder, temperature=1.0, prompt=PROMPT):
 def packed(model):
     """The buckets of a Hugging Face folder's weights."""
     with open_folder(model) as files:
-        tensors = [(name, files.read(name).clone()) for name in sorted(files.names)]
+        tensors = [(name, files.read_tensor(name).clone()) for name in sorted(files.names)]
     yield from in_buckets(tensors)
 
 

@@ -52,7 +52,7 @@ class Model:
 
 class Client:
     """An instance, behind the calls of InstanceClient.
-    `fault(route, body, count)` may raise, wait or change the body."""
+    `record_fault(route, body, count)` may raise, wait or change the body."""
 
     url = "http://127.0.0.1:1"
 
@@ -73,15 +73,15 @@ class Client:
         self.trusted = True
         self.anew = False
 
-    def cut(self, reason):
+    def end_calls(self, reason):
         """As InstanceClient's: it ends the calls under way, not later ones."""
         self.gone.set()
         self.gone = asyncio.Event()
 
-    def distrust(self):
+    def hold_responses(self):
         self.trusted = False
 
-    def trust(self, anew=False):
+    def release_responses(self, anew=False):
         self.trusted = True
         self.anew = anew
 
@@ -183,11 +183,11 @@ class Pool:
         if not self.members():
             raise ProcessDied("no rollout instance is left")
 
-    def exclude(self, instance, reason):
+    def exclude_instance(self, instance, reason):
         instance.exclude(reason)
         self.reasons[instance.name] = reason
 
-    def admit(self, instance):
+    def admit_instance(self, instance):
         if instance.lives:
             instance.admit()
 
@@ -211,11 +211,11 @@ class Orchestrator:
 
     def ask(self, request):
         answers = {
-            messages.OpenSync: self.sync.open,
-            messages.ConnectSync: self.sync.connect,
-            messages.SendBucket: self.sync.bucket,
-            messages.AbortSync: self.sync.abort,
-            messages.FinishSync: self.sync.finish,
+            messages.OpenSync: self.sync.open_sync,
+            messages.ConnectSync: self.sync.connect_sync,
+            messages.SendBucket: self.sync.send_bucket,
+            messages.AbortSync: self.sync.abort_sync,
+            messages.FinishSync: self.sync.finish_sync,
             messages.VerifySync: self.verify,
             messages.IsSnapshotWanted: self.sync.is_snapshot_wanted,
         }
@@ -223,8 +223,8 @@ class Orchestrator:
         return messages.Done() if reply is None else reply
 
     async def verify(self, request):
-        self.sync.expect(request.expected)
-        await self.sync.checked()
+        self.sync.expect_logprobs(request.expected)
+        await self.sync.wait_until_checked()
 
     def late(self):
         """An instance that has come and is no member yet."""

@@ -14,10 +14,10 @@ def schedule(mode, **train):
 @pytest.mark.parametrize("mode", ["sync", "periodic"])
 def test_only_the_steps_own_version_is_on_policy(mode):
     assert list(schedule(mode).accepted(5)) == [5]
-    schedule(mode).check(group(5, 5))
+    schedule(mode).check_versions(group(5, 5))
     for wrong in ((4,), (6,), (5, 4)):
         with pytest.raises(StaleRolloutError, match=r"step 5, prompt p7, response 0 of instance-3.*accepts only 5"):
-            schedule(mode).check(group(5, *wrong))
+            schedule(mode).check_versions(group(5, *wrong))
 
 
 @pytest.mark.parametrize(("mode", "train", "ahead"), [
@@ -40,9 +40,9 @@ def test_every_batch_is_started_once_and_no_earlier_than_its_staleness_allows(mo
 def test_what_is_staler_than_the_bound_is_refused():
     bounded = schedule("bounded", max_staleness=2)
     for version in (3, 4, 5):
-        bounded.check(group(5, version))
+        bounded.check_versions(group(5, version))
     with pytest.raises(StaleRolloutError, match="version 2.*'bounded' accepts only 3 to 5"):
-        bounded.check(group(5, 2))
+        bounded.check_versions(group(5, 2))
     assert list(bounded.accepted(1)) == [0, 1]
 
 
@@ -69,6 +69,6 @@ def test_staleness_is_that_of_the_oldest_token():
 def test_a_response_that_was_continued_is_as_stale_as_its_oldest_token_and_every_token_is_checked():
     assert not Schedule.of(Train(mode="one_step_off"), partial=True).exact  # weights do not wait for it
     bounded = schedule("bounded", max_staleness=2)
-    bounded.check(group(5, 3, 4, 5))
+    bounded.check_versions(group(5, 3, 4, 5))
     with pytest.raises(StaleRolloutError, match="version 2"):
-        bounded.check(group(5, 2, 5))
+        bounded.check_versions(group(5, 2, 5))

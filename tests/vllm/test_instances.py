@@ -173,14 +173,14 @@ def publish(models, folder, version, measured, wrong=()):
     async def act(steps, instance):
         tensors = [(name, -tensor if name in wrong else tensor) for name, tensor in models.tensors()]
         during = f"weight version {version}"
-        await steps.pause(instance, during)
-        await steps.start(instance, during)
+        await steps.pause_instance(instance, during)
+        await steps.begin_update(instance, during)
         for info in written(in_buckets(tensors, torch.bfloat16), folder, version):
-            await steps.update(instance, msgspec.convert(info, BucketInfo), during)
-        await steps.swap(instance, version)
+            await steps.update_weights(instance, msgspec.convert(info, BucketInfo), during)
+        await steps.swap_version(instance, version)
         steps.noise = measured[0] if measured else None
         expected = models.probe(steps.probe.token_ids)
-        measured.append(await steps.compare(instance, version, lambda: asyncio.sleep(0, expected)))
+        measured.append(await steps.compare_probe(instance, version, lambda: asyncio.sleep(0, expected)))
 
     return act
 

@@ -85,13 +85,13 @@ class HostCopies:
                 self._stream.synchronize()
         self._coming.append(BucketCopy(info, bucket.specs, memory))
 
-    def complete(self, version: int) -> None:
+    def complete_version(self, version: int) -> None:
         """Make the copied buckets the newest version, replacing the previous one."""
         self._replace(version, self._coming)
         self._coming = []
         self._changed.set()
 
-    def forget(self) -> None:
+    def free_version(self) -> None:
         """Free the newest version's memory, before the next version is copied."""
         self._replace(None, [])
 
@@ -157,7 +157,7 @@ class HostCopies:
             for number, (info, specs, memory) in enumerate(copies):
                 if self._version != version:
                     return
-                self._snapshots.write(Bucket(number, specs, bucket_views(memory, specs), memory), info)
+                self._snapshots.write_bucket(Bucket(number, specs, bucket_views(memory, specs), memory), info)
             self._snapshots.stage_done(version, self._stage)
         finally:
             with self._lock:

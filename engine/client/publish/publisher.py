@@ -45,7 +45,7 @@ Step = Callable[[Bucket, BucketInfo], object]
 class SendPipeline:
     """Takes buckets through steps, in order, with one thread per step. A bucket is released after the last step.
 
-    After an error the steps skip all buckets until `restart`.
+    After an error the steps skip all buckets until `restart_steps`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SendPipeline:
         counted: int,
         timeout_s: float,
     ) -> None:
-        """`release`: frees a bucket's memory. `counted`: number of the first steps that `wait` waits for."""
+        """`release`: frees a bucket's memory. `counted`: number of the first steps that `wait_for_steps` waits for."""
         self._steps = steps
         self._release = release
         self._counted = counted
@@ -68,17 +68,17 @@ class SendPipeline:
         for number in range(len(steps)):
             threading.Thread(target=self._run_step, args=(number,), name=f"send-weights-{number}", daemon=True).start()
 
-    def put(self, bucket: Bucket, info: BucketInfo) -> None:
+    def put_bucket(self, bucket: Bucket, info: BucketInfo) -> None:
         """Put a bucket into the first step's queue."""
         with self._changed:
             self._put += 1
         self._queues[0].put((bucket, info))
 
-    def wait(self) -> None:
+    def wait_for_steps(self) -> None:
         """Wait until all buckets have passed the counted steps. Raises the error of a step, or DeadlineError."""
         self._wait_for_steps(self._counted, "sent")
 
-    def drain(self) -> None:
+    def drain_steps(self) -> None:
         """Wait until all buckets have passed all steps. Raises the error of a step, or DeadlineError."""
         self._wait_for_steps(len(self._steps), "written")
 
@@ -87,14 +87,14 @@ class SendPipeline:
         with self._changed:
             self._changed.wait_for(lambda: self._passed[-1] == self._put, self._timeout_s)
 
-    def restart(self) -> None:
+    def restart_steps(self) -> None:
         """Wait until no bucket is in progress, and clear the error of a step. Raises DeadlineError."""
         try:
-            self.drain()
+            self.drain_steps()
         except MetronomeError:
             with self._changed:
                 self._error = None
-            self.drain()
+            self.drain_steps()
 
     def _wait_for_steps(self, steps: int, what: str) -> None:
         with self._changed:
@@ -112,7 +112,7 @@ class SendPipeline:
             if self._error is None:
                 try:
                     self._steps[number](bucket, info)
-                except BaseException as error:  # noqa: BLE001 - raised again in `wait`
+                except BaseException as error:  # noqa: BLE001 - raised again in `wait_for_steps`
                     self._error = error
             if number + 1 < len(self._steps):
                 self._queues[number + 1].put((bucket, info))
@@ -271,7 +271,7 @@ class Publisher:
         else:
             steps = [self._transport.write, self._announce]
             counted = 2
-        return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
+        return SendPipeline(steps, lambda bucket: self._buffers.give_back(bucket.buffer), counted, self._timeout_s)
 
     def publish(self, model: PublishedModel, version: int) -> float:
         """Give every instance exactly this version; `verify` must follow. Return the seconds that it took.
@@ -329,18 +329,18 @@ class Publisher:
             self._snapshot.result(self._timeout_s)
             self._snapshot = None
         if self._pipeline is not None:
-            self._pipeline.restart()
+            self._pipeline.restart_steps()
 
     def _open_sync(self, version: int) -> SyncOpened:
         if not self._transport.groups:
-            self._snapshots.begin(version)
+            self._snapshots.begin_version(version)
         return self._connection.ask(OpenSync(version=version))
 
     def _finish_sync(self, version: int) -> Done:
         """Have every instance serve the version. The snapshot of the previous version is then no longer needed."""
         done = self._connection.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
         if self._transport.groups:
-            self._snapshots.clear()
+            self._snapshots.remove_versions()
         return done
 
     def _is_snapshot_wanted(self, version: int) -> bool:
@@ -411,7 +411,7 @@ class Publisher:
             )
             self._sending.append(info)
             self._sent_bytes += bucket_span(bucket.specs)
-            self._pipeline.put(bucket, info)
+            self._pipeline.put_bucket(bucket, info)
 
     def _packed_buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         return pack_buckets(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
@@ -421,7 +421,7 @@ class Publisher:
         pipeline = self._pipeline
         if self._ranks.stage != stage or pipeline is None:
             return Outcome()
-        outcome = self._outcome_of(pipeline.wait)
+        outcome = self._outcome_of(pipeline.wait_for_steps)
         if outcome != Outcome():
             self._transport.call_off()
         return outcome
@@ -450,16 +450,16 @@ class Publisher:
         """Gather the sent buckets again and copy them. `settle` keeps the parameters unchanged until this ends."""
         copies = self._copies
         assert copies is not None
-        copies.forget()
+        copies.free_version()
         with copies.beside_training():
             for bucket, info in zip(self._packed_buckets(model.tensors()), self._sending, strict=True):
                 copies.copy(bucket, info)
-                self._buffers.give(bucket.buffer)
+                self._buffers.give_back(bucket.buffer)
                 if self._outlived.is_set():
                     limit = f"it took more than {self._timeout_s:g} s to copy"
                     print(f"the snapshot of weight version {version} is dropped: {limit}", flush=True)
                     return
-        copies.complete(version)
+        copies.complete_version(version)
 
     def _complete_snapshot(self, version: int) -> None:
         """In the background, mark the version as complete once all buckets have passed the send pipeline."""
@@ -470,9 +470,9 @@ class Publisher:
             return
 
         def complete() -> None:
-            pipeline.drain()
+            pipeline.drain_steps()
             if copies is not None:
-                copies.complete(version)
+                copies.complete_version(version)
             else:
                 self._snapshots.stage_done(version, stage)
 

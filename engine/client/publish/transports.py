@@ -69,9 +69,9 @@ class Sent(Protocol):
 class Snapshots:
     """Versions of the weights in a folder that trainer and instances share. Each version is a folder of bucket files.
 
-    The newest complete version stays, so that a late instance can load it without the ranks. After `begin`, the next
-    version overwrites the files of the previous one, since new memory costs four times as much as writing to old
-    memory. A version without `begin` gets a new folder. The senders of several stages may write at once.
+    The newest complete version stays, so that a late instance can load it without the ranks. After `begin_version`, the
+    next version overwrites the files of the previous one, since new memory costs four times as much as writing to old
+    memory. A version without `begin_version` gets a new folder. The senders of several stages may write at once.
     """
 
     def __init__(self, folder: Path, stages: int) -> None:
@@ -86,7 +86,7 @@ class Snapshots:
         """Return the folder of the version. It exists once the version is complete."""
         return self.folder / f"version-{version:08d}"
 
-    def begin(self, version: int) -> None:
+    def begin_version(self, version: int) -> None:
         """Create the folder of a version, reusing an unused one if there is any. One rank calls this before any rank
         writes."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,11 +99,11 @@ class Snapshots:
                 done.unlink()
             first.rename(self._partial_folder(version))
 
-    def clear(self) -> None:
+    def remove_versions(self) -> None:
         """Remove all versions. One that is being written at the time stays incomplete, or is removed the next time."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def write(self, bucket: Bucket, info: BucketInfo) -> Path:
+    def write_bucket(self, bucket: Bucket, info: BucketInfo) -> Path:
         """Write a bucket of a version, and return its file. Raises MetronomeError."""
         if info.bucket == 0:  # a new attempt begins
             self._written[info.version] = set()
@@ -171,7 +171,7 @@ class FileTransport:
 
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
         """Write the file, and store its path in `info`."""
-        info.path = str(self._snapshots.write(bucket, info))
+        info.path = str(self._snapshots.write_bucket(bucket, info))
 
     def send(self, bucket: Bucket) -> Sent:
         """Do nothing: the file is already there."""

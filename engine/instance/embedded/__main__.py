@@ -92,7 +92,7 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
     engine.submit(SamplingRequest((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
     while engine.busy:
         engine.step()
-    engine.prompts.clear()
+    engine.prompts.drop_prompts()
     return engine
 
 

@@ -165,8 +165,8 @@ class EmbeddedBackend(Updates):
         await self._worker.call(lambda engine: recorded.stop())
 
     async def reset_prefix_cache(self) -> None:
-        """Call PromptCache.clear."""
-        await self._worker.call(lambda engine: engine.prompts.clear())
+        """Call PromptCache.drop_prompts."""
+        await self._worker.call(lambda engine: engine.prompts.drop_prompts())
 
 
 def sampling_of(asked: Completion) -> Sampling:

@@ -48,7 +48,7 @@ class KeyValueCache:
         self.keys[:, target, :, :, :length] = self.keys[:, source, :, :, :length]
         self.values[:, target, :, :, :length] = self.values[:, source, :, :, :length]
 
-    def clear(self) -> None:
+    def clear_slots(self) -> None:
         """Set all keys and values to zero."""
         self.keys.zero_()
         self.values.zero_()
@@ -77,7 +77,7 @@ class PromptCache:
         """Number of prompts computed since the start."""
         self._kept: dict[tuple[int, ...], Prefill] = {}
 
-    def get(self, prompt: tuple[int, ...]) -> Prefill:
+    def get_prefill(self, prompt: tuple[int, ...]) -> Prefill:
         """Return the prompt's prefill, computing it if it is not cached."""
         found = self._kept.pop(prompt, None)
         if found is None:
@@ -88,6 +88,6 @@ class PromptCache:
             del self._kept[next(iter(self._kept))]
         return found
 
-    def clear(self) -> None:
+    def drop_prompts(self) -> None:
         """Drop all prompts. Required whenever the weights change."""
         self._kept.clear()

@@ -43,7 +43,7 @@ class SamplingRequest:
     uniforms: list[float] = field(default_factory=list)
     """One random number in [0, 1) for each token that may be sampled."""
 
-    def add(self, token: int, logprob: float) -> FinishReason | None:
+    def add_token(self, token: int, logprob: float) -> FinishReason | None:
         """Append a sampled token. Return the finish reason if the token ends the response, else None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
@@ -126,7 +126,9 @@ class Engine:
         logits = []
         while self.waiting and len(self.running) < self.slots:
             request = self.waiting.popleft()
-            prefill = self._scored_prefill(request) if request.score_prompt else self.prompts.get(request.prompt)
+            prefill = (
+                self._scored_prefill(request) if request.score_prompt else self.prompts.get_prefill(request.prompt)
+            )
             self.cache.reserve(len(request.prompt) + 1, self.max_context)
             self.cache.fill(len(self.running), prefill.keys, prefill.values)
             request.uniforms = request.sampling.uniforms()
@@ -158,7 +160,8 @@ class Engine:
     def _record_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
         self.generated_tokens += len(tokens)
         reasons = [
-            request.add(token, logprob) for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)
+            request.add_token(token, logprob)
+            for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)
         ]
         for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free_slot moves the last response down
             if reason is not None:
@@ -232,10 +235,10 @@ class Engine:
             raise Conflict("no weight update was started; send /start_weight_update first")
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return WeightLoad.lend. Raise Conflict unless a weight update is in progress."""
+        """Return WeightLoad.lend_parameters. Raise Conflict unless a weight update is in progress."""
         self.check_updating()
         assert self._load is not None
-        return self._load.lend(names)
+        return self._load.lend_parameters(names)
 
     def update(self, tensors: Sequence[Named], cast: bool = False) -> None:
         """Copy a bucket of new weights into the parameters; with `cast`, from any dtype.
@@ -246,7 +249,7 @@ class Engine:
         self.check_updating()
         assert self._load is not None
         try:
-            self._load.add(tensors, cast)
+            self._load.add_tensors(tensors, cast)
         except BadInput:
             self.fail_update()
             raise
@@ -268,8 +271,8 @@ class Engine:
             raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
         self._load.check_whole()
         self.model.refresh()
-        self.prompts.clear()
-        self.cache.clear()
+        self.prompts.drop_prompts()
+        self.cache.clear_slots()
         self.version = version
         self._load = None
         self._mixed = False

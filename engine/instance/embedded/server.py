@@ -30,10 +30,10 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._guard.expect(self.transport)
+        self._guard.expect_headers(self.transport)
 
     def on_headers_complete(self) -> None:
-        self._guard.arrived(self.transport)
+        self._guard.stop_limit(self.transport)
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

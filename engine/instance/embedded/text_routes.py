@@ -46,7 +46,7 @@ class Detokenizer:
         self.stopped = False
         """Whether a stop string was found. If so, the text is complete."""
 
-    def add(self, token: int) -> str:
+    def add_token(self, token: int) -> str:
         """Return the text that is certain with this token; "" while a character or a stop string is incomplete."""
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[self._begin : self._read])
@@ -57,7 +57,7 @@ class Detokenizer:
         self._read = len(self._ids)
         return self._up_to_stop(now[len(before) :])
 
-    def end(self) -> str:
+    def finish_text(self) -> str:
         """Return the rest of the text. Call this after the last token."""
         before = self._tokenizer.decode(self._ids[self._begin : self._read])
         rest = self._tokenizer.decode(self._ids[self._begin :])[len(before) :]
@@ -502,7 +502,7 @@ class _Writer:
             if result.finish_reason == "abort":
                 raise Conflict("a pause of this instance broke the response off; send the request again")
             reason = result.finish_reason
-        rest = self._detokenizer.end()
+        rest = self._detokenizer.finish_text()
         self.reason = "stop" if self._detokenizer.stopped else reason
         self.text += rest
         self.on_piece(rest)
@@ -515,7 +515,7 @@ class _Writer:
             self.on_piece("")
         if token in self.asked.stop_ids:  # the token is part of the response, but not of its text
             return
-        text = self._detokenizer.add(token)
+        text = self._detokenizer.add_token(token)
         self.text += text
         if text:
             self.on_piece(text)

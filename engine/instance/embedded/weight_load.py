@@ -31,7 +31,7 @@ class WeightLoad:
         """Whether any parameter has changed."""
         return bool(self._loaded)
 
-    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def lend_parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the memory of the parameters with these names, to receive new weights into.
 
         Returns none until something was loaded, so that a failure of the first bucket leaves the weights unchanged.
@@ -39,7 +39,7 @@ class WeightLoad:
         return {name: self._parameters[name].data for name in names if name in self._parameters} if self._loaded else {}
 
     @torch.no_grad()
-    def add(self, tensors: Sequence[Named], cast: bool = False) -> None:
+    def add_tensors(self, tensors: Sequence[Named], cast: bool = False) -> None:
         """Copy tensors, under their Hugging Face names, into the parameters; with `cast`, convert from another dtype if
         needed.
 

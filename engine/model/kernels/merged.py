@@ -170,7 +170,7 @@ def _where(ranges: Sequence[tuple[int, int]], device: torch.device) -> Where:
     return torch.cat([torch.arange(first, first + count) for first, count in ranges]).to(device)
 
 
-def merge(out: Tensor, lse: Tensor, at: Where, part: tuple[Tensor, Tensor]) -> None:
+def merge_part(out: Tensor, lse: Tensor, at: Where, part: tuple[Tensor, Tensor]) -> None:
     """Merge (out [n, heads, d], lse [n, heads]) of a part into those of n tokens of `out` and `lse`, in place. For
     compilation: then each is read and written once, and products and sums stay in registers."""
     part_out, part_lse = part
@@ -192,9 +192,9 @@ class _Merged(torch.autograd.Function):
             at = prompt.queries
             part = kernel.forward(q[at], k[prompt.keys], v[prompt.keys], prompt.sequences)
             if npu_operators.on_npu(out):
-                out[at], lse[at] = npu_operators.merged((out[at], lse[at]), part)
+                out[at], lse[at] = npu_operators.merge_parts((out[at], lse[at]), part)
             else:
-                (compile_once(merge) if can_fuse(out) else merge)(out, lse, at, part)
+                (compile_once(merge_part) if can_fuse(out) else merge_part)(out, lse, at, part)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.how = how
         return out

@@ -43,20 +43,20 @@ class CircuitBreaker:
         """Seconds until a trial may pass; 0 if the breaker is not open."""
         return max(0.0, self._until - self._clock()) if self._open_s else 0.0
 
-    def begin(self) -> bool:
+    def begin_request(self) -> bool:
         """Record that a caller is about to send. Return whether it may send only one request (the trial)."""
         if self.state == "closed":
             return False
         self._tried = True
         return True
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """Record that a request was answered correctly."""
         self._faults = 0
         self._open_s = 0.0
         self._tried = False
 
-    def fault(self) -> None:
+    def record_fault(self) -> None:
         """Record that a request failed. Requests sent before the breaker opened may still fail; these do not count
         again."""
         self._faults += 1

@@ -12,7 +12,7 @@ from engine.errors import MetronomeError
 from engine.orchestrator.pool.instance import Instance, Place
 
 
-class Paced(Protocol):
+class InstanceLoad(Protocol):
     """What the choice of an instance depends on."""
 
     @property
@@ -24,7 +24,7 @@ class Paced(Protocol):
         """Seconds per group; None before the first group."""
 
 
-One = TypeVar("One", bound=Paced)
+One = TypeVar("One", bound=InstanceLoad)
 
 
 def soonest_instance(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
@@ -61,8 +61,8 @@ class Dispatcher:
         self._waiting: deque[_Waiter] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
-        """Wait for a place. The time limits are those of the requests in progress and rollout.wait_s (`fail`).
+    async def wait_for_place(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        """Wait for a place. The time limits are those of the requests in progress and rollout.wait_s (`fail_waiters`).
 
         `avoid`: use other instances if any serve. `first`: go before everyone who is already waiting. `least`: use an
         instance with this weight version or a later one.
@@ -89,7 +89,7 @@ class Dispatcher:
             self._waiting.popleft()
         self._wake_later()
 
-    def fail(self, error: MetronomeError) -> None:
+    def fail_waiters(self, error: MetronomeError) -> None:
         """Give all waiters this error instead of a place."""
         while self._waiting:
             place = self._waiting.popleft().place

@@ -53,7 +53,7 @@ class HealthMonitor:
         """End the run on an error in a background task, because instances are no longer watched."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._pool.fail(
+            self._pool.give_up(
                 error if isinstance(error, MetronomeError) else MetronomeError(f"the pool failed: {error!r}")
             )
             if not isinstance(error, MetronomeError):
@@ -71,14 +71,14 @@ class HealthMonitor:
         while True:
             for instance in list(pool.instances):
                 if instance.dead:
-                    pool.gone(instance, "its process ended")
+                    pool.remove_instance(instance, "its process ended")
             now = time.monotonic()
             lives = any(instance.counts for instance in pool.instances)
             pool.lived |= lives
             if lives or not pool.needed():
                 waits_since = now
             elif now - waits_since > pool.patience[0]:
-                pool.fail(pool.all_gone())
+                pool.give_up(pool.all_gone())
             is_arriving = any(not instance.met for instance in pool.instances)  # it was not asked yet whether it lives
             state = None if lives or is_arriving else pool.needed()
             if state != told and state is not None and pool.failure is None:
@@ -129,9 +129,9 @@ class HealthMonitor:
             if answered:
                 self._bring_back(instance)
             elif silence > patience:
-                self._pool.gone(instance, f"did not answer for {silence:.1f} s")
+                self._pool.remove_instance(instance, f"did not answer for {silence:.1f} s")
             elif silence > rollout.heartbeat_s and instance.state != "silent":
-                self._pool.exclude(instance, f"no answer for {silence:.1f} s (rollout.heartbeat_s)")
+                self._pool.exclude_instance(instance, f"no answer for {silence:.1f} s (rollout.heartbeat_s)")
             await instance.wait_until_gone(interval)
         if instance.declared is not None:
             await self._restart(instance.declared, wanted=not instance.leaving)
@@ -149,13 +149,15 @@ class HealthMonitor:
             if isinstance(result, BaseException) and not isinstance(result, MetronomeError):
                 raise result
         if isinstance(health, Health) and health.protocol != ROLLOUT_PROTOCOL:
-            self._pool.gone(instance, f"speaks {_spoken(health)} of the rollout protocol, not {ROLLOUT_PROTOCOL}")
+            self._pool.remove_instance(
+                instance, f"speaks {_spoken(health)} of the rollout protocol, not {ROLLOUT_PROTOCOL}"
+            )
         if isinstance(load, Load):
-            instance.loaded(load)
+            instance.record_load(load)
             if was == (instance.state, instance.version):
                 self._compare(instance, load.weight_version)
         answered = any(isinstance(result, (Load, Health, InstanceFault, Refused)) for result in (load, health))
-        if answered and instance.heard():
+        if answered and instance.record_answer():
             self._pool.changed()
         return answered
 
@@ -163,7 +165,7 @@ class HealthMonitor:
         """Exclude an instance that was restarted behind the same address: it no longer holds the weights it was brought
         to."""
         if instance.takes_prompts and instance.version is not None and holds != instance.version:
-            self._pool.exclude(
+            self._pool.exclude_instance(
                 instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
             )
 
@@ -190,11 +192,13 @@ class HealthMonitor:
                     await sync.catch_up(instance)
         except MetronomeError as error:
             failed = instance.failed_attempt(BACKOFF_S)
-            self._pool.exclude(instance, str(error))
+            self._pool.exclude_instance(instance, str(error))
             if failed == ATTEMPTS:
-                self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {error}")
+                self._pool.remove_instance(
+                    instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {error}"
+                )
         else:
-            self._pool.admit(instance)
+            self._pool.admit_instance(instance)
 
 
 def _spoken(health: Health) -> str:

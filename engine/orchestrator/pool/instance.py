@@ -68,8 +68,8 @@ class Instance:
 
     The methods `admit` to `depart` change the state. Any other transition is a bug and raises RuntimeError.
 
-    Version: None until `hold`. `exclude` and `begin_catch_up` reset it to None, because an update may have been
-    interrupted. So an instance with a version holds all of that version; an updating instance held it before the
+    Version: None until `record_version`. `exclude` and `begin_catch_up` reset it to None, because an update may have
+    been interrupted. So an instance with a version holds all of that version; an updating instance held it before the
     update.
 
     Places: one for each group in flight. Only a serving instance gives places (`take_place`), never more than the
@@ -198,7 +198,7 @@ class Instance:
         self.excluded = True
         self.version = None
         self._busy_since = None
-        self.client.cut(reason)
+        self.client.end_calls(reason)
 
     def drain(self) -> None:
         """Let the instance leave: it gets no new groups and finishes what it holds."""
@@ -210,7 +210,7 @@ class Instance:
         """Retire this object for good. Every call to the instance in progress ends with InstanceGone."""
         self._go("gone")
         self.reason = self.child.how_it_ended() if self.child is not None and self.dead else reason
-        self.client.cut(self.reason)
+        self.client.end_calls(self.reason)
         self._gone.set()
 
     async def wait_until_gone(self, timeout_s: float) -> None:
@@ -223,14 +223,14 @@ class Instance:
         if state not in NEXT[self._state]:
             raise RuntimeError(f"instance {self.name}: no transition from {self._state} to {state}")
         if state != self._state:
-            self.draw()
+            self.draw_state()
         self._state = state
 
-    def draw(self) -> None:
+    def draw_state(self) -> None:
         """Add the time spent in the current state so far to the timeline."""
         now = time.time()
         if self.trace is not None:
-            self.trace.add(self.state, self._since, now, lane=f"pool {self.name}")
+            self.trace.add_span(self.state, self._since, now, lane=f"pool {self.name}")
         self._since = now
 
     # its places -----------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Instance:
         """Take room for one more group, of at most `limit`."""
         if not self.takes_prompts or self.groups >= limit:
             raise RuntimeError(f"instance {self.name}: no place for a group: {self._state}, {self.groups} in flight")
-        place = Place(self, self.breaker.begin())
+        place = Place(self, self.breaker.begin_request())
         self._places.add(place)
         return place
 
@@ -254,26 +254,26 @@ class Instance:
         if place.trial:
             self.breaker.give_back()
 
-    def finished(self, seconds: float, beside: int) -> None:
+    def record_group(self, seconds: float, beside: int) -> None:
         """Record that a group took `seconds` while `beside` groups ran, including itself."""
         self.group_s = smooth_average(self.group_s, seconds / max(1, beside))
 
     # its weights ----------------------------------------------------------------------------------
 
-    def hold(self, version: int) -> None:
+    def record_version(self, version: int) -> None:
         """Record that the instance was brought to this version. If it has been excluded since, it keeps no version."""
         if self._state not in ("silent", "gone"):
             self.version = version
 
-    def distrust(self) -> None:
+    def hold_responses(self) -> None:
         """Hold back the instance's responses: its new weights have not been compared with the trainer's yet."""
-        self.client.distrust()
+        self.client.hold_responses()
 
-    def trust(self, anew: bool = False) -> None:
+    def release_responses(self, anew: bool = False) -> None:
         """Release the instance's responses, since it computes as the trainer does. `anew`: it has caught up, and all
         requests sent to it before that are lost. Without `anew`, nothing happens if it has been excluded since."""
         if anew or self._state in ("serving", "draining"):
-            self.client.trust(anew)
+            self.client.release_responses(anew)
 
     def failed_attempt(self, pause_s: float) -> int:
         """Record a failed attempt to bring the instance to the weights. The next attempt waits for `pause_s`, doubled
@@ -289,31 +289,31 @@ class Instance:
         """Seconds since the instance last answered."""
         return time.monotonic() - self._last_heard
 
-    def heard(self) -> bool:
+    def record_answer(self) -> bool:
         """Record that the instance answered. Return whether this was the first time."""
         self._last_heard = time.monotonic()
         first = not self.met
         self.met = True
         return first
 
-    def answered(self) -> None:
+    def record_success(self) -> None:
         """Record that the instance answered a request correctly."""
         self._busy_since = None
-        self.breaker.success()
+        self.breaker.record_success()
 
-    def breached(self) -> int:
+    def record_breach(self) -> int:
         """Record a reply that breaks the protocol. Return how many there have been."""
         self._breaches += 1
         return self._breaches
 
-    def refused(self) -> float:
+    def record_refusal(self) -> float:
         """Record that the instance refused a request as paused. Return for how many seconds it has refused every
         request."""
         now = time.monotonic()
         self._busy_since = now if self._busy_since is None else self._busy_since
         return now - self._busy_since
 
-    def loaded(self, load: Load) -> None:
+    def record_load(self, load: Load) -> None:
         """Record an answer to GET /load."""
         now = time.monotonic()
         if self.load is not None and now > self._loaded:

@@ -102,11 +102,11 @@ class SamplingSettings:
 
 
 class InstanceClient:
-    """HTTP calls to one rollout instance. Every call has a deadline, and `cut` ends the calls in progress.
+    """HTTP calls to one rollout instance. Every call has a deadline, and `end_calls` ends the calls in progress.
 
-    Between `distrust` and `trust` the instance may sample, but its responses are held back: no response sampled by new
-    weights is released before these were compared with the trainer's. A `cut` discards the responses that are held
-    back. Only `Instance` calls `distrust`, `trust` and `cut`.
+    Between `hold_responses` and `release_responses` the instance may sample, but its responses are held back: no
+    response sampled by new weights is released before these were compared with the trainer's. `end_calls` discards
+    the responses that are held back. Only `Instance` calls `hold_responses`, `release_responses` and `end_calls`.
     """
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -165,7 +165,7 @@ class InstanceClient:
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
-        """Run the body until the deadline (None: there is none) or a `cut`."""
+        """Run the body until the deadline (None: there is none) or a `end_calls`."""
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
@@ -180,21 +180,21 @@ class InstanceClient:
             self._cut.pop(scope, None)
 
     def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
-        """Run work on the instance that has its own deadlines. A `cut` ends it with InstanceGone."""
+        """Run work on the instance that has its own deadlines. A `end_calls` ends it with InstanceGone."""
         return self._limited(what, None)
 
-    def distrust(self) -> None:
+    def hold_responses(self) -> None:
         """Hold back the instance's responses: its new weights have not been compared with the trainer's yet."""
         self._trusted.clear()
 
-    def trust(self, anew: bool = False) -> None:
+    def release_responses(self, anew: bool = False) -> None:
         """Release the instance's responses, since it computes with the trainer's weights. `anew`: it was left out
-        before, so all requests sent since then are lost as after a `cut`, because other weights may have sampled
+        before, so all requests sent since then are lost as after a `end_calls`, because other weights may have sampled
         them."""
         self._cuts += anew
         self._trusted.set()
 
-    async def _until_trusted(self, cuts: int) -> None:
+    async def _until_released(self, cuts: int) -> None:
         """Wait until the response may be released. `cuts`: number of cuts when it was requested. Raises InstanceGone if
         there was a cut since, and DeadlineError."""
         if cuts == self._cuts and not self._trusted.is_set():
@@ -204,7 +204,7 @@ class InstanceClient:
         if cuts != self._cuts:
             raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
 
-    def cut(self, reason: str) -> None:
+    def end_calls(self, reason: str) -> None:
         """End every call in progress with InstanceGone, so that the callers continue without this instance."""
         self._cuts += 1
         now = asyncio.get_running_loop().time()
@@ -237,7 +237,7 @@ class InstanceClient:
             )
         )
         response = self._checked(reply, sampling, len(prompt.token_ids), len(begun), seed=seed)
-        await self._until_trusted(cuts)
+        await self._until_released(cuts)
         if response.finish_reason == "abort" and not (sampling.partial and response.length):
             raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
         return join_responses(so_far, response)

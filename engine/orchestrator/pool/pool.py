@@ -133,10 +133,10 @@ class Pool:
     # its instances --------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
-        """Start the processes of `count` declared instances; `connect` waits for them."""
+        """Start the processes of `count` declared instances; `connect_instances` waits for them."""
         self.processes.spawn(count)
 
-    async def connect(self) -> None:
+    async def connect_instances(self) -> None:
         """Wait until every declared instance serves or has failed to start. The health monitor restarts the failed
         ones.
 
@@ -187,12 +187,12 @@ class Pool:
         self.instances.append(instance)
         self._ends.pop(name, None)
         if not self.synced:
-            self.admit(instance)
+            self.admit_instance(instance)
         self.arrived.put_nowait(instance)
         self.changed()
         return instance
 
-    def find(self, name: str) -> Instance | None:
+    def find_instance(self, name: str) -> Instance | None:
         """Return the instance with this name, or None if there is none or it is gone."""
         return next((instance for instance in self.instances if instance.name == name), None)
 
@@ -211,27 +211,27 @@ class Pool:
         again."""
         return [instance for instance in self.instances if instance.gets_version]
 
-    def admit(self, instance: Instance) -> None:
+    def admit_instance(self, instance: Instance) -> None:
         """Let an instance that holds the current weights take prompts, unless it was excluded or is leaving."""
         if instance.leaving:
-            self.gone(instance, "left")
+            self.remove_instance(instance, "left")
         elif instance.lives:
             if instance.excluded:
                 self._say("serves", f"{instance.name} serves again")
             instance.admit()
             self.changed()
 
-    def exclude(self, instance: Instance, reason: str) -> None:
+    def exclude_instance(self, instance: Instance, reason: str) -> None:
         """Send an instance no more prompts until it answers and holds the weights. If it is leaving or dead, it is
         gone."""
         if instance.leaving or instance.dead:
-            self.gone(instance, reason)
+            self.remove_instance(instance, reason)
         elif instance.state != "gone":
             self._say("fails", f"{instance.name} takes no prompts for now: {reason}")
             instance.exclude(reason)
             self.changed()
 
-    def gone(self, instance: Instance, reason: str) -> None:
+    def remove_instance(self, instance: Instance, reason: str) -> None:
         """Remove an instance for good. The health monitor may restart a declared instance as a new object."""
         if instance.state != "gone":
             self.lived |= instance.met
@@ -246,7 +246,7 @@ class Pool:
         """Give an instance no new groups. It is gone once it holds no group and no update is in progress."""
         instance.drain()
         if instance.may_depart:
-            self.gone(instance, "left")
+            self.remove_instance(instance, "left")
 
     # the next group -------------------------------------------------------------------------------
 
@@ -274,12 +274,12 @@ class Pool:
     async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
         if self.failure is not None:
             raise self.failure
-        return await self._dispatcher.ask(avoid, first, least)
+        return await self._dispatcher.wait_for_place(avoid, first, least)
 
     def _give_back(self, place: Place) -> None:
         place.instance.give_back(place)
         if place.instance.may_depart:
-            self.gone(place.instance, "left")
+            self.remove_instance(place.instance, "left")
         self.changed()
 
     def changed(self) -> None:
@@ -287,39 +287,39 @@ class Pool:
         self._changed.set()
         self._dispatcher.hand_out()
 
-    def fault(self, instance: Instance, reason: str = "no reason is known") -> None:
+    def record_fault(self, instance: Instance, reason: str = "no reason is known") -> None:
         """Record that a request to an instance failed. Several failures in a row open its circuit breaker for a
         while."""
         if instance.state in ("serving", "draining"):  # else the pool itself interrupted the request
             text = f"{instance.name} has failed on a request, which is sent again: {reason}"
             self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
-            instance.breaker.fault()
+            instance.breaker.record_fault()
         if instance.dead:
-            self.gone(instance, "its process ended")
+            self.remove_instance(instance, "its process ended")
 
     def broke_protocol(self, instance: Instance, reason: str) -> None:
         """Exclude an instance whose reply breaks the protocol, until it has received the weights again. After BREACHES
         such replies the instance is given up."""
         if not instance.takes_prompts and instance.state != "draining":
             return  # replies to requests from before its exclusion do not count again
-        if instance.breached() < BREACHES:
-            self.exclude(instance, reason)
+        if instance.record_breach() < BREACHES:
+            self.exclude_instance(instance, reason)
         else:
-            self.gone(instance, f"given up after {BREACHES} replies that break the protocol: {reason}")
+            self.remove_instance(instance, f"given up after {BREACHES} replies that break the protocol: {reason}")
 
-    def success(self, instance: Instance) -> None:
+    def record_success(self, instance: Instance) -> None:
         """Record that an instance answered a request correctly."""
         was_open = instance.breaker.state != "closed"
-        instance.answered()
+        instance.record_success()
         if was_open:
             self.changed()
 
-    def busy(self, instance: Instance) -> None:
+    def record_refusal(self, instance: Instance) -> None:
         """Record that an instance refused a request as paused. If this lasts, exclude it, so that it gets the weights
         again."""
-        refused_s = instance.refused()
+        refused_s = instance.record_refusal()
         if instance.takes_prompts and refused_s > self.config.rollout.heartbeat_s:
-            self.exclude(instance, f"has refused every request as paused for {refused_s:.1f} s")
+            self.exclude_instance(instance, f"has refused every request as paused for {refused_s:.1f} s")
 
     # the end --------------------------------------------------------------------------------------
 
@@ -331,10 +331,10 @@ class Pool:
             self._changed.clear()
             await self._changed.wait()  # ended by the health monitor, which fails the pool
 
-    def fail(self, error: MetronomeError) -> None:
+    def give_up(self, error: MetronomeError) -> None:
         """Give up: everyone who waits for an instance gets this error."""
         self.failure = self.failure or error
-        self._dispatcher.fail(self.failure)
+        self._dispatcher.fail_waiters(self.failure)
         self.changed()
 
     @property
@@ -379,7 +379,7 @@ class Pool:
     async def close(self) -> None:
         """Stop all instances."""
         for instance in self.instances:
-            instance.draw()
+            instance.draw_state()
         if self._session is not None:
             await self._session.close()
         await self.processes.close()

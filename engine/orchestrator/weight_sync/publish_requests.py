@@ -110,7 +110,7 @@ class PublishRequests:
         The last swap must be finished, and no evaluation may need the current weights. If each batch has one version
         and weights are not swapped in the background, all batches in flight must be generated.
         """
-        self._run_state.check()
+        self._run_state.check_failure()
         self._check_version(request.version)
         now = await self._run_state.wait_briefly(lambda: self._may_publish_now() or None)
         return PublishAllowed(now is not None)
@@ -142,10 +142,10 @@ class PublishRequests:
         """
         return self._schedule.ahead > 0 and self._config.weights.staged
 
-    async def open(self, request: OpenSync) -> SyncOpened:
-        """Begin a weight sync (WeightSync.open), so that buckets may follow. Raises the error that stops the run, if
-        any."""
-        self._run_state.check()
+    async def open_sync(self, request: OpenSync) -> SyncOpened:
+        """Begin a weight sync (WeightSync.open_sync), so that buckets may follow. Raises the error that stops the run,
+        if any."""
+        self._run_state.check_failure()
         self._check_version(request.version)
         if self._unverified:
             raise await self._failed(
@@ -157,25 +157,25 @@ class PublishRequests:
         if request.version == self.version:
             self._begins_again()
         self._began = time.time()
-        return await self._leading(self.sync.open(request))
+        return await self._leading(self.sync.open_sync(request))
 
-    async def connect(self, request: ConnectSync) -> Proceed:
-        """Have the instances join the groups (WeightSync.connect)."""
+    async def connect_sync(self, request: ConnectSync) -> Proceed:
+        """Have the instances join the groups (WeightSync.connect_sync)."""
         self._check_offered(request.version)
-        return await self._leading(self.sync.connect(request))
+        return await self._leading(self.sync.connect_sync(request))
 
-    async def bucket(self, request: SendBucket) -> Proceed:
-        """Have the instances receive a bucket (WeightSync.bucket)."""
+    async def send_bucket(self, request: SendBucket) -> Proceed:
+        """Have the instances receive a bucket (WeightSync.send_bucket)."""
         self._check_offered(request.info.version)
-        return await self._leading(self.sync.bucket(request))
+        return await self._leading(self.sync.send_bucket(request))
 
-    async def abort(self, request: AbortSync) -> Proceed:
-        """Handle a sender that failed to send (WeightSync.abort)."""
+    async def abort_sync(self, request: AbortSync) -> Proceed:
+        """Handle a sender that failed to send (WeightSync.abort_sync)."""
         self._check_offered(request.version)
-        return await self._leading(self.sync.abort(request))
+        return await self._leading(self.sync.abort_sync(request))
 
-    async def finish(self, request: FinishSync) -> Done:
-        """Finish the weight sync (WeightSync.finish), or start a task that does so in the background."""
+    async def finish_sync(self, request: FinishSync) -> Done:
+        """Finish the weight sync (WeightSync.finish_sync), or start a task that does so in the background."""
         self._check_offered(request.version)
         swap = self._finish_sync(request)
         if self._in_background:
@@ -186,15 +186,15 @@ class PublishRequests:
         self._unverified = True
         return Done()
 
-    async def verify(self, request: VerifySync) -> Done:
+    async def verify_sync(self, request: VerifySync) -> Done:
         """Take the trainer's log-probabilities of the probe, for comparison with those of every instance.
 
         The comparison ends before this returns, or is part of the swap in the background.
         """
-        self._run_state.check()
+        self._run_state.check_failure()
         if not self._unverified:
             raise ServiceConflict("no weight version waits to be verified")
-        self.sync.expect(request.expected)
+        self.sync.expect_logprobs(request.expected)
         if not self._in_background:
             await self._leading(self._checked())
         self._unverified = False
@@ -209,7 +209,7 @@ class PublishRequests:
         return found or StillWaiting()
 
     def _check_offered(self, version: int) -> None:
-        self._run_state.check()
+        self._run_state.check_failure()
         if version != self._offered:
             raise ServiceConflict(f"weight version {version} was not opened; version {self._offered} is")
 
@@ -220,22 +220,22 @@ class PublishRequests:
             raise await self._failed(error) from None
 
     async def _failed(self, error: WeightSyncError) -> WeightSyncError:
-        await self._run_state.fail(error)
+        await self._run_state.stop_run(error)
         return error
 
     # swaps ----------------------------------------------------------------------------------------
 
     async def _checked(self) -> None:
         version = self._offered
-        await self.sync.checked()
+        await self.sync.wait_until_checked()
         assert version is not None
         self.verified = version
         self._served(version)
         await self._run_state.notify()
 
     async def _finish_sync(self, request: FinishSync) -> None:
-        await self.sync.finish(request)
-        self._trace.add("sync", self._began, time.time(), lane="instances", step=request.version)
+        await self.sync.finish_sync(request)
+        self._trace.add_span("sync", self._began, time.time(), lane="instances", step=request.version)
 
     async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
         """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `batches` are
@@ -246,7 +246,7 @@ class PublishRequests:
             await swap
             await self._checked()
         except MetronomeError as error:
-            await self._run_state.fail(error)
+            await self._run_state.stop_run(error)
         await self._run_state.notify()
 
     async def wait_for_swap(self) -> None:
@@ -254,7 +254,7 @@ class PublishRequests:
         if self._swap is not None and (self._schedule.exact or self._config.rollout.partial):
             await asyncio.wait([self._swap])
 
-    def check(self) -> None:
+    def check_swap(self) -> None:
         """Raise the unexpected exception of a finished swap, if any. It is a bug in the orchestrator."""
         if self._swap is not None and self._swap.done():
             self._swap.result()

@@ -4,7 +4,7 @@ Open: the instances that will get the version are paused. The trainer's sender t
 every instance receives each bucket and verifies it by checksums. Finish: each instance names the version, drops cached
 prompts and serves again. Checked: each instance must give the trainer's log-probabilities for a few fixed tokens.
 Trainer and instances compute these while the first responses of the new weights are being sampled. Such responses are
-held back until the check has passed (InstanceClient.distrust), and are lost if it fails. Once per connection, an
+held back until the check has passed (InstanceClient.hold_responses), and are lost if it fails. Once per connection, an
 instance shows that it follows new weights at all: it loads visibly perturbed weights and its log-probabilities must
 move.
 
@@ -60,10 +60,10 @@ class SyncPool(Protocol):
     async def wait_for_member(self) -> None:
         """Wait until there is a member. Raises the error with which the pool gives up."""
 
-    def exclude(self, instance: Instance, reason: str) -> None:
+    def exclude_instance(self, instance: Instance, reason: str) -> None:
         """Send a failed instance no prompts until it has received the weights again."""
 
-    def admit(self, instance: Instance) -> None:
+    def admit_instance(self, instance: Instance) -> None:
         """Let an instance that holds the current weights take prompts."""
 
 
@@ -133,10 +133,10 @@ class Participants:
             self.connected = []
         struck = [one for one, error in failed.items() if isinstance(error, InstanceFault)]
         self._leave_out({one: error for one, error in failed.items() if one not in struck})
-        self.strike(struck, "; ".join(str(failed[one]) for one in struck))
+        self.strike_instances(struck, "; ".join(str(failed[one]) for one in struck))
         return not failed and not pending
 
-    def strike(self, instances: Iterable[Instance], reason: str) -> None:
+    def strike_instances(self, instances: Iterable[Instance], reason: str) -> None:
         """Count a failure of each instance. It is left out only after several in a row, since another may be to
         blame."""
         for instance in list(instances):
@@ -149,7 +149,7 @@ class Participants:
         for instance, error in failed.items():
             if not isinstance(error, MetronomeError):
                 raise error
-            self._pool.exclude(instance, str(error))
+            self._pool.exclude_instance(instance, str(error))
             self.connected = []
         self.members = [instance for instance in self.members if instance not in failed]
         fatal = [error for error in failed.values() if isinstance(error, FATAL)]
@@ -237,7 +237,7 @@ class WeightSync:
 
     # a publish, as the trainer's sender goes through it -------------------------------------------
 
-    async def open(self, request: OpenSync) -> SyncOpened:
+    async def open_sync(self, request: OpenSync) -> SyncOpened:
         """Pause the instances that will get the version. Waits until there is one (up to the pool's limit)."""
         version = request.version
         if self._unchecked:
@@ -280,7 +280,7 @@ class WeightSync:
             while self._overtaken and time.monotonic() < deadline:
                 await asyncio.sleep(LOOK_S)
 
-    async def connect(self, request: ConnectSync) -> Proceed:
+    async def connect_sync(self, request: ConnectSync) -> Proceed:
         """Have all members join the communication groups of the stages, while the senders create them."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
@@ -294,14 +294,14 @@ class WeightSync:
                 rank=ranks[instance],
                 timeout_s=self._timeout_s,
             )
-            await self._calls.send(instance, Connect(info), f"weight version {request.version}")
+            await self._calls.send_request(instance, Connect(info), f"weight version {request.version}")
 
         if await self._participants.together(join):
             self._participants.connected = list(self._participants.members)
             return Proceed()
         return Proceed(retry=True)
 
-    async def bucket(self, request: SendBucket) -> Proceed:
+    async def send_bucket(self, request: SendBucket) -> Proceed:
         """Have every member receive the same bucket, one bucket at a time.
 
         Raises WeightSyncError if every member refuses the bucket, because then the bucket is wrong.
@@ -311,20 +311,22 @@ class WeightSync:
         async with self._one_bucket:
             if not self._staged and not self._started:
                 members = self._participants.members
-                await self._participants.each(partial(self._calls.start, during=f"weight version {info.version}"))
+                await self._participants.each(
+                    partial(self._calls.begin_update, during=f"weight version {info.version}")
+                )
                 self._started = True
                 if self._participants.members != members and info.transport != "file":
                     return Proceed(retry=True)
 
             async def receive(instance: Instance) -> None:
-                await self._calls.update(instance, info, info.title)
+                await self._calls.update_weights(instance, info, info.title)
 
             if info.transport == "file":
                 await self._participants.each(receive)
                 return Proceed()
             return Proceed(retry=not await self._participants.together(receive))
 
-    async def abort(self, request: AbortSync) -> Proceed:
+    async def abort_sync(self, request: AbortSync) -> Proceed:
         """Handle a sender that failed to send: leave out instances that no longer answer, and have the communication
         groups created again."""
         self._participants.connected = []
@@ -333,12 +335,12 @@ class WeightSync:
             await instance.client.call(GetHealth(), timeout_s=min(PATIENCE_S, self._timeout_s))
 
         await self._participants.each(answers)
-        self._participants.strike(self._participants.members, request.reason)
+        self._participants.strike_instances(self._participants.members, request.reason)
         return Proceed(retry=True)
 
-    async def finish(self, request: FinishSync) -> None:
-        """Have every member serve the version, or leave it out. Call `checked` before any response of the version is
-        used.
+    async def finish_sync(self, request: FinishSync) -> None:
+        """Have every member serve the version, or leave it out. Call `wait_until_checked` before any response of the
+        version is used.
 
         The snapshot may be completed later. Raises WeightSyncError if all living members hold something else.
         """
@@ -351,10 +353,10 @@ class WeightSync:
             if instance.updating:
                 await self._swap(instance, version)
             if instance.updating:
-                instance.hold(version)
+                instance.record_version(version)
                 self._checks[instance] = asyncio.create_task(self._compare(instance, version))
-                self._pool.admit(instance)
-            else:  # it left or was left out since `open`, and may be catching up by now
+                self._pool.admit_instance(instance)
+            else:  # it left or was left out since `open_sync`, and may be catching up by now
                 self._participants.connected = []
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
@@ -365,22 +367,22 @@ class WeightSync:
 
     async def _swap(self, instance: Instance, version: int) -> None:
         if self._staged:
-            await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
-            await self._calls.start(instance, f"weight version {version}")
-            await self._calls.update(instance, StagedWeights(version), f"weight version {version}")
-        instance.distrust()
-        await self._calls.swap(instance, version)
+            await self._calls.pause_instance(instance, f"weight version {version}", abort=self._cut)
+            await self._calls.begin_update(instance, f"weight version {version}")
+            await self._calls.update_weights(instance, StagedWeights(version), f"weight version {version}")
+        instance.hold_responses()
+        await self._calls.swap_version(instance, version)
 
-    def expect(self, expected: Sequence[float]) -> None:
+    def expect_logprobs(self, expected: Sequence[float]) -> None:
         """Set the trainer's log-probabilities of the probe under the version that was opened last; empty: it has
         none."""
         if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
             self._trainer_logprobs.set_result(expected or None)
 
-    async def checked(self) -> None:
-        """Check, after `finish` and `expect`, that every member computes with the trainer's weights. A member that does
-        not is left out and its responses are lost. Raises WeightSyncError if all living members compute with something
-        else."""
+    async def wait_until_checked(self) -> None:
+        """Check, after `finish_sync` and `expect_logprobs`, that every member computes with the trainer's weights. A
+        member that does not is left out and its responses are lost. Raises WeightSyncError if all living members
+        compute with something else."""
         checks = self._checks
 
         async def check(instance: Instance) -> None:
@@ -403,8 +405,8 @@ class WeightSync:
         self._quiet.set()
 
     async def _compare(self, instance: Instance, version: int) -> None:
-        self._apart[instance] = await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
-        instance.trust()
+        self._apart[instance] = await self._calls.compare_probe(instance, version, self._wait_for_trainer_logprobs)
+        instance.release_responses()
 
     async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
         """Wait for the trainer's log-probabilities, and return them."""
@@ -431,7 +433,7 @@ class WeightSync:
         Waits for a publish in progress, and starts over if another one finishes in between. After OVERTAKEN such
         publishes, the next one waits for the instance. Raises MetronomeError.
         """
-        instance.distrust()
+        instance.hold_responses()
         await self._test_once(instance)
         overtaken = 0
         try:
@@ -451,28 +453,28 @@ class WeightSync:
         expected = self._expected
         try:
             await self._load_snapshot(instance, version)
-            await self._calls.swap(instance, version)
-            await self._calls.compare(instance, version, partial(_known, expected))
+            await self._calls.swap_version(instance, version)
+            await self._calls.compare_probe(instance, version, partial(_known, expected))
         except (Refused, BadInput):
             if self._version == version and self._quiet.is_set():
                 raise
             return False  # a newer snapshot has replaced this one
         if self._version != version or not self._quiet.is_set():
             return False
-        instance.hold(version)
-        instance.trust(anew=True)
+        instance.record_version(version)
+        instance.release_responses(anew=True)
         return True
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:
         if self._snapshot is None:
             raise MetronomeError(f"{instance.name}: weight version {version} left no snapshot to load")
         files = await self._files(self._snapshot)
-        await self._calls.pause(instance, f"weight version {version}", abort=True)
-        await self._calls.start(instance, f"weight version {version}")
+        await self._calls.pause_instance(instance, f"weight version {version}", abort=True)
+        await self._calls.begin_update(instance, f"weight version {version}")
         for number, file in enumerate(files):
             tensors = await asyncio.to_thread(wire_of, file)
             info = BucketInfo(transport="file", version=version, stage=0, bucket=number, path=str(file), **tensors)
-            await self._calls.update(instance, info, info.title)
+            await self._calls.update_weights(instance, info, info.title)
 
     async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
         """Reply whether a late instance needs the snapshot of the version. Waits up to a second for one."""
@@ -515,7 +517,7 @@ class WeightSync:
     async def _prepare(self, instance: Instance, during: str) -> None:
         await self._test_once(instance)
         if not self._staged:
-            await self._calls.pause(instance, during, abort=self._cut)
+            await self._calls.pause_instance(instance, during, abort=self._cut)
 
     async def _test_once(self, instance: Instance) -> None:
         if instance not in self._tested:

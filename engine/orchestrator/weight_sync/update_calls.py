@@ -47,35 +47,37 @@ class UpdateCalls:
         """The log-probabilities of the probe under the weights that an instance was started from, kept until its first
         comparison."""
 
-    async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
+    async def pause_instance(self, instance: Instance, during: str, abort: bool = False) -> None:
         """Pause the instance and wait until no request is running. `abort` interrupts running requests."""
-        await self.send(instance, Pause("abort" if abort else "wait"), during)
+        await self.send_request(instance, Pause("abort" if abort else "wait"), during)
 
-    async def start(self, instance: Instance, during: str) -> None:
+    async def begin_update(self, instance: Instance, during: str) -> None:
         """Begin an update, or begin it again."""
-        await self.send(instance, StartUpdate(), during)
+        await self.send_request(instance, StartUpdate(), during)
 
-    async def update(self, instance: Instance, weights: BucketInfo | StagedWeights | BaseWeights, during: str) -> None:
+    async def update_weights(
+        self, instance: Instance, weights: BucketInfo | StagedWeights | BaseWeights, during: str
+    ) -> None:
         """Have the instance receive and load weights."""
-        await self.send(instance, Update(weights), during)
+        await self.send_request(instance, Update(weights), during)
 
-    async def name(self, instance: Instance, version: int, during: str) -> None:
+    async def name_version(self, instance: Instance, version: int, during: str) -> None:
         """Complete the update: the instance names it `version` and serves it."""
-        await self.send(instance, FinishUpdate(version), during)
-        await self.send(instance, ResetPrefixCache(), during)
-        await self.send(instance, Resume(), during)
+        await self.send_request(instance, FinishUpdate(version), during)
+        await self.send_request(instance, ResetPrefixCache(), during)
+        await self.send_request(instance, Resume(), during)
 
-    async def swap(self, instance: Instance, version: int) -> None:
+    async def swap_version(self, instance: Instance, version: int) -> None:
         """Name the version and check that the instance holds it. Raises WeightSyncError naming the instance."""
         during = f"weight version {version}"
-        await self.name(instance, version, during)
-        holds = (await self.send(instance, GetWeightVersion(), during)).weight_version
+        await self.name_version(instance, version, during)
+        holds = (await self.send_request(instance, GetWeightVersion(), during)).weight_version
         if holds != version:
             raise WeightSyncError(
                 f"{instance.name}: it holds weight version {holds} after an update to version {version}"
             )
 
-    async def compare(
+    async def compare_probe(
         self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]
     ) -> float:
         """Return the difference between the instance's and the trainer's log-probabilities of the probe under the
@@ -86,7 +88,7 @@ class UpdateCalls:
         """
         if self.probe is None:
             return 0.0
-        found = await self.ask(instance, self.probe, f"weight version {version}")
+        found = await self.ask_probe(instance, self.probe, f"weight version {version}")
         expected = await trainer()
         if not expected:
             return 0.0
@@ -115,10 +117,10 @@ class UpdateCalls:
             return
         if not await self._serves_its_base(instance):
             await self._load_base(instance, [], 0)
-        base = await self.ask(instance, self.probe, SELF_TEST)
+        base = await self.ask_probe(instance, self.probe, SELF_TEST)
         await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION)
-        perturbed = await self.ask(instance, self.probe, SELF_TEST)
-        await self.pause(instance, SELF_TEST, abort=True)
+        perturbed = await self.ask_probe(instance, self.probe, SELF_TEST)
+        await self.pause_instance(instance, SELF_TEST, abort=True)
         self._base[instance] = base
         moved = max(abs(a - b) for a, b in zip(base, perturbed, strict=True))
         if not moved > MOVED:
@@ -131,23 +133,23 @@ class UpdateCalls:
     async def _serves_its_base(self, instance: Instance) -> bool:
         """Return whether the instance serves the weights it was started from. The orchestrator of another run may have
         paused it."""
-        if (await self.send(instance, GetWeightVersion(), SELF_TEST)).weight_version:
+        if (await self.send_request(instance, GetWeightVersion(), SELF_TEST)).weight_version:
             return False
         try:
-            await self.send(instance, Resume(), SELF_TEST)
+            await self.send_request(instance, Resume(), SELF_TEST)
         except Refused:  # a weight update is unfinished
             return False
         return True
 
     async def _load_base(self, instance: Instance, perturb: list[int], version: int) -> None:
-        await self.pause(instance, SELF_TEST, abort=True)
-        await self.start(instance, SELF_TEST)
-        await self.update(instance, BaseWeights(perturb), SELF_TEST)
-        await self.name(instance, version, SELF_TEST)
+        await self.pause_instance(instance, SELF_TEST, abort=True)
+        await self.begin_update(instance, SELF_TEST)
+        await self.update_weights(instance, BaseWeights(perturb), SELF_TEST)
+        await self.name_version(instance, version, SELF_TEST)
 
-    async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
+    async def ask_probe(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """Return the instance's log-probabilities of the probe."""
-        reply = await self.send(instance, probe.request(), during)
+        reply = await self.send_request(instance, probe.request(), during)
         try:
             return probe.read(reply)
         except InstanceFault as error:
@@ -155,12 +157,12 @@ class UpdateCalls:
 
     async def world_size(self, instance: Instance, during: str) -> int:
         """Return the number of the instance's processes that take part in a transfer."""
-        size = (await self.send(instance, GetWorldSize(), during)).world_size
+        size = (await self.send_request(instance, GetWorldSize(), during)).world_size
         if size < 1:
             raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}, expected at least 1")
         return size
 
-    async def send(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:
+    async def send_request(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:
         """Send a request with the update's deadline, and return its reply."""
         try:
             return await instance.client.call(request, timeout_s=self.timeout_s)

@@ -64,7 +64,7 @@ class Broadcast:
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             for rank in self.ranks:
-                rank.check()
+                rank.check_alive()
             if time.monotonic() > deadline:
                 how = "; ".join(f"{rank.name} {rank.how_it_ended()}" for rank in self.ranks)
                 raise DeadlineError(f"{what} was not through within {self._timeout_s:g} s: {how}")

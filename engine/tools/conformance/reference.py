@@ -72,7 +72,7 @@ class Reference:
         folder.mkdir(exist_ok=True)
         found: list[JsonObject] = []
         with open_folder(self._changed_folder()) as files:
-            tensors = [(name, files.read(name).clone()) for name in sorted(files.names)]
+            tensors = [(name, files.read_tensor(name).clone()) for name in sorted(files.names)]
         limit = max(1, sum(tensor.nbytes for _, tensor in tensors) // BUCKETS)
         for bucket in pack_buckets(tensors, DTYPES[self.dtype], limit, Buffers(len(tensors), 1.0)):
             wire = bucket.wire()
@@ -104,4 +104,4 @@ class Reference:
     def _tensors(self, files: Reader) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(files.names):
             drawn = random.Random(EMBEDDING if name == OUTPUT else name)  # the two may be one tensor
-            yield name, (files.read(name).float() * drawn.choice(FACTORS)).to(DTYPES[self.dtype])
+            yield name, (files.read_tensor(name).float() * drawn.choice(FACTORS)).to(DTYPES[self.dtype])

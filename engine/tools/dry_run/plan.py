@@ -81,9 +81,9 @@ def _batch(made: RunPlan) -> Iterator[str]:
     config = made.config
     train = config.train
     groups = train.prompts_per_step // train.updates
-    if config.parallel.units > groups:
+    if config.parallel.replica_groups > groups:
         yield (
-            f"{config.parallel.units} replicas (parallel.data) and {groups} groups in an update "
+            f"{config.parallel.replica_groups} replicas (parallel.data) and {groups} groups in an update "
             f"(train.prompts_per_step = {train.prompts_per_step}, train.updates = {train.updates}): a replica trains "
             "whole groups, so some would never train"
         )
@@ -222,10 +222,11 @@ def _step(made: RunPlan) -> dict[str, str]:
     responses = train.prompts_per_step * rollout.group_size
     whole = max(1, train.micro_batch_tokens // rollout.max_context)
     slots = made.instances * rollout.concurrency
+    replicas = config.parallel.replica_groups
     rows = {
         "batch": f"{train.prompts_per_step} prompts × {rollout.group_size} responses = {responses:,} responses, "
         f"at most {responses * rollout.max_context:,} tokens",
-        "replicas": f"{config.parallel.units}, each about {train.prompts_per_step / config.parallel.units:g} groups",
+        "replicas": f"{replicas}, each about {train.prompts_per_step / replicas:g} groups",
         "micro-batch": f"{train.micro_batch_tokens:,} tokens, {whole} responses at full length; "
         f"at most {math.ceil(responses / whole):,} a step",
         "window": f"up to {config.window_tokens:,} tokens",

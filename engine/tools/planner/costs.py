@@ -19,7 +19,7 @@ class RowSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one instance and one unit of the trainer in one layout. Each coefficient is ≥ 0."""
+    """Seconds of one instance and one replica group of the trainer in one layout. Each coefficient is ≥ 0."""
 
     decode_step: float
     """a: a decode step of an instance, whatever its load."""

@@ -34,7 +34,7 @@ class Lengths:
         """Mean tokens of a prompt."""
         return sum(prompt for prompt, _ in self.groups) / len(self.groups)
 
-    def draw(self, count: int, size: int, seed: int) -> list[tuple[int, tuple[int, ...]]]:
+    def draw_groups(self, count: int, size: int, seed: int) -> list[tuple[int, tuple[int, ...]]]:
         """Return `count` groups of `size` responses. Whole groups are drawn, because the responses to a hard problem
         are all long. If a group has another size, responses are drawn from it."""
         chance = random.Random(seed)

@@ -50,7 +50,8 @@ SYNC_S = 0.5
 
 
 def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
-    """Return the costs of the layout by arithmetic. All figures are for one instance and one unit of the trainer."""
+    """Return the costs of the layout by arithmetic. All figures are for one instance and one replica group of the
+    trainer."""
     parallel = config.parallel
     total = total_parameters(shape)
     active = total - _inactive(shape)

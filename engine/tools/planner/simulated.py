@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class SimulatedStep:
-    """Times of a step in seconds. Those of the trainer are unit 0's."""
+    """Times of a step in seconds. Those of the trainer are replica group 0's."""
 
     began: float
     seconds: float = 0.0

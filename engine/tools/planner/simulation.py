@@ -91,7 +91,7 @@ class SimulatedInstance:
         """Number of responses in flight."""
         return len(self._active)
 
-    def begin(self, group: SampledGroup, now: float) -> None:
+    def begin_group(self, group: SampledGroup, now: float) -> None:
         """Start a group."""
         self.advance(now)
         self.groups += 1
@@ -133,7 +133,7 @@ class SimulatedInstance:
         seconds += self._costs.decode_context * count * steps**2 / 2
         return self._now + (self._stall + seconds) * self.slowdown
 
-    def finish(self, now: float) -> tuple[SampledGroup, int]:
+    def finish_response(self, now: float) -> tuple[SampledGroup, int]:
         """Remove the response that finishes now. Return its group and number. The last response of a group frees the
         group's room."""
         self.advance(now)
@@ -173,12 +173,12 @@ class _Simulation:
         self._in_turn = self._background and not self._schedule.exact and not rollout.partial
         self._last = steps
         count = config.train.prompts_per_step
-        self._drawn = [lengths.draw(count, rollout.group_size, seed + step) for step in range(steps)]
+        self._drawn = [lengths.draw_groups(count, rollout.group_size, seed + step) for step in range(steps)]
         self._instances = [
             SimulatedInstance(f"instance-{number}", costs)
             for number in range(rollout.instances + config.dry_run.joining)
         ]
-        self._units = config.parallel.units
+        self._replica_groups = config.parallel.replica_groups
         self._whole_batch = config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].scope == "batch"
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -198,11 +198,11 @@ class _Simulation:
         self._to_fill: deque[int] = deque()
         """Batches that wait for the swap."""
         self._idle: dict[int, float] = {}
-        """Units without a window, each with the time since when it has none."""
+        """Replica groups without a window, each with the time since when it has none."""
         self._training = 0
-        """Number of units that compute."""
-        self._held: list[float] = [0.0] * self._units
-        """Seconds of the windows that each unit holds for the step's updates."""
+        """Number of replica groups that compute."""
+        self._held: list[float] = [0.0] * self._replica_groups
+        """Seconds of the windows that each replica group holds for the step's updates."""
         self._orchestrator_free = 0.0
         self._orchestrator_s = 0.0
         self._spans: list[dict[str, Any]] = []
@@ -291,9 +291,9 @@ class _Simulation:
         self._span("trainer-0", "sync", step.began, step=self._step)
         for due in self._schedule.due(self._step, 0, self._last):
             self._to_fill.append(due)
-            self._table.begin(due, self._config.train.prompts_per_step)
-        self._held = [0.0] * self._units
-        self._idle = dict.fromkeys(range(self._units), self._now)
+            self._table.begin_step(due, self._config.train.prompts_per_step)
+        self._held = [0.0] * self._replica_groups
+        self._idle = dict.fromkeys(range(self._replica_groups), self._now)
         self._changed()
 
     def _fill(self, step: int) -> None:
@@ -311,8 +311,8 @@ class _Simulation:
         while self._to_fill and not waits_for_swap:
             self._fill(self._to_fill.popleft())
         self._hand_out()
-        for unit in list(self._idle):
-            self._lease(unit)
+        for replica_group in list(self._idle):
+            self._lease(replica_group)
 
     # the instances --------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class _Simulation:
             best = soonest_instance(serving, self._config.rollout.concurrency)
             if best is None:
                 break
-            best.begin(self._waiting.popleft(), self._now)
+            best.begin_group(self._waiting.popleft(), self._now)
             changed.add(best)
         for instance in changed:
             self._plan(instance)
@@ -342,7 +342,7 @@ class _Simulation:
     def _finished(self, instance: SimulatedInstance, event: int) -> None:
         if event != instance.event:
             return
-        group, number = instance.finish(self._now)
+        group, number = instance.finish_response(self._now)
         self._span(
             instance.name,
             "rollout",
@@ -366,7 +366,7 @@ class _Simulation:
         accepted = self._schedule.accepted(group.step)
         if not group.versions <= set(accepted):
             raise MetronomeError(f"simulated step {group.step} has versions {sorted(group.versions)}")
-        self._table.put(
+        self._table.add_row(
             Row(
                 step=group.step,
                 index=group.index,
@@ -383,30 +383,33 @@ class _Simulation:
 
     # the trainer ----------------------------------------------------------------------------------
 
-    def _lease(self, unit: int) -> None:
+    def _lease(self, replica_group: int) -> None:
         if self._step not in self._table.steps or self._table.ledger(self._step).is_over:
             return
-        while window := self._table.lease(TRAIN, self._step, unit, self._config.window_tokens):
+        while window := self._table.lease_window(TRAIN, self._step, replica_group, self._config.window_tokens):
             given = self._table.given_rows(window)
             rows = self._rows(given)
             seconds = self._costs.window_s(rows, self._config.parallel.pipeline)
             if given[0].mini_batch or self._whole_batch:
-                self._held[unit] += seconds
-                self._table.acknowledge(window.number)
+                self._held[replica_group] += seconds
+                self._table.acknowledge_lease(window.number)
                 continue
-            if unit == 0:
-                self._steps[-1].wait_s += self._now - self._idle[unit]
-            self._span(f"trainer-{unit}", "wait", self._idle.pop(unit), step=self._step)
+            if replica_group == 0:
+                self._steps[-1].wait_s += self._now - self._idle[replica_group]
+            self._span(f"trainer-{replica_group}", "wait", self._idle.pop(replica_group), step=self._step)
             if any(instance.active for instance in self._instances):
                 seconds *= self._costs.train_slowdown
             self._compute(1)
-            self._at(self._now + seconds, partial(self._trained, unit, window=window, began=self._now, rows=rows))
+            self._at(
+                self._now + seconds, partial(self._trained, replica_group, window=window, began=self._now, rows=rows)
+            )
             return
         if self._table.ledger(self._step).is_over:
             self._end_step()
 
     def _rows(self, window: Sequence[Row]) -> list[RowSize]:
-        """The micro-batches of the replica of a unit that computes most, built like those of `Packing.rows`."""
+        """The micro-batches of the replica of a replica group that computes most, built like those of
+        `Packing.rows`."""
         config = self._config
         budget = config.train.micro_batch_tokens
         shared = config.attention.shared_prompt
@@ -425,16 +428,16 @@ class _Simulation:
         return rows[:: config.parallel.lockstep]
 
     def _compute(self, change: int) -> None:
-        """Change the number of computing units by `change`."""
+        """Change the number of computing replica groups by `change`."""
         before = self._rollout_slowdown()
         self._training += change
         if self._rollout_slowdown() != before:
             self._set_pace(self._rollout_slowdown())
 
-    def _trained(self, unit: int, window: Held, began: float, rows: Sequence[RowSize]) -> None:
-        self._table.acknowledge(window.number)
+    def _trained(self, replica_group: int, window: Held, began: float, rows: Sequence[RowSize]) -> None:
+        self._table.acknowledge_lease(window.number)
         self._span(
-            f"trainer-{unit}",
+            f"trainer-{replica_group}",
             "train",
             began,
             step=self._step,
@@ -442,14 +445,14 @@ class _Simulation:
             computed_tokens=sum(row.tokens for row in rows),
             micro_batches=len(rows),
         )
-        if unit == 0:
+        if replica_group == 0:
             self._steps[-1].train_s += self._now - began
         self._compute(-1)
-        self._idle[unit] = self._now
+        self._idle[replica_group] = self._now
         if self._table.ledger(self._step).is_over:
             self._end_step()
         else:
-            self._lease(unit)
+            self._lease(replica_group)
 
     def _end_step(self) -> None:
         step = self._steps[-1]
@@ -466,7 +469,7 @@ class _Simulation:
         step.seconds = self._now - step.began
         step.rollout_s = self._rollout_s[self._step]
         self._span("trainer-0", "update", self._now - step.update_s, step=self._step)
-        self._table.forget(self._step)
+        self._table.forget_step(self._step)
         self._step += 1
         if self._step < self._last:
             self._begin_step()

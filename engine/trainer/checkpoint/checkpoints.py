@@ -311,7 +311,7 @@ class Checkpoints:
 
     def _prepare(self, step: int) -> bool:
         """Return whether the checkpoint must be written, and if so, make an empty folder for it. Raises TakenOver."""
-        self._fence.check()
+        self._fence.check_attempt()
         target = folder_of(self._root, step)
         if step == self._step and is_complete(target):
             return False
@@ -349,12 +349,12 @@ class Checkpoints:
             step=int(state["step"]),
             figures=figures,
             run=self._run,
-            fence=self._fence.check,
+            fence=self._fence.check_attempt,
         )
         keep = self._config.checkpoint
         prune_checkpoints(self._root, keep.keep_last, keep.keep_best)
         if self._place:
-            store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check)
+            store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check_attempt)
             try:
                 store.prune_published(self._place, keep.keep_last, keep.keep_best, self._run)
             except CheckpointError as error:  # old checkpoints remain and take space; the next save deletes them

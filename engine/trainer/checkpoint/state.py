@@ -86,7 +86,7 @@ def _gradient_parts(weights: Parts, by_parameter: dict[int, Tensor]) -> Parts:
 def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gradient_control: ControlState) -> None:
     """Load a checkpoint's tensors; the random streams only if `same_layout`. Collective over all ranks."""
     if policy.control is not None and gradient_control:
-        policy.control.load(gradient_control)
+        policy.control.load_state(gradient_control)
         last = policy.control.previous(loading=True)
         _load_into(folder, _gradient_parts(_weight_parts(policy.models.policy, "policy."), last or {}))
     _load_into(folder, _weight_parts(policy.models.policy, "policy."))

@@ -136,7 +136,7 @@ class BucketFile:
         places = sorted(self._places.items(), key=lambda entry: entry[1][2])
         return [TensorSpec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
 
-    def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    def read_tensors(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Read the file once into a uint8 buffer of at least `nbytes` on the host. Returns views of the buffer.
 
         Raises BadInput if the file has another dtype or shape than `specs`, or has since been truncated.

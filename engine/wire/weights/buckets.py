@@ -139,14 +139,15 @@ class Buffers:
     """
 
     def __init__(self, count: int, timeout_s: float, device: torch.device | None = None) -> None:
-        """`count`: number of buckets at a time; `timeout_s`: how long `take` waits until one of them has been sent."""
+        """`count`: number of buckets at a time; `timeout_s`: how long `take_buffer` waits until one of them has been
+        sent."""
         self._free: queue.Queue[Tensor] = queue.Queue()
         self._timeout_s = timeout_s
         self._device = device or torch.device("cpu")
         for _ in range(count):
             self._free.put(torch.empty(0, dtype=torch.uint8, device=self._device))
 
-    def take(self, nbytes: int) -> Tensor:
+    def take_buffer(self, nbytes: int) -> Tensor:
         """Return a uint8 buffer of at least `nbytes` bytes: the smallest free buffer that is large enough, else the
         largest one, enlarged. Raises DeadlineError if no buffer is given back in time."""
         try:
@@ -162,7 +163,7 @@ class Buffers:
                 self._free.put(buffer)
         return chosen if len(chosen) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def give(self, buffer: Tensor) -> None:
+    def give_back(self, buffer: Tensor) -> None:
         """Give a buffer back."""
         self._free.put(buffer)
 
@@ -184,7 +185,7 @@ def pack_buckets(
             yield bucket
             bucket = None
         if bucket is None:
-            bucket = Bucket(number, [], [], buffers.take(max(limit, spec.nbytes)))
+            bucket = Bucket(number, [], [], buffers.take_buffer(max(limit, spec.nbytes)))
             used = 0
             number = number + 1
         bucket.tensors.append(_ready(tensor, spec, bucket.buffer[used : used + spec.nbytes]))
@@ -196,7 +197,8 @@ def pack_buckets(
 
 def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in order, but swap the first two if the first is larger than `limit` bytes (an embedding).
-    Instances receive the first bucket into separate memory and copy it, and the others in place (WeightLoad.lend)."""
+    Instances receive the first bucket into separate memory and copy it, and the others in place
+    (WeightLoad.lend_parameters)."""
     left = iter(tensors)
     first = list(itertools.islice(left, 2))
     if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:

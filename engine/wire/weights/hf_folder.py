@@ -41,7 +41,7 @@ class Reader:
         """Names of all tensors in the folder."""
         return frozenset(self._shards)
 
-    def read(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Return the tensor with this name, with its dtype in the file. It is a view of the mapped file: copy it to
         keep it."""
         if name not in self._shards:

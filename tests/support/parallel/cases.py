@@ -44,7 +44,7 @@ class Case:
     ratios to the instance's log-probabilities, and clipping."""
     groups: str = "mixed"
     deal: tuple[Windows, ...] = ()
-    """The windows of each unit, each a tuple of group numbers; () deals one group per window, in turn."""
+    """The windows of each replica group, each a tuple of group numbers; () deals one group per window, in turn."""
     before: str = ""
     """Groups of a step that is trained first, with an update too small to be seen; "" for none."""
     early: bool = False
@@ -71,11 +71,13 @@ class Case:
             [self.kind, "tied" if self.tied else "untied", *(f"{key}={size}" for key, size in self.sizes.items())]
         )
 
-    def windows(self, unit: int, units: int) -> Windows:
-        """What a unit trains, in order."""
+    def windows(self, replica_group: int, replica_groups: int) -> Windows:
+        """What a replica group trains, in order."""
         if self.deal:
-            return self.deal[unit] if unit < len(self.deal) else ()
-        return tuple((index,) for index in range(len(GROUP_SETS[self.groups])) if index % units == unit)
+            return self.deal[replica_group] if replica_group < len(self.deal) else ()
+        return tuple(
+            (index,) for index in range(len(GROUP_SETS[self.groups])) if index % replica_groups == replica_group
+        )
 
 
 OLD_SCALE = 0.93

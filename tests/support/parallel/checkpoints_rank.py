@@ -82,9 +82,9 @@ class Side:
         """The gradient of two groups, shared among the replicas."""
         policy = self.policy
         policy.start_step()
-        units = [[0, 1]] if policy.ranks.units == 1 else [[0], [1]]
-        policy.accumulate([a_group(seed * 2 + index, index) for index in units[policy.ranks.unit]])
-        policy.reduce(8)
+        replica_groups = [[0, 1]] if policy.ranks.replica_groups == 1 else [[0], [1]]
+        policy.accumulate([a_group(seed * 2 + index, index) for index in replica_groups[policy.ranks.replica_group]])
+        policy.reduce_gradients(8)
 
     def train(self, seed):
         """One step: (gradient norm, learning rate)."""

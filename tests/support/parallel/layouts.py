@@ -285,13 +285,13 @@ def sequences():
     ]
 
 
-def any_split(count, seed, name, layout, units):
+def any_split(count, seed, name, layout, replica_groups):
     """Random budgets, windows, orders and shares of the same step."""
     draw = random.Random(seed)
     for number in range(count):
         order = list(range(len(GROUP_SETS["many"])))
         draw.shuffle(order)
-        deal = [[] for _ in range(units)]
+        deal = [[] for _ in range(replica_groups)]
         while order:
             size = draw.randint(1, len(order))
             draw.choice(deal).append(tuple(order[:size]))
@@ -319,10 +319,10 @@ CASES = [
     *options(),
     *by_onednn(),
     *ratios(),
-    *any_split(count=8, seed=1, name="one", layout={}, units=1),
-    *any_split(count=8, seed=2, name="dp2", layout=TWO["dp2"], units=2),
-    *any_split(count=4, seed=3, name="pp2", layout=TWO["pp2"], units=1),
-    *any_split(count=3, seed=4, name="dp4", layout={"data": 4}, units=4),
+    *any_split(count=8, seed=1, name="one", layout={}, replica_groups=1),
+    *any_split(count=8, seed=2, name="dp2", layout=TWO["dp2"], replica_groups=2),
+    *any_split(count=4, seed=3, name="pp2", layout=TWO["pp2"], replica_groups=1),
+    *any_split(count=3, seed=4, name="dp4", layout={"data": 4}, replica_groups=4),
 ]
 SLICES = [
     Case("slices-tp2", TWO["tp2"], "logprobs"),

@@ -43,7 +43,7 @@ def main():
     with platform.parallel_session(platform.get_platform("cpu"), 0, **sizes):
         policy = Policy(config, platform.get_platform("cpu"))
         policy.start_step()
-        policy.reduce(1)
+        policy.reduce_gradients(1)
         policy.step_optimizer()
         held = rank_parameters(policy.models.shape, layout, parallel_state.get_pipeline_model_parallel_rank())
         buffers = policy.ddp.buffers + policy.ddp.expert_parallel_buffers

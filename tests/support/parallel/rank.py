@@ -25,7 +25,7 @@ from engine.model import linear  # noqa: E402
 from engine.model.hf_weights import export_weights  # noqa: E402
 from engine.model.logprobs import token_logprobs  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
-from engine.types import Landed  # noqa: E402
+from engine.types import FinishedResponse  # noqa: E402
 from support.parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, Case, make_groups  # noqa: E402
 
 SIZES = ("tensor", "pipeline", "context", "expert")
@@ -56,7 +56,7 @@ def open_policy(case: Case, folder: Path) -> Policy:
     policy = Policy(config_of(case, folder), platform.get_platform("cpu"))
     if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
         advantage("reward", least=1)(lambda rewards, lengths: rewards)
-        policy.credit = replace(policy.credit, advantage="reward")
+        policy.group_advantages = replace(policy.group_advantages, advantage="reward")
     for frozen, scale in ((policy.models.old, OLD_SCALE), (policy.models.reference, REFERENCE_SCALE)):
         if frozen is not None:
             frozen.set([weight * scale for weight in frozen.weights])
@@ -124,17 +124,19 @@ def step(case: Case, folder: Path) -> dict:
     if case.before:
         policy.start_step()
         before = make_groups(case.before)
-        for window in ([group] for group in before if group.index % policy.ranks.units == policy.ranks.unit):
+        for window in (
+            [group] for group in before if group.index % policy.ranks.replica_groups == policy.ranks.replica_group
+        ):
             policy.accumulate(window)
-        policy.reduce(sum(len(group.responses) for group in before))
+        policy.reduce_gradients(sum(len(group.responses) for group in before))
         policy.step_optimizer()
     policy._old_logprobs = overhear
     policy.start_step()
-    for window in case.windows(policy.ranks.unit, policy.ranks.units):
+    for window in case.windows(policy.ranks.replica_group, policy.ranks.replica_groups):
         if case.early:
-            policy.score_early(landed([groups[index] for index in window]))
+            policy.score_early(finished([groups[index] for index in window]))
         policy.accumulate([groups[index] for index in window])
-    policy.reduce(sum(len(group.responses) for group in groups))
+    policy.reduce_gradients(sum(len(group.responses) for group in groups))
     models = policy.models
     grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
     whole = {name: tensor.clone() for name, tensor in export_weights(grads, models.policy, models.shape)}
@@ -157,10 +159,12 @@ def step(case: Case, folder: Path) -> dict:
     }
 
 
-def landed(window):
+def finished(window):
     """Every second response of the window, as it would arrive alone."""
     return [
-        Landed(step=0, group=group.index, number=number, prompt=group.prompt.token_ids, token_ids=response.token_ids)
+        FinishedResponse(
+            step=0, group=group.index, number=number, prompt=group.prompt.token_ids, token_ids=response.token_ids
+        )
         for group in window
         for number, response in enumerate(group.responses)
         if number % 2 == 0

@@ -78,7 +78,7 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
                 read_problems(config.data.train), service.tokenizer.hf, "{problem}", config.rollout.max_context
             )
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
-            await service.pool.connect()
+            await service.pool.connect_instances()
             for job in jobs:
                 folder = RunFolder(job.folder)
                 rollouts = () if job.replay else (loader, service)
@@ -96,7 +96,7 @@ async def _watch(job: Job, plane: Plane, ranks: list[subprocess.Popen], place: P
         server.serve(plane)
         try:
             while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
-                await plane.check()
+                await plane.check_run()
                 said = "\n".join(
                     f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log"))
                 )

@@ -1,5 +1,5 @@
-"""A unit's leader fetches the bodies of its windows from a store. The store is a dictionary: the real one is tried in
-tests/integration/test_transferqueue.py."""
+"""A replica group's leader fetches the bodies of its windows from a store. The store is a dictionary: the real one is
+tried in tests/integration/test_transferqueue.py."""
 
 import asyncio
 import time
@@ -50,13 +50,13 @@ class Rows:
         self.answers = None
         """An event to wait for before each answer."""
 
-    async def connect(self, addresses, name, limit_s):
+    async def connect_servers(self, addresses, name, limit_s):
         self.connected.append(addresses)
         if addresses in self.unreachable:
             raise StoreFault("waited for TransferQueue to connect")
         return self
 
-    async def get(self, step, index, names):
+    async def get_columns(self, step, index, names):
         if self.answers is not None:
             await self.answers.wait()
         before = torch.get_num_threads()
@@ -89,7 +89,7 @@ class Orchestrator:
 @pytest.fixture
 def rows(monkeypatch):
     found = Rows()
-    monkeypatch.setattr(StoreClient, "connect", found.connect)
+    monkeypatch.setattr(StoreClient, "connect_servers", found.connect_servers)
     monkeypatch.setattr(stored_bodies, "BRIEFLY_S", 0.05)
     return found
 
@@ -102,7 +102,9 @@ def bodies(rows):
 
 
 def leader(orchestrator, bodies):
-    rollouts = LiveRollouts(orchestrator, SimpleNamespace(unit=0, name="trainer-0"), None, CONFIG, bodies=bodies)
+    rollouts = LiveRollouts(
+        orchestrator, SimpleNamespace(replica_group=0, name="trainer-0"), None, CONFIG, bodies=bodies
+    )
     return lambda *done: rollouts._lease(0, done, time.monotonic())
 
 
@@ -141,7 +143,7 @@ def test_a_window_that_has_its_bodies_is_passed_on(rows, bodies):
 def test_a_unit_that_can_not_reach_the_store_says_so():
     orchestrator = Orchestrator(StillWaiting())
     assert leader(orchestrator, None)() == StillWaiting()
-    assert orchestrator.asked == [Lease(unit=0, step=0, budget=100, consumer="trainer-0")]
+    assert orchestrator.asked == [Lease(replica_group=0, step=0, budget=100, consumer="trainer-0")]
 
 
 def test_a_slow_store_is_waited_for_with_signs_of_life(rows, bodies):
@@ -149,7 +151,7 @@ def test_a_slow_store_is_waited_for_with_signs_of_life(rows, bodies):
     orchestrator = Orchestrator(window())
     lease = leader(orchestrator, bodies)
     assert [lease(), lease()] == [StillWaiting(), StillWaiting()]
-    assert orchestrator.asked[1:] == [Heartbeat(unit=0), Heartbeat(unit=0)]
+    assert orchestrator.asked[1:] == [Heartbeat(replica_group=0), Heartbeat(replica_group=0)]
     rows.answers.set()
     assert lease() == whole()
     assert len(orchestrator.asked) == 3
@@ -179,7 +181,9 @@ def test_a_body_that_is_lost_or_damaged_is_left_to_the_orchestrator_which_gives_
     lease = leader(orchestrator, bodies)
     assert lease(6) == StillWaiting()
     assert [one.done for one in orchestrator.asked] == [(6,), ()]  # each lease is acknowledged once
-    assert orchestrator.asked[-1] == Lease(unit=0, step=0, budget=100, consumer="trainer-0", fetches=True, unfetched=7)
-    assert "unit 0 leaves lease 7 to the orchestrator" in capsys.readouterr().err
+    assert orchestrator.asked[-1] == Lease(
+        replica_group=0, step=0, budget=100, consumer="trainer-0", fetches=True, unfetched=7
+    )
+    assert "replica group 0 leaves lease 7 to the orchestrator" in capsys.readouterr().err
     assert lease() == whole(lease=7)
     assert orchestrator.asked[-1].unfetched is None

@@ -156,7 +156,7 @@ def test_a_warm_up_may_end_with_the_last_update():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks", "lockstep", "units"),
+    ("sizes", "ranks", "lockstep", "replica_groups"),
     [
         ({}, 1, 1, 1),
         ({"tensor": 2, "pipeline": 3, "context": 2, "data": 4}, 48, 1, 4),
@@ -166,9 +166,9 @@ def test_a_warm_up_may_end_with_the_last_update():
         ({"context": 2, "data": 2, "expert": 2}, 4, 1, 2),
     ],
 )
-def test_units_are_the_replicas_that_share_no_expert(sizes, ranks, lockstep, units):
+def test_units_are_the_replicas_that_share_no_expert(sizes, ranks, lockstep, replica_groups):
     parallel = Config(parallel=sizes).parallel
-    assert (parallel.ranks, parallel.lockstep, parallel.units) == (ranks, lockstep, units)
+    assert (parallel.ranks, parallel.lockstep, parallel.replica_groups) == (ranks, lockstep, replica_groups)
 
 
 def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep():

@@ -28,7 +28,7 @@ async def orchestrator(folder):
     pool.sync = Sync(version=2)
     server = Server(CONFIG)
     server.pool = pool
-    await pool.connect()
+    await pool.connect_instances()
     try:
         async with HealthMonitor(pool), server.listening(folder):
             yield pool
@@ -157,7 +157,7 @@ async def test_it_ends_by_name_when_no_orchestrator_ever_comes(tmp_path, guest):
 
 async def test_it_ends_when_the_orchestrator_refuses_it(tmp_path, guest):
     async with orchestrator(tmp_path) as pool:
-        pool.fail(MetronomeError("a reward raised"))
+        pool.give_up(MetronomeError("a reward raised"))
         with pytest.raises(
             BadInput, match=f"the orchestrator at {tmp_path} refuses guest: 503 the run is ending: a reward raised"
         ):

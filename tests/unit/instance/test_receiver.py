@@ -69,12 +69,12 @@ def test_memory_of_the_version_before_is_used_again_only_while_nothing_is_receiv
         return [], memory
 
     before = StagedVersion(1, None)
-    before.add(arrive)
-    before.add(partial(arrive, wait=True))
+    before.add_bucket(arrive)
+    before.add_bucket(partial(arrive, wait=True))
     wait_for(lambda: len(given) == 2, "the second bucket")
     for version, held in ((2, None), (3, memory)):
         late = StagedVersion(version, before)
-        late.add(arrive)
+        late.add_bucket(arrive)
         late.tensors(PATIENCE_S)
         assert (given[-1] is memory) == (held is memory)
         slow.set()

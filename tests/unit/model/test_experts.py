@@ -30,7 +30,9 @@ def gradients(settings, folder, **changes):
     policy.start_step()
     group = a_group((4, 0, 16, 1), seed=2)
     policy.accumulate([group])
-    scores = policy._policy_scores(policy._frozen_scores(micro_batches([group], policy.packing, policy.credit)))[0]
+    scores = policy._policy_scores(
+        policy._frozen_scores(micro_batches([group], policy.packing, policy.group_advantages))
+    )[0]
     return scores, {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
 
 

@@ -59,7 +59,7 @@ def build_and_load(folder):
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     with open_folder(folder) as files:
-        load_weights(model, files.read, shape)
+        load_weights(model, files.read_tensor, shape)
     return model, shape
 
 
@@ -72,7 +72,7 @@ def exported(model, shape, factor=1):
 
 def stored(folder):
     with open_folder(folder) as files:
-        return {name: files.read(name).clone() for name in files.names}
+        return {name: files.read_tensor(name).clone() for name in files.names}
 
 
 def assert_identical(found, expected):
@@ -197,7 +197,7 @@ def test_load_holds_the_tensors_of_one_parameter(folders, case):
         return tensor
 
     with open_folder(folders / case) as files:
-        load_weights(model, lambda name: watched(files.read(name)), shape)
+        load_weights(model, lambda name: watched(files.read_tensor(name)), shape)
     assert most == 3  # query, key and value
 
 
@@ -218,7 +218,7 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(folders):
         ]:
 
             def read(asked, name=name):
-                return files.read(asked)[: -1 if asked == name else None]
+                return files.read_tensor(asked)[: -1 if asked == name else None]
 
             with pytest.raises(BadInput, match=message):
                 load_weights(model, read, shape)

@@ -29,7 +29,7 @@ def stepped(settings, folder, groups, **changes):
     parameters = dict(policy.models.policy.named_parameters())
     gradients = {name: one.main_grad.clone() for name, one in parameters.items()}
     counts = take_counts(policy.models.policy)
-    policy.reduce(sum(len(group.responses) for group in groups))
+    policy.reduce_gradients(sum(len(group.responses) for group in groups))
     policy.step_optimizer()
     return gradients, {name: one.detach().clone() for name, one in parameters.items()}, counts, chosen
 

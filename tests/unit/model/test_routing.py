@@ -30,7 +30,7 @@ def trained(settings, folder, group, **changes):
         layer.mlp.router.register_forward_hook(record(routed, layer.layer_number))
     policy.start_step()
     policy.accumulate([group])
-    scored = policy._frozen_scores(micro_batches([group], policy.packing, policy.credit))
+    scored = policy._frozen_scores(micro_batches([group], policy.packing, policy.group_advantages))
     return policy, [policy._policy_scores(scored)[0], scored[0].old, scored[0].reference], routed
 
 
@@ -114,11 +114,11 @@ def test_the_load_of_the_busiest_expert_is_reported(settings, folder):
     routes = other_routes(9 + sum(LENGTHS))
     routes[:, 1] = torch.tensor([3, 1])  # each token of the last layer: half of its experts get all
     policy, _, _ = trained(settings, folder, with_routes(group, routes), train__recompute=True)
-    policy.reduce(len(LENGTHS))
+    policy.reduce_gradients(len(LENGTHS))
     assert policy.figures()["expert_load_max"] == 2.0
     policy.start_step()
     policy.accumulate([group])
-    policy.reduce(len(LENGTHS))
+    policy.reduce_gradients(len(LENGTHS))
     assert 1 <= policy.figures()["expert_load_max"] < 2.0
 
 
@@ -137,5 +137,5 @@ def test_a_dense_model_has_no_balance(settings, tmp_path):
     policy = a_policy(settings, model__path=save(tmp_path, vocab_size=256), train__ratio_gap_limit=0)
     policy.start_step()
     policy.accumulate([a_group(LENGTHS)])
-    policy.reduce(len(LENGTHS))
+    policy.reduce_gradients(len(LENGTHS))
     assert "expert_load_max" not in policy.figures()

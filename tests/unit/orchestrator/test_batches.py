@@ -18,7 +18,7 @@ from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.table import RowTable
-from engine.trainer.credit import Credit
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import open_group, open_prompt, pack_group
 from support.groups import group
@@ -76,7 +76,7 @@ def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0, batches=10):
 
 
 def leased(table, step):
-    held = table.lease("train", step, 0, 1000)
+    held = table.lease_window("train", step, 0, 1000)
     return table.given_rows(held) if held is not None else ()
 
 
@@ -84,8 +84,8 @@ async def generate(made, steps):
     """All at once, as in the modes that keep batches in flight."""
     batches = []
     for step in steps:
-        batch = made.begin(step)
-        batch.task = asyncio.create_task(made.fill(batch))
+        batch = made.begin_batch(step)
+        batch.task = asyncio.create_task(made.fill_batch(batch))
         batches.append(batch)
     async with asyncio.timeout(5):
         await asyncio.gather(*(batch.task for batch in batches))
@@ -131,15 +131,15 @@ def test_a_batch_of_batch_scope_is_leased_when_its_last_group_is_there_with_the_
         rollout={"group_size": 2},
     )
     table = RowTable(stages_of(config, None))
-    table.begin(1, 2)
+    table.begin_step(1, 2)
     made = [pack_group(replace(group(1, 0, rewards=(float(n), 0.0), statuses=("ok",) * 2), index=n)) for n in (1, 0)]
-    table.put(made[0])
+    table.add_row(made[0])
     assert leased(table, 1) == ()
-    table.put(made[1])
+    table.add_row(made[1])
     batch = table.batch_scores(1, {})
     groups = {row.index: open_group(row, batch) for row in leased(table, 1)}
     assert [list(row) for row in batch.values] == [[0.0, 0.0], [1.0, 0.0]]
-    advantages = torch.stack([Credit.of(config).advantages(groups[index]) for index in range(2)])
+    advantages = torch.stack([GroupAdvantages.of(config).advantages(groups[index]) for index in range(2)])
     whole = ADVANTAGES["reinforce_plus_plus"](torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.full((2, 2), 2.0))
     assert torch.equal(advantages, whole)
 
@@ -157,7 +157,7 @@ async def test_an_instance_that_can_not_profile_says_so_once_and_the_run_goes_on
         instances = [Instance(clients[0], declared=object()), Instance(clients[1])]
         profile = RolloutProfile(SimpleNamespace(pool=SimpleNamespace(instances=instances)), [1, 2])
         for step in range(4):
-            await profile.begin(step)
-            await profile.end(step)
+            await profile.begin_step(step)
+            await profile.end_step(step)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("train.profile: own is not profiled: own: POST /start_profile answered 404")

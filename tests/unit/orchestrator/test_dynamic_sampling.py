@@ -36,7 +36,7 @@ def selected(verdicts, wanted, room, pick):
             running.append(tried)
             tried += 1
         number = running.pop(pick(len(running)))
-        due += selection.decide(group(number, verdicts[number]))
+        due += selection.add_group(group(number, verdicts[number]))
     return due, selection.used, tried
 
 
@@ -69,9 +69,9 @@ def test_arrival_order_would_keep_others():
 
 def test_a_group_is_due_as_soon_as_all_prompts_before_it_are_decided():
     selection = DynamicSampling(2, 10)
-    assert selection.decide(group(2, True)) == []
-    assert selection.decide(group(0, False)) == []
-    (first,) = selection.decide(group(1, True))[:1]
+    assert selection.add_group(group(2, True)) == []
+    assert selection.add_group(group(0, False)) == []
+    (first,) = selection.add_group(group(1, True))[:1]
     assert (open_group(first).prompt.id, first.index, selection.used) == ("prompt 1", 0, 3)
 
 
@@ -80,17 +80,17 @@ def test_as_many_are_tried_as_may_be_needed_and_more_to_keep_instances_busy():
     assert [selection.wants(0, flight, 0) for flight in (0, 2, 3)] == [True, True, False]
     assert [selection.wants(0, flight, 5) for flight in (3, 4, 5)] == [True, True, False]
     assert not selection.wants(10, 0, 5)  # the limit
-    selection.decide(group(4, True))
+    selection.add_group(group(4, True))
     assert [selection.wants(5, flight, 0) for flight in (1, 2)] == [True, False]
 
 
 def test_the_error_names_step_limit_and_keys():
     selection = DynamicSampling(2, 3, step=7)
     for number in (2, 0):
-        selection.decide(group(number, number == 2))
+        selection.add_group(group(number, number == 2))
     named = r"step 7: of 3 prompts only 1 .*train.prompts_per_step = 2 .*dynamic_sampling_batches"
     with pytest.raises(MetronomeError, match=named):
-        selection.decide(group(1, False))
+        selection.add_group(group(1, False))
 
 
 def test_unequal_is_what_the_verifier_says():

@@ -93,7 +93,11 @@ def group(index, step=0, **changes):
 
 async def test_nothing_is_sampled_or_started_before_the_first_version(made):
     one = made(version=None, data__pushed=True)
-    for refused in (one.sample(SAMPLE), one.put_row(group(0)), made(version=None).put_prompts(PutPrompts(step=0))):
+    for refused in (
+        one.sample_responses(SAMPLE),
+        one.put_row(group(0)),
+        made(version=None).put_prompts(PutPrompts(step=0)),
+    ):
         with pytest.raises(ServiceConflict, match="no weight version was published yet"):
             await refused
     assert one.started == []
@@ -102,25 +106,25 @@ async def test_nothing_is_sampled_or_started_before_the_first_version(made):
 async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
     one = made()
     most = SAMPLED_AT_ONCE * 1
-    waiting = [asyncio.create_task(one.sample(SAMPLE)) for _ in range(most)]
+    waiting = [asyncio.create_task(one.sample_responses(SAMPLE)) for _ in range(most)]
     await asyncio.sleep(0)
     with pytest.raises(ServiceFull, match=f"{most} groups are being sampled"):
-        await one.sample(SAMPLE)
+        await one.sample_responses(SAMPLE)
     one.producer.may.set()
     await asyncio.gather(*waiting)
-    await one.sample(SAMPLE)
+    await one.sample_responses(SAMPLE)
 
 
 @pytest.mark.parametrize("prompt", [b"", b"123", pack_ids([-1]), pack_ids([10**6]), pack_ids([1] * 64)])
 async def test_a_prompt_that_is_none_is_refused(made, prompt):
     with pytest.raises(BadInput, match=r"prompt|multiple of 4"):
-        await made().sample(SampleResponses(prompt=prompt, seeds=(1,)))
+        await made().sample_responses(SampleResponses(prompt=prompt, seeds=(1,)))
 
 
 @pytest.mark.parametrize("seeds", [(), (-1,), (2**63,), (0,) * 5])
 async def test_seeds_that_are_none_are_refused(made, seeds):
     with pytest.raises(BadInput, match="seeds: expected 1 to 4"):
-        await made().sample(SampleResponses(prompt=pack_ids([5]), seeds=seeds))
+        await made().sample_responses(SampleResponses(prompt=pack_ids([5]), seeds=seeds))
 
 
 async def test_a_step_is_started_once_whatever_is_sent_again(made):
@@ -158,16 +162,16 @@ async def test_a_group_is_there_once_whatever_is_sent_again_and_its_bytes_count_
         await one.put_row(group(1))
     assert not (await one.put_row(group(0))).new, "what is there needs no room"
     assert (len(one.table.rows(0)), one.held_bytes) == (1, group(0).row.bytes)
-    one.forget(0)
+    one.forget_step(0)
     assert one.held_bytes == 0
 
 
 REQUESTS = {
-    "verify": messages.VerifySync(expected=()),
-    "finish": messages.FinishSync(version=0, snapshot=""),
-    "abort": messages.AbortSync(version=0, reason=""),
-    "connect": messages.ConnectSync(version=0, transport="gloo", stages=()),
-    "open": messages.OpenSync(version=-1),
+    "verify_sync": messages.VerifySync(expected=()),
+    "finish_sync": messages.FinishSync(version=0, snapshot=""),
+    "abort_sync": messages.AbortSync(version=0, reason=""),
+    "connect_sync": messages.ConnectSync(version=0, transport="gloo", stages=()),
+    "open_sync": messages.OpenSync(version=-1),
     "may_publish": messages.MayPublish(version=-1),
 }
 

@@ -50,15 +50,15 @@ def world(tmp_path, tiny_model, problems):
         async with scripted.serving() as url:
             pool = Pool(config, tiny_model, folder.path)
             async with HealthMonitor(pool):
-                await pool.connect()
+                await pool.connect_instances()
                 pool.enter("one", url)
                 evaluation = InRunEvaluation(
                     config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify
                 )
-                evaluation.begin(0)
+                evaluation.begin_run(0)
                 try:
                     yield evaluation, folder, scripted, notified
-                    evaluation.check()
+                    evaluation.check_evaluations()
                 finally:
                     await evaluation.close()
                     await pool.close()
@@ -73,12 +73,12 @@ def rows(folder):
 async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores(world):
     async with world(version=4, delay_s=0.3) as (evaluation, folder, scripted, notified):
         assert evaluation.allows_publish()
-        evaluation.evaluate(4)
+        evaluation.evaluate_version(4)
         assert not evaluation.allows_publish()
         await until(evaluation.allows_publish, "the responses")
         assert len(scripted.seeds) == 12
         assert notified.is_set()
-        await evaluation.finish()
+        await evaluation.finish_evaluations()
         (row,) = rows(folder)
         assert (row["weight_version"], row["in_run"], row["problems"], row["samples"]) == (4, True, 6, 2)
         assert 0.3 <= row["exposed_s"] <= row["seconds"]
@@ -86,20 +86,20 @@ async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores
 
 async def test_what_nobody_waits_for_costs_nothing(world):
     async with world(version=2) as (evaluation, folder, _, _):
-        evaluation.evaluate(2)
-        await evaluation.finish()
+        evaluation.evaluate_version(2)
+        await evaluation.finish_evaluations()
         assert evaluation.allows_publish()
         assert rows(folder)[0]["exposed_s"] == 0
 
 
 async def test_only_due_steps_and_each_once(world):
     async with world() as (evaluation, folder, scripted, _):
-        evaluation.evaluate(0)
-        await evaluation.finish()
-        evaluation.evaluate(0)  # the step is redone
-        await evaluation.finish()
+        evaluation.evaluate_version(0)
+        await evaluation.finish_evaluations()
+        evaluation.evaluate_version(0)  # the step is redone
+        await evaluation.finish_evaluations()
         for step in (1, 9):  # not due; the last
-            evaluation.evaluate(step)
+            evaluation.evaluate_version(step)
             assert evaluation.allows_publish()
         assert len(scripted.seeds) == 12
         assert [row["weight_version"] for row in rows(folder)] == [0]
@@ -107,7 +107,7 @@ async def test_only_due_steps_and_each_once(world):
 
 async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
     async with world(delay_s=60, max_wait_s=0.2) as (evaluation, folder, scripted, _):
-        evaluation.evaluate(0)
+        evaluation.evaluate_version(0)
         await until(lambda: scripted.running, "requests")
         assert not evaluation.allows_publish()
         began = asyncio.get_running_loop().time()
@@ -124,7 +124,7 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
 
 async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
     async with world(max_wait_s=0) as (evaluation, folder, scripted, _):
-        evaluation.evaluate(0)
+        evaluation.evaluate_version(0)
         assert not evaluation.allows_publish()
         await until(evaluation.allows_publish, "the cut")
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
@@ -136,10 +136,10 @@ async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_re
     (tmp_path / "slow.py").write_text("import time\ndef reward(prompt, responses): time.sleep(60)\n")
     slow = {"function": f"{tmp_path / 'slow.py'}:reward", "timeout_s": 60}
     async with world(reward=slow, train={"timeout_s": 0.8}) as (evaluation, folder, scripted, _):
-        evaluation.evaluate(0)
+        evaluation.evaluate_version(0)
         await until(evaluation.allows_publish, "the responses")
         began = asyncio.get_running_loop().time()
-        await evaluation.finish()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
+        await evaluation.finish_evaluations()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
         assert 0.3 < asyncio.get_running_loop().time() - began < 5
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"] == (
@@ -152,7 +152,7 @@ async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_re
 
 async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
     async with world(delay_s=60) as (evaluation, folder, scripted, _):
-        evaluation.evaluate(0)
+        evaluation.evaluate_version(0)
         await until(lambda: scripted.running, "requests")
     (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
     assert lost["reason"] == "0 of 12 responses were in when the run ended"
@@ -161,9 +161,9 @@ async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
 async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_training(world, capsys):
     async with world() as (evaluation, folder, _, _):
         (folder.path / "evaluations").write_text("no folder")
-        evaluation.evaluate(0)
-        await evaluation.finish()
-        evaluation.check()
+        evaluation.evaluate_version(0)
+        await evaluation.finish_evaluations()
+        evaluation.check_evaluations()
         said = capsys.readouterr().out
         assert "evaluate: version 0 dropped: FileExistsError: " in said
         assert "dropped.jsonl can't be written: " in said
@@ -172,7 +172,7 @@ async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_trai
 
 async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(world):
     async with world(delay_s=60, rollout={"timeout_s": 0.2}) as (evaluation, _, scripted, _):
-        evaluation.evaluate(0)
+        evaluation.evaluate_version(0)
         await until(lambda: len(scripted.seeds) > 24, "requests that are sent again")
         (instance,) = evaluation._service.pool.instances
         assert instance.breaker.state == "closed"
@@ -180,8 +180,8 @@ async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(worl
 
 async def test_responses_of_other_weights_are_refused(world):
     async with world(version=3) as (evaluation, folder, _, _):
-        evaluation.evaluate(4)
-        await evaluation.finish()
+        evaluation.evaluate_version(4)
+        await evaluation.finish_evaluations()
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"].startswith(f"{StaleRolloutError.__name__}: evaluation of weight version 4, prompt ")
         assert lost["reason"].endswith("of one: sampled from version 3")
@@ -190,12 +190,12 @@ async def test_responses_of_other_weights_are_refused(world):
 
 async def test_a_orchestrator_that_was_taken_over_adds_no_evaluation_and_no_drop(world):
     async with world() as (evaluation, folder, _, _):
-        folder.fence = Fence.begin(folder.path)
-        evaluation.evaluate(0)
-        Fence.begin(folder.path)
-        await evaluation.finish()
+        folder.fence = Fence.begin_attempt(folder.path)
+        evaluation.evaluate_version(0)
+        Fence.begin_attempt(folder.path)
+        await evaluation.finish_evaluations()
         with pytest.raises(TakenOver):
-            evaluation.check()
+            evaluation.check_evaluations()
         assert rows(folder) == []
     assert not in_run_evaluation.dropped_file(folder).exists()
 

@@ -19,11 +19,11 @@ DISAGREE = Failure.of(RatioGapError("they disagree"))
 
 def test_a_request_that_is_being_answered_is_no_silence():
     silence = Liveness()
-    silence.expect(2)
+    silence.expect_requests(2)
     with silence.answering(0):
         time.sleep(0.1)
-        assert silence.longer_than(0.05) == "unit 1 of the trainer"
-        silence.excuse(1)
+        assert silence.longer_than(0.05) == "replica group 1 of the trainer"
+        silence.expect_no_more(1)
         assert silence.longer_than(0.05) is None
     assert silence.longer_than(0.05) is None
     time.sleep(0.1)
@@ -34,8 +34,8 @@ async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_other
     config = Config(parallel={"data": 2})
     plane = Plane(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
 
-    def replayed(step, unit, done):
-        return plane.answer(ReplayProgress(step=step, unit=unit, done=done))
+    def replayed(step, replica_group, done):
+        return plane.answer(ReplayProgress(step=step, replica_group=replica_group, done=done))
 
     for step in (0, 1):
         assert await replayed(step, 1, False) == StillWaiting()

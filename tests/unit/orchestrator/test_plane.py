@@ -34,11 +34,11 @@ DISAGREE = Failure.of(RatioGapError("they disagree"))
 
 async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
     plane, come = await conduct(1)
-    units = [asyncio.create_task(work(plane, unit)) for unit in (0, 1)]
+    replica_groups = [asyncio.create_task(work(plane, replica_group)) for replica_group in (0, 1)]
     watching = asyncio.create_task(watch(plane))
     come.put_nowait(0)
     async with asyncio.timeout(5):
-        assert sorted(await asyncio.gather(*units)) == [[], [0]]
+        assert sorted(await asyncio.gather(*replica_groups)) == [[], [0]]
     assert not watching.done()
     watching.cancel()
     await plane.close()
@@ -46,13 +46,13 @@ async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
 
 async def test_waiting_for_groups_is_not_silence_however_long(conduct):
     plane, come = await conduct(2)
-    units = [asyncio.create_task(work(plane, unit)) for unit in (0, 1)]
+    replica_groups = [asyncio.create_task(work(plane, replica_group)) for replica_group in (0, 1)]
     watching = asyncio.create_task(watch(plane))
     for index in (1, 0):
         await asyncio.sleep(3 * LIMIT_S)
         come.put_nowait(index)
     async with asyncio.timeout(5):
-        assert sorted(sum(await asyncio.gather(*units), [])) == [0, 1]
+        assert sorted(sum(await asyncio.gather(*replica_groups), [])) == [0, 1]
     assert not watching.done()
     watching.cancel()
     await plane.close()
@@ -66,8 +66,10 @@ async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
     async with asyncio.timeout(LIMIT_S + 3):
         failure = await watch(plane)
     assert isinstance(failure, DeadlineError)
-    assert str(failure).startswith("no sign of life of unit 1 of the trainer in 0.4 s (train.timeout_s); its log: ")
-    with pytest.raises(DeadlineError, match="unit 1"):  # it hears of it, and ends
+    assert str(failure).startswith(
+        "no sign of life of replica group 1 of the trainer in 0.4 s (train.timeout_s); its log: "
+    )
+    with pytest.raises(DeadlineError, match="replica group 1"):  # it hears of it, and ends
         await other
     await plane.close()
 
@@ -102,7 +104,7 @@ async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_late
     config = Config(rollout={"timeout_s": 1.2}, train={"timeout_s": LIMIT_S})
     plane = Plane(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
     await asyncio.sleep(2 * LIMIT_S)
-    await plane.check()
+    await plane.check_run()
     assert plane.failure is None
     with_keys = r"no sign of life of the trainer in 1.6 s \(train.timeout_s \+ rollout.timeout_s\)"
     async with asyncio.timeout(5):
@@ -116,10 +118,10 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
     plane, come = await conduct(2)
 
     class Slow:
-        def expect(self, expected):
+        def expect_logprobs(self, expected):
             pass
 
-        async def checked(self):
+        async def wait_until_checked(self):
             await asyncio.sleep(3 * LIMIT_S)
 
         async def close(self):
@@ -131,15 +133,15 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
     watching = asyncio.create_task(watch(plane))
     async with asyncio.timeout(5):
         assert await plane.answer(VerifySync(expected=())) == Done()
-    await plane.check()
+    await plane.check_run()
     assert not watching.done()
     come.put_nowait(0)
     assert await work(plane, 1, hang=bool) == [0]
     other = asyncio.create_task(work(plane, 0))
     async with asyncio.timeout(LIMIT_S + 3):
         # afterwards each has its own clock again
-        assert "no sign of life of unit 1 of the trainer" in str(await watching)
-    with pytest.raises(DeadlineError, match="unit 1"):
+        assert "no sign of life of replica group 1 of the trainer" in str(await watching)
+    with pytest.raises(DeadlineError, match="replica group 1"):
         await other
     await plane.close()
 
@@ -173,17 +175,17 @@ async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
 async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(conduct):
     plane, come = await conduct(1)
     come.put_nowait(0)
-    await asyncio.gather(work(plane, 0), work(plane, 1))  # from now on no unit asks for anything
+    await asyncio.gather(work(plane, 0), work(plane, 1))  # from now on no replica group asks for anything
     for _ in range(4):
         await asyncio.sleep(LIMIT_S / 2)
-        assert await plane.answer(Heartbeat(unit=1)) == Done()
-        await plane.check()
+        assert await plane.answer(Heartbeat(replica_group=1)) == Done()
+        await plane.check_run()
     assert plane.failure is None
     async with asyncio.timeout(5):
         failure = await watch(plane)
     assert "no sign of life of the trainer" in str(failure)
     with pytest.raises(DeadlineError):
-        await plane.answer(Heartbeat(unit=1))
+        await plane.answer(Heartbeat(replica_group=1))
     await plane.close()
 
 
@@ -218,11 +220,11 @@ async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
     await asyncio.sleep(0.1)
     wrong = {
         "there is no stage 'judge' in the recipe; it has train": Lease(stage="judge", budget=1),
-        "unit 2 of the stage 'train', which has 2": Lease(step=0, unit=2, budget=1),
-        "unit -1 of the stage 'train'": Lease(step=0, unit=-1, budget=1),
-        "there is no lease 7": Lease(step=0, unit=0, budget=1, done=(7,)),
-        "columns more: the stage 'train' gets": Lease(step=0, unit=0, budget=1, columns=("more",)),
-        "lease 1: the bodies of its columns are not in a store": Lease(step=0, unit=0, budget=1, unfetched=1),
+        "replica group 2 of the stage 'train', which has 2": Lease(step=0, replica_group=2, budget=1),
+        "replica group -1 of the stage 'train'": Lease(step=0, replica_group=-1, budget=1),
+        "there is no lease 7": Lease(step=0, replica_group=0, budget=1, done=(7,)),
+        "columns more: the stage 'train' gets": Lease(step=0, replica_group=0, budget=1, columns=("more",)),
+        "lease 1: the bodies of its columns are not in a store": Lease(step=0, replica_group=0, budget=1, unfetched=1),
     }
     for said, request in wrong.items():
         with pytest.raises((BadInput, ServiceConflict), match=said):

@@ -25,10 +25,10 @@ class Bodies:
         self.kept = {}
         self.gets = 0
 
-    async def put(self, step, index, bodies):
+    async def put_columns(self, step, index, bodies):
         self.kept |= {(step, index, name): body for name, body in bodies.items()}
 
-    async def get(self, step, index, names):
+    async def get_columns(self, step, index, names):
         self.gets += 1
         return {name: self.kept[step, index, name] for name in names}
 
@@ -63,7 +63,7 @@ async def test_a_store_that_can_not_be_started_again_ends_the_run_and_an_old_win
     come.put_nowait(0)
     plane._leases._opened["train 0"] = window = await leased(plane)
     plane._begin_again()
-    bodies.get = lambda *asked: (_ for _ in ()).throw(OSError("no space left"))
+    bodies.get_columns = lambda *asked: (_ for _ in ()).throw(OSError("no space left"))
     with pytest.raises(StoreError, match=f"columns of lease {window.lease + 1} can't be opened: no space left"):
         await leased(plane)
 

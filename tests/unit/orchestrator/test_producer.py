@@ -32,7 +32,7 @@ class World:
         self.takes_s = takes_s
         self.seeds = []
         self.place = asyncio.Lock()
-        self.instance = SimpleNamespace(client=self, name="i", groups=1, finished=lambda *figures: None)
+        self.instance = SimpleNamespace(client=self, name="i", groups=1, record_group=lambda *figures: None)
         self.groups = []
 
     @asynccontextmanager
@@ -56,15 +56,15 @@ class World:
             instance="i",
         )
 
-    def busy(self, instance):
+    def record_refusal(self, instance):
         pass
 
-    success = busy
+    record_success = record_refusal
 
     async def score(self, prompt, responses):
         return [Score(1.0)] * len(responses)
 
-    def add(self, *span, **fields):
+    def add_span(self, *span, **fields):
         pass
 
     async def put(self, group):
@@ -109,9 +109,9 @@ async def test_a_group_that_meets_nothing_but_paused_instances_fails_by_name(mon
 class Failing(World):
     """Its instance fails on every request."""
 
-    def fault(self, instance, reason):
+    def record_fault(self, instance, reason):
         assert "out of memory" in reason
-        self.busy(instance)
+        self.record_refusal(instance)
 
     async def complete(self, prompt, sampling, seed, so_far):
         raise InstanceFault("500: out of memory")

@@ -43,7 +43,7 @@ async def sampled(folder, model, synced, rollout):
         asyncio.timeout(20),
     ):
         service.pool.sync = Sync(0)
-        await service.pool.connect()
+        await service.pool.connect_instances()
         service.pool.enter("one", url)
         await service.producer.run(0, [(0, PROMPT)], put)
     return scripted.seeds, groups[0]

@@ -44,7 +44,7 @@ def of_body(name, body):
 
 
 def test_a_whole_group_of_the_steps_version_passes(check):
-    check.check(pack_group(made()), newest=STEP)
+    check.check_row(pack_group(made()), newest=STEP)
 
 
 WRONG = {
@@ -77,14 +77,14 @@ WRONG = {
 def test_a_malformed_group_is_refused_by_name(check, name):
     make, message = WRONG[name]
     with pytest.raises(BadInput, match=f"step 5, group .*{message}"):
-        check.check(pack_group(make()), newest=STEP)
+        check.check_row(pack_group(make()), newest=STEP)
 
 
 @pytest.mark.parametrize("at", [0, -1])
 @pytest.mark.parametrize("name", OWN)
 def test_a_flipped_byte_is_refused(check, name, at):
     with pytest.raises(BadInput, match=f"column '{name}' are not those that were packed.*; send it again"):
-        check.check(flipped(pack_group(made()), name, at), newest=STEP)
+        check.check_row(flipped(pack_group(made()), name, at), newest=STEP)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +98,20 @@ def test_a_flipped_byte_is_refused(check, name, at):
 )
 def test_columns_that_are_not_those_of_a_group_are_refused(check, row):
     with pytest.raises(BadInput, match=f"it has the columns .*; expected {', '.join(OWN)}"):
-        check.check(row, newest=STEP)
+        check.check_row(row, newest=STEP)
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode([1, 2]), b"\x91" * 10_000])
 @pytest.mark.parametrize("name", OWN)
 def test_a_body_that_is_no_column_is_refused(check, name, body):
     with pytest.raises(BadInput, match="a column is malformed"):
-        check.check(of_body(name, body), newest=STEP)
+        check.check_row(of_body(name, body), newest=STEP)
 
 
 @pytest.mark.parametrize("head", [{"tokens": 1}, {"lengths": (9, 9)}, {"mini_batch": 1}])
 def test_a_head_that_is_not_the_columns_is_refused(check, head):
     with pytest.raises(BadInput, match="its tokens and lengths"):
-        check.check(msgspec.structs.replace(pack_group(made()), **head), newest=STEP)
+        check.check_row(msgspec.structs.replace(pack_group(made()), **head), newest=STEP)
 
 
 EXPERTS = Experts(count=4, per_token=2, intermediate=8, normalised=True, layers=(0, 1))
@@ -131,11 +131,11 @@ def some_routes():
 
 def test_a_group_needs_the_routes_of_its_tokens_where_they_are_replayed(check):
     replaying = RowCheck(CONFIG, 10, EXPERTS)
-    replaying.check(routed(some_routes()), newest=STEP)
+    replaying.check_row(routed(some_routes()), newest=STEP)
     with pytest.raises(BadInput, match="it has the columns .*; expected .*, routes"):
-        replaying.check(pack_group(made()), newest=STEP)
+        replaying.check_row(pack_group(made()), newest=STEP)
     with pytest.raises(BadInput, match="it has the columns .*, routes; expected"):
-        check.check(routed(some_routes()), newest=STEP)
+        check.check_row(routed(some_routes()), newest=STEP)
     foreign = some_routes()
     foreign[0, 0, 0] = 4
     for wrong, said in (
@@ -144,14 +144,14 @@ def test_a_group_needs_the_routes_of_its_tokens_where_they_are_replayed(check):
         (foreign, "routes to expert 4, the model has 4 in a layer"),
     ):
         with pytest.raises(BadInput, match=f"step 5, group .*: {said}"):
-            replaying.check(routed(wrong), newest=STEP)
+            replaying.check_row(routed(wrong), newest=STEP)
 
 
 def test_a_stale_version_is_refused(check):
     with pytest.raises(StaleRolloutError, match="sampled from weight version 4, but mode 'periodic' accepts only 5"):
-        check.check(pack_group(made(versions=((0, STEP - 1),))), newest=STEP)
+        check.check_row(pack_group(made(versions=((0, STEP - 1),))), newest=STEP)
 
 
 def test_a_mode_with_staleness_takes_the_version_before():
     config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"mode": "one_step_off"})})
-    RowCheck(config, 10).check(pack_group(made(versions=((0, STEP - 1),))), newest=STEP)
+    RowCheck(config, 10).check_row(pack_group(made(versions=((0, STEP - 1),))), newest=STEP)

@@ -34,7 +34,7 @@ def test_a_share_is_told_with_its_sums_and_not_after_every_group(clock):
     lines, notices = told()
     for second in range(600):
         notices.share("responses", "responses were cut", count=1, of=8)
-        notices.look()
+        notices.report_due()
         clock[0] += 1
         if second == 5:
             assert lines == []  # one group says little
@@ -48,7 +48,7 @@ def test_nothing_is_told_while_nothing_goes_wrong(clock):
     lines, notices = told()
     for _ in range(100):
         notices.share("responses", "responses were cut", count=0, of=8)
-        notices.look()
+        notices.report_due()
         clock[0] += 1
     notices.close()
     assert lines == []
@@ -60,7 +60,7 @@ def test_a_burst_of_events_is_counted(clock):
         notices.happened("instances", "leaves", f"instance-{number} is gone")
     assert lines == [f"instances: instance-{number} is gone" for number in range(module.BURST)]
     clock[0] += module.PAUSE_S + 1
-    notices.look()
+    notices.report_due()
     assert lines[module.BURST :] == ["instances: instance-511 is gone (the last of 507 more such lines)"]
     notices.happened("instances", "leaves", "guest is gone")
     assert lines[-1] == "instances: guest is gone"
@@ -78,8 +78,8 @@ def test_what_goes_wrong_in_a_group(clock):
     lines, notices = told()
     whole = sampled(2, "stop")
     scores = [Score(0.0, "timeout", "no score within 10 s"), Score(0.0, "error", "it raised"), Score(0.0)]
-    notices.group([whole, sampled(2, "length"), sampled(1, "stop")], scores, max_new_tokens=48)
-    notices.group([whole] * 3, [Score(1.0), Score(0.0), Score(1.0)], max_new_tokens=48)
+    notices.count_group([whole, sampled(2, "length"), sampled(1, "stop")], scores, max_new_tokens=48)
+    notices.count_group([whole] * 3, [Score(1.0), Score(0.0), Score(1.0)], max_new_tokens=48)
     notices.close()
     assert lines == [
         "responses: 1 of 6 responses were cut at 48 tokens (max_new_tokens) or by the context",
@@ -98,7 +98,7 @@ def test_excluded_responses_are_told_as_such_and_make_no_scores_unequal(clock):
         Score(0.5, "ok", "no sandbox", excluded=True),
         Score(1.0),
     ]
-    notices.group([sampled(2, "stop")] * 4, scores, max_new_tokens=48)
+    notices.count_group([sampled(2, "stop")] * 4, scores, max_new_tokens=48)
     notices.close()
     assert lines == [
         "rewards: 1 of 1 groups have equal scores and teach nothing (equal_groups)",
@@ -111,6 +111,6 @@ def test_excluded_responses_are_told_as_such_and_make_no_scores_unequal(clock):
 @pytest.mark.parametrize("samples", [1, 4])
 def test_equal_scores_are_no_loss_in_an_evaluation(clock, samples):
     lines, notices = told(trained=False)
-    notices.group([sampled(2, "stop")] * samples, [Score(1.0)] * samples, max_new_tokens=48)
+    notices.count_group([sampled(2, "stop")] * samples, [Score(1.0)] * samples, max_new_tokens=48)
     notices.close()
     assert lines == []

@@ -36,9 +36,9 @@ def config():
 @pytest.fixture
 def table(config):
     table = RowTable(stages_of(config, None))
-    table.begin(0, 4)
+    table.begin_step(0, 4)
     for index in range(2):
-        table.put(pack_group(a_group(index=index)))
+        table.add_row(pack_group(a_group(index=index)))
     return table
 
 
@@ -49,8 +49,8 @@ def clock(monkeypatch):
     return clock
 
 
-def leased(table, now, unit=0):
-    return table.lease(stage=STAGE, step=None, unit=unit, budget=1, consumer="scorer", now=now)
+def leased(table, now, replica_group=0):
+    return table.lease_window(stage=STAGE, step=None, replica_group=replica_group, budget=1, consumer="scorer", now=now)
 
 
 def write(table, held):
@@ -58,7 +58,7 @@ def write(table, held):
 
 
 def written(table, index):
-    values = np.zeros(sum(table.find(0, index).lengths), np.float32)
+    values = np.zeros(sum(table.find_row(0, index).lengths), np.float32)
     return Written(index, (pack_values(REFERENCE, values),))
 
 
@@ -82,7 +82,7 @@ class FakePlane:
         self.failure = None
         self.is_over = False
 
-    async def fail(self, error):
+    async def stop_run(self, error):
         self.failure = error
 
 
@@ -108,9 +108,9 @@ def scorer(started):
 async def test_what_dead_ranks_held_is_given_to_the_next_ones_at_once(scorer, started, plane, table, clock):
     held = leased(table, clock.now)
     started[0].alive = False
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert len(started) == 2
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert len(started) == 2, "an expired lease is no sign of a scorer that hangs"
     again = leased(table, clock.now)
     assert (again.indices, again.deliveries) == (held.indices, 2)
@@ -122,40 +122,40 @@ async def test_what_dead_ranks_held_is_given_to_the_next_ones_at_once(scorer, st
 async def test_ranks_that_hold_a_window_too_long_are_ended(scorer, started, plane, table, clock):
     leased(table, clock.now)
     clock.now += LEASE_S
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert not started[0].stopped
     clock.now += 0.1
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert started[0].stopped
     assert len(started) == 2
 
 
 async def test_ranks_that_have_asked_and_ask_no_more_while_rows_wait_are_ended(scorer, started, plane, clock):
     clock.now += 10 * LEASE_S
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert len(started) == 1, "they load their model"
     plane.watch.note_request(STAGE, clock.now)
     clock.now += LEASE_S + 0.1
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert len(started) == 2
     clock.now += 10 * LEASE_S
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert len(started) == 2, "the next ones load theirs"
 
 
 async def test_the_run_fails_by_name_after_too_many_ends_without_progress(scorer, started, plane, table, clock):
     for _ in range(2):
         started[-1].alive = False
-        await scorer.check(plane)
+        await scorer.check_ranks(plane)
     plane.watch.note_written(STAGE, clock.now)
     for _ in range(2):
         started[-1].alive = False
-        await scorer.check(plane)
+        await scorer.check_ranks(plane)
     assert plane.failure is None
     assert len(started) == 5
     leased(table, clock.now)
     clock.now += LEASE_S + 1
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     said = str(plane.failure)
     assert (
         "the stage 'reference' has made no progress in the 3 starts of its ranks (stages.reference.restarts = 2)"
@@ -171,7 +171,7 @@ async def test_a_run_that_ends_starts_nothing_again(ended, scorer, started, plan
     plane.is_over = ended == "is over"
     plane.failure = None if plane.is_over else ValueError("why")
     started[0].alive = False
-    await scorer.check(plane)
+    await scorer.check_ranks(plane)
     assert len(started) == 1
 
 

@@ -31,7 +31,7 @@ async def running(folder, **rollout):
     pool = Pool(config, folder, folder)
     server = Server(config)
     server.pool = pool
-    await pool.connect()
+    await pool.connect_instances()
     try:
         async with HealthMonitor(pool), server.listening(folder) as address, aiohttp.ClientSession() as session:
             assert (folder / "rollout.address").read_text() == f"{address}\n"
@@ -79,7 +79,7 @@ async def test_a_name_belongs_to_one_living_instance(tmp_path):
             await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
             status, reply = await call("POST", "/join", SPOKEN | {"name": "guest", "url": other})
             assert (status, url in reply["error"]["message"]) == (409, True)
-        await until(lambda: pool.find("guest").state == "silent", "its silence")
+        await until(lambda: pool.find_instance("guest").state == "silent", "its silence")
         assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": other}))[0] == 200
         await until(lambda: pool.serving == 1, "the new one")
         assert [one.client.url for one in pool.instances] == [other]
@@ -189,7 +189,7 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         server.serve(SimpleNamespace(last=last, failure=None, status=lambda: {"held_bytes": 7}))
         await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
         await until(lambda: pool.serving == 1 and pool.instances[0].load is not None, "it")
-        pool.instances[0].hold(4)
+        pool.instances[0].record_version(4)
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]
         assert (status["pool_size"], status["step"], status["failure"], status["held_bytes"]) == (1, 4, None, 7)
@@ -251,7 +251,7 @@ async def test_an_instance_for_which_there_are_not_files_enough_does_not_join(tm
 
 async def test_nobody_joins_a_run_that_is_ending(tmp_path):
     async with running(tmp_path) as (pool, _, call):
-        pool.fail(ProcessDied("no rollout instance is left"))
+        pool.give_up(ProcessDied("no rollout instance is left"))
         status, reply = await call("POST", "/join", GOOD)
         assert (status, "no rollout instance is left" in reply["error"]["message"]) == (503, True)
         assert (await call("GET", "/status"))[1]["failure"] == "no rollout instance is left"

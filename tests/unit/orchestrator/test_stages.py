@@ -22,10 +22,10 @@ CRITIC = {"needs": ["responses"], "gives": ["values"]}
 def windows_of(lease_s, **tables):
     config = Config(train={"micro_batch_tokens": 10, "prompts_per_step": 40}, **tables)
     table = RowTable(stages_of(config, lease_s))
-    table.begin(0, 40)
+    table.begin_step(0, 40)
     for index in range(20):
-        table.put(replace(pack_group(numbered_group(index)), tokens=5))
-    found = iter(lambda: table.lease(TRAIN, 0, 0, config.window_tokens), None)
+        table.add_row(replace(pack_group(numbered_group(index)), tokens=5))
+    found = iter(lambda: table.lease_window(TRAIN, 0, 0, config.window_tokens), None)
     return [len(held.indices) for held in found]
 
 
@@ -40,9 +40,9 @@ def watched():
     """(watch, table) with two rows, of one response of two tokens each, that wait for two stages."""
     config = Config(stages={"judge": JUDGE, "critic": CRITIC}, train={"prompts_per_step": 2})
     table = RowTable(stages_of(config, None))
-    table.begin(0, 2)
+    table.begin_step(0, 2)
     for index in range(2):
-        table.put(pack_group(numbered_group(index)))
+        table.add_row(pack_group(numbered_group(index)))
     return StageWatch(config, table, Path("logs")), table
 
 
@@ -53,7 +53,7 @@ def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
     assert watch.late_stage(WAIT_S + 1).startswith(said)
     watch.note_request("judge", WAIT_S + 1)
     assert watch.late_stage(WAIT_S + 1).endswith("it makes no progress")
-    held = table.lease("judge", 0, 0, 1)
+    held = table.lease_window("judge", 0, 0, 1)
     table.write_columns("judge", held.number, [Written(held.indices[0], (pack_values("mark", np.ones(1)),))])
     assert watch.late_stage(WAIT_S + 2) == "", "it has made progress"
     assert watch.status() == {
@@ -61,13 +61,13 @@ def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
         "judge": {"waiting": 1, "done": 1},
         "critic": {"waiting": 2, "done": 0},
     }
-    table.forget(0)
+    table.forget_step(0)
     assert watch.late_stage(10 * WAIT_S) == "", "nothing waits"
 
 
 def test_a_stage_that_the_recipe_does_not_have_is_refused_by_name(watched):
     with pytest.raises(BadInput, match=r"there is no stage 'other' in the recipe; it has critic, judge, train"):
-        watched[0].stage("other")
+        watched[0].find_stage("other")
 
 
 @pytest.mark.parametrize(

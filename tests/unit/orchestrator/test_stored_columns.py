@@ -38,7 +38,7 @@ class Rows:
         self.broken = False
         self.failure = None
 
-    async def start(self):
+    async def start_store(self):
         self.starts += 1
         self.rows = {}
         self.broken = False
@@ -49,20 +49,20 @@ class Rows:
         if self.failure is not None:
             raise self.failure
 
-    async def put(self, step, index, bodies):
+    async def put_columns(self, step, index, bodies):
         await self._reach()
         if self.broken:
             raise StoreFault("put")
         self.rows.setdefault((step, index), {}).update(bodies)
 
-    async def get(self, step, index, names):
+    async def get_columns(self, step, index, names):
         await self._reach()
         if (step, index) not in self.rows:
             raise StoreFault("get")
         self.got.append(list(names))
         return {name: self.rows[step, index][name] for name in names}
 
-    async def clear(self, step, indices):
+    async def clear_rows(self, step, indices):
         await self._reach()
         if self.broken:
             raise StoreFault("clear")
@@ -87,7 +87,7 @@ def stored():
 
 async def filled(count=4):
     groups, rows, again = stored()
-    kept = [await groups.keep(group(index)) for index in range(count)]
+    kept = [await groups.keep_columns(group(index)) for index in range(count)]
     assert all(not one.column(name).body for one in kept for name in GENERATED)
     assert all(one.column(SCORES) == group(one.index).column(SCORES) for one in kept)
     assert all(stored.keys() == set(GENERATED) for stored in rows.rows.values())
@@ -99,8 +99,8 @@ async def test_what_is_put_comes_back_with_the_queues_mini_batch_and_is_freed_af
     opened = await groups.open([msgspec.structs.replace(kept[2], mini_batch=1), kept[0]])
     assert same(opened, [msgspec.structs.replace(group(2), mini_batch=1), group(0)])
     groups.trained(0, [2, 0])
-    groups.forget(0)
-    await groups.keep(group(0, step=1))
+    groups.forget_step(0)
+    await groups.keep_columns(group(0, step=1))
     assert rows.rows.keys() == {(1, 0)}
     with pytest.raises(ServiceConflict, match="step 0 is over"):
         await groups.open(kept[1:2])
@@ -149,7 +149,7 @@ async def test_only_the_columns_that_a_stage_needs_are_fetched():
 async def test_scores_that_come_after_the_responses_stay_in_the_table():
     groups, rows, _, _ = await filled(1)
     scores = group(0).only([SCORES])
-    assert await groups.keep(scores) == scores
+    assert await groups.keep_columns(scores) == scores
     assert rows.rows[0, 0].keys() == set(GENERATED)
 
 
@@ -162,7 +162,7 @@ async def test_a_row_that_is_generated_again_has_its_new_scores_and_lengths():
         return other
 
     groups = StoredColumns(rows, generate)
-    kept = await groups.keep(group(0))
+    kept = await groups.keep_columns(group(0))
     rows.rows.clear()
     assert same(await groups.open([kept]), [other])
     assert same(await groups.open([kept.only([LOGPROBS])]), [other.only([LOGPROBS])])
@@ -172,7 +172,7 @@ async def test_restarts_in_a_long_run_are_counted_anew_after_each_trained_group(
     groups, rows, _, kept = await filled(RESTARTS + 2)
     for one in kept[:-1]:
         rows.broken = True
-        await groups.keep(group(9, step=1))
+        await groups.keep_columns(group(9, step=1))
         groups.trained(0, [one.index])
     assert rows.starts == RESTARTS + 1
 
@@ -186,8 +186,8 @@ async def test_trained_groups_are_not_generated_again():
     assert sorted(again) == [(0, 2), (0, 3)]
     assert groups.where(kept) is None
     assert groups.where(kept[2:]) == "here"
-    groups.forget(0)
-    await groups.keep(group(0, step=1))  # clears what came again, and not what went with the store
+    groups.forget_step(0)
+    await groups.keep_columns(group(0, step=1))  # clears what came again, and not what went with the store
     assert rows.rows.keys() == {(1, 0)}
 
 
@@ -196,7 +196,7 @@ async def test_a_lost_row_that_is_trained_is_generated_again_for_a_trainer_that_
     groups.trained(0, [0, 1])
     rows.rows.clear()
     rows.broken = True
-    await groups.keep(group(2))
+    await groups.keep_columns(group(2))
     assert not again
     assert same(await groups.open(kept), [group(0), group(1)])
     assert sorted(again) == [(0, 0), (0, 1)]
@@ -208,7 +208,7 @@ async def test_a_row_that_comes_after_its_step_is_not_kept():
     opening = asyncio.create_task(groups.open(kept))
     while not again:
         await asyncio.sleep(0)
-    groups.forget(0)
+    groups.forget_step(0)
     with pytest.raises(ServiceConflict, match="step 0 is over"):
         await opening
     assert not rows.rows
@@ -218,7 +218,7 @@ async def test_a_put_that_meets_a_broken_store_is_made_again():
     groups, rows, again, kept = await filled(2)
     rows.broken = True
     rows.rows.clear()
-    late = await groups.keep(group(2))
+    late = await groups.keep_columns(group(2))
     assert same(await groups.open([*kept, late]), [group(index) for index in range(3)])
     assert rows.starts == 1
 
@@ -239,7 +239,7 @@ async def test_a_store_that_loses_everything_is_not_started_again_for_ever():
     async def put(step, index, bodies):
         pass
 
-    rows.put = put
+    rows.put_columns = put
     rows.rows.clear()
     with pytest.raises(StoreError, match="was restarted 3 times in a row, and still: get"):
         await groups.open(kept)
@@ -250,13 +250,13 @@ async def test_a_store_that_loses_everything_is_not_started_again_for_ever():
 async def test_a_store_that_does_not_work_after_its_restart_is_named():
     groups, rows, _, kept = await filled(2)
     del rows.rows[0, 1]
-    start = rows.start
+    start = rows.start_store
 
     async def broken():
         await start()
         rows.broken = True
 
-    rows.start = broken
+    rows.start_store = broken
     with pytest.raises(StoreError, match="was restarted, and does not work: put"):
         await groups.open(kept)
 
@@ -267,7 +267,7 @@ async def test_an_error_of_the_store_reaches_whoever_waits():
     with pytest.raises(StoreError, match="the controller"):
         await groups.open(kept)
     with pytest.raises(StoreError, match="the controller"):
-        await groups.keep(group(5))
+        await groups.keep_columns(group(5))
 
 
 async def test_closing_ends_what_is_being_generated():
@@ -279,7 +279,7 @@ async def test_closing_ends_what_is_being_generated():
 
     rows = Rows()
     groups = StoredColumns(rows, never)
-    kept = await groups.keep(group(0))
+    kept = await groups.keep_columns(group(0))
     rows.rows.clear()
     opening = asyncio.create_task(groups.open([kept]))
     await started.wait()

@@ -28,7 +28,8 @@ REQUESTED = (
     st.sampled_from([0.0, 0.0, 1.0, LEASE_S + 1]),
     st.booleans(),
 )
-"""Of a request: stage, unit, budget, seconds since the one before, and whether the stage gets through at once."""
+"""Of a request: stage, replica group, budget, seconds since the one before, and whether the stage gets through at
+once."""
 
 
 def has_room(self):
@@ -61,7 +62,7 @@ class TableMachine(RuleBasedStateMachine):
             "reference": frozenset(GENERATED),
             "judge": frozenset([SCORES]) | (GIVES["reference"] if data.draw(st.booleans()) else frozenset()),
         }
-        self.units = dict(zip(STAGES, data.draw(st.tuples(*[st.integers(1, 2)] * 3)), strict=True))
+        self.replica_groups = dict(zip(STAGES, data.draw(st.tuples(*[st.integers(1, 2)] * 3)), strict=True))
         self.stages = {
             name: StageRules(
                 name=name,
@@ -70,7 +71,7 @@ class TableMachine(RuleBasedStateMachine):
                 lease_s=data.draw(limits),
                 windows=Windows(
                     order=data.draw(orders),
-                    units=self.units[name],
+                    replica_groups=self.replica_groups[name],
                     updates=data.draw(st.sampled_from([1, 2])),
                     hold=self.hold and name == TRAIN,
                 ),
@@ -144,7 +145,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def begin(self):
         step = max(self.columns, default=-1) + 1
-        self.table.begin(step, EXPECTED)
+        self.table.begin_step(step, EXPECTED)
         self.columns[step] = {}
         self.passed |= {(step, stage): Passed() for stage in STAGES}
 
@@ -158,22 +159,22 @@ class TableMachine(RuleBasedStateMachine):
         row = row_of(step, index, names, seed)
         there = self.columns[step].get(index)
         if there is None:
-            assert self.table.put(row)
+            assert self.table.add_row(row)
             self.known(step, index, row.columns)
         elif all(there.get(column.name) == column.digest for column in row.columns):
-            assert not self.table.put(row)
+            assert not self.table.add_row(row)
         else:
             with pytest.raises(ServiceConflict, match=f"another group {index} already"):
-                self.table.put(row)
+                self.table.add_row(row)
 
     def fill(self, step):
         """Put the rows and scores that a step lacks."""
         for index in range(EXPECTED):
             if index not in self.columns[step]:
-                self.table.put(row := row_of(step, index))
+                self.table.add_row(row := row_of(step, index))
                 self.known(step, index, row.columns)
             elif SCORES not in self.columns[step][index]:
-                self.table.write(step, index, columns := columns_of([SCORES]))
+                self.table.add_columns(step, index, columns := columns_of([SCORES]))
                 self.known(step, index, columns)
 
     @rule(step=st.integers(0, STEPS), index=st.sampled_from([-1, EXPECTED]))
@@ -181,7 +182,7 @@ class TableMachine(RuleBasedStateMachine):
         if step not in self.columns:
             index = 0
         with pytest.raises(ValueError, match="there is no row"):
-            self.table.put(row_of(step, index))
+            self.table.add_row(row_of(step, index))
 
     @precondition(has_rows)
     @rule(data=st.data(), seed=st.integers(0, 1))
@@ -190,11 +191,11 @@ class TableMachine(RuleBasedStateMachine):
         columns = columns_of([SCORES], seed)
         there = self.columns[step][index].get(SCORES)
         if there in (None, columns[0].digest):
-            assert self.table.write(step, index, columns) == (there is None)
+            assert self.table.add_columns(step, index, columns) == (there is None)
             self.known(step, index, columns)
         else:
             with pytest.raises(ServiceConflict, match=r"column 'scores' is there already"):
-                self.table.write(step, index, columns)
+                self.table.add_columns(step, index, columns)
 
     @precondition(has_steps)
     @rule(
@@ -206,14 +207,14 @@ class TableMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def lease(self, requests, data):
-        for stage, unit, budget, seconds, through in requests:
+        for stage, replica_group, budget, seconds, through in requests:
             self.now += seconds
             step = data.draw(st.sampled_from([None, *self.columns]))
-            number = self.take(stage, unit % self.units[stage], budget, step)
+            number = self.take(stage, replica_group % self.replica_groups[stage], budget, step)
             if number is not None and through:
                 self.through(number)
 
-    def take(self, stage, unit, budget, step):
+    def take(self, stage, replica_group, budget, step):
         """Lease, and check that it is what the stage may get; the lease's number, or None."""
         limit = self.stages[stage].lease_s
         late = {
@@ -225,8 +226,10 @@ class TableMachine(RuleBasedStateMachine):
             and (lent.given == EXPIRED or (limit is not None and self.now - lent.given > limit))
         }
         if self.stages[stage].windows.order == "prompt_order":
-            budget = 20  # windows are cut before anybody asks for them: all units of a stage have the same budget
-        held = self.table.lease(stage, step, unit, budget, consumer="me", now=self.now)
+            budget = (
+                20  # windows are cut before anybody asks for them: all replica groups of a stage have the same budget
+            )
+        held = self.table.lease_window(stage, step, replica_group, budget, consumer="me", now=self.now)
         if held is None:
             assert not late
             for one in [step] if step is not None else list(self.columns):
@@ -266,10 +269,10 @@ class TableMachine(RuleBasedStateMachine):
         lent = self.lent.get(number)
         if lent is None or lent.state in ("replaced", "forgotten") or self.stages[lent.stage].gives:
             with pytest.raises(ServiceConflict, match=f"lease {number}"):
-                self.table.acknowledge(number)
+                self.table.acknowledge_lease(number)
         else:
             new = lent.indices if lent.state == "held" else ()
-            assert self.table.acknowledge(number) == new
+            assert self.table.acknowledge_lease(number) == new
             if new:
                 self.finished(lent)
 
@@ -334,7 +337,7 @@ class TableMachine(RuleBasedStateMachine):
             self.passed[step, TRAIN] = Passed()
         elif len(self.columns) == STEPS:
             step = min(self.columns)
-            self.table.forget(step)
+            self.table.forget_step(step)
             del self.columns[step]
         for lent in self.lent.values():
             if what == "expire" and lent.stage == stage and lent.state == "held":
@@ -358,9 +361,9 @@ class TableMachine(RuleBasedStateMachine):
             for stage in STAGES:
                 for step in self.columns:
                     quiet = 0
-                    while quiet < self.units[stage]:
-                        for unit in range(self.units[stage]):
-                            number = self.take(stage, unit, 20, step)
+                    while quiet < self.replica_groups[stage]:
+                        for replica_group in range(self.replica_groups[stage]):
+                            number = self.take(stage, replica_group, 20, step)
                             quiet = quiet + 1 if number is None else 0
                             if number is not None:
                                 self.through(number)
@@ -377,7 +380,7 @@ class TableMachine(RuleBasedStateMachine):
             for one in rows:
                 self.known(lent.step, one.index, one.columns)
         else:
-            assert self.table.acknowledge(number) == lent.indices
+            assert self.table.acknowledge_lease(number) == lent.indices
         self.finished(lent)
 
 

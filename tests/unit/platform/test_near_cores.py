@@ -11,7 +11,7 @@ from engine.platform import npu
 from engine.platform.base import Platform
 from engine.platform.cpu import Cpu
 from engine.platform.cuda import Cuda
-from engine.platform.near_cores import cores_near_npus, cores_near_pci, cores_of, share
+from engine.platform.near_cores import choose_cores, cores_near_npus, cores_near_pci, cores_of
 from engine.platform.npu import Npu
 from engine.ranks import rank_process
 
@@ -43,7 +43,7 @@ def test_a_share_is_near_allowed_and_large_enough(nodes, devices, allowed, least
     near = [nodes[device % len(nodes)] for device in range(devices)]
     for device in range(devices):
         mine = near[device] & allowed
-        found = share(device, near, allowed, least)
+        found = choose_cores(device, near, allowed, least)
         assert set(found) <= mine
         assert len(set(found)) == len(found)
         assert not found or len(found) >= least
@@ -54,24 +54,24 @@ def test_a_share_is_near_allowed_and_large_enough(nodes, devices, allowed, least
 def test_devices_of_a_node_share_its_cores_without_rest(nodes, devices, each):
     near = [range(64 * node, 64 * node + devices * each) for node in range(nodes) for _ in range(devices)]
     allowed = set().union(*near, {999})
-    shares = [share(device, near, allowed, 1) for device in range(nodes * devices)]
+    shares = [choose_cores(device, near, allowed, 1) for device in range(nodes * devices)]
     assert all(len(one) == each for one in shares)
     assert set().union(*shares) == allowed - {999}
 
 
 def test_a_core_and_its_second_thread_stay_together():
-    found = [share(device, HYPERTHREADS, range(64), 4) for device in range(4)]
+    found = [choose_cores(device, HYPERTHREADS, range(64), 4) for device in range(4)]
     assert found[0] == [*range(8), *range(32, 40)]
     assert found[3] == [*range(24, 32), *range(56, 64)]
 
 
 def test_where_a_part_is_too_small_all_near_cores_are_taken_or_none():
-    assert share(0, HYPERTHREADS, range(64), 17) == HYPERTHREADS[0]
-    assert share(0, HYPERTHREADS, range(64), 33) == []
-    assert share(0, HYPERTHREADS, range(16, 32), 4) == []  # a user's binding to the other node
-    assert share(0, HYPERTHREADS, range(16), 4) == []  # one to this node
-    assert share(9, HYPERTHREADS, range(64), 4) == []
-    assert share(0, [], range(64), 4) == []
+    assert choose_cores(0, HYPERTHREADS, range(64), 17) == HYPERTHREADS[0]
+    assert choose_cores(0, HYPERTHREADS, range(64), 33) == []
+    assert choose_cores(0, HYPERTHREADS, range(16, 32), 4) == []  # a user's binding to the other node
+    assert choose_cores(0, HYPERTHREADS, range(16), 4) == []  # one to this node
+    assert choose_cores(9, HYPERTHREADS, range(64), 4) == []
+    assert choose_cores(0, [], range(64), 4) == []
 
 
 def gpus(monkeypatch, *properties):

@@ -39,9 +39,9 @@ def told(tmp_path_factory):
     return {name: [rank[name] for rank in ranks] for name in LAYOUTS}
 
 
-# Megatron's order: rank = tensor + TP (context + CP (data + DP stage)). Per rank: its unit; then the ranks that ...
+# Megatron's order: rank = tensor + TP (context + CP (data + DP stage)). Per rank: its replica group; then who ...
 PLACES = {
-    #                          units         lead    feed          judge         write   export
+    #                     replica groups         lead    feed          judge         write   export
     "tensor and data": ([0, 0, 1, 1], [0, 2], [0, 2], [0, 2], [0], [0, 1]),
     "pipeline and data": ([0, 1, 0, 1], [0, 1], [0, 1], [2, 3], [0, 2], [0, 2]),
     "context and data": ([0, 0, 1, 1], [0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0], [0]),
@@ -54,9 +54,9 @@ PLACES = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_places(told, layout):
     ranks = told[layout]
-    units, *roles = PLACES[layout]
-    assert [rank["unit"] for rank in ranks] == units
-    assert [rank["units"] for rank in ranks] == [max(units) + 1] * WORLD
+    replica_groups, *roles = PLACES[layout]
+    assert [rank["replica_group"] for rank in ranks] == replica_groups
+    assert [rank["replica_groups"] for rank in ranks] == [max(replica_groups) + 1] * WORLD
     for role, expected in zip(("leader", "feeds", "judges", "writes", "exports"), roles, strict=True):
         assert [number for number, rank in enumerate(ranks) if rank[role]] == expected, role
     assert [rank["share"] for rank in ranks] == ([0, 1, 0, 1] if layout in LOCKSTEP else [0] * WORLD)
@@ -65,9 +65,9 @@ def test_places(told, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_unit_hears_its_leader_and_everyone_the_first(told, layout):
-    units, leaders, *_ = PLACES[layout]
+    replica_groups, leaders, *_ = PLACES[layout]
     for number, rank in enumerate(told[layout]):
-        assert rank["from_leader"] == rank["from_leader_beside"] == leaders[units[number]]
+        assert rank["from_leader"] == rank["from_leader_beside"] == leaders[replica_groups[number]]
         assert rank["from_first"] == 0
         assert [message["rank"] for message in rank["gathered"]] == list(range(WORLD))
         assert [len(message["text"]) for message in rank["gathered"]] == [1, 10, 100, 1000]
@@ -75,9 +75,9 @@ def test_a_unit_hears_its_leader_and_everyone_the_first(told, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_error_of_the_leader_ends_its_unit_and_no_other(told, layout):
-    units = PLACES[layout][0]
+    replica_groups = PLACES[layout][0]
     assert [rank["failed"] for rank in told[layout]] == [
-        "BadInput: unit 0 is out" if unit == 0 else unit for unit in units
+        "BadInput: replica group 0 is out" if replica_group == 0 else replica_group for replica_group in replica_groups
     ]
     assert [rank["failed_first"] for rank in told[layout]] == ["RewardError: rank 0 is out"] * WORLD
 
@@ -90,9 +90,9 @@ def test_one_rank_reads_the_reference_for_its_hash(told, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_worst_of_a_unit_hides_no_nan(told, layout):
-    units = PLACES[layout][0]
+    replica_groups = PLACES[layout][0]
     for number, rank in enumerate(told[layout]):
-        assert rank["worst"] == max(other for other in range(WORLD) if units[other] == units[number])
+        assert rank["worst"] == max(other for other in range(WORLD) if replica_groups[other] == replica_groups[number])
         assert rank["worst_of_all"] == math.inf  # rank 1 had NaN
 
 
@@ -135,9 +135,9 @@ def _said(lockstep):
     mine = bucket(ranks.rank, "x" * 10**ranks.rank)
 
     def fail():
-        if ranks.unit == 0:
-            raise BadInput("unit 0 is out")
-        return CheckpointDue(True, ranks.unit)
+        if ranks.replica_group == 0:
+            raise BadInput("replica group 0 is out")
+        return CheckpointDue(True, ranks.replica_group)
 
     def fail_first():
         raise RewardError(f"rank {ranks.rank} is out")
@@ -155,7 +155,17 @@ def _said(lockstep):
         hashes = [reference_hash(0.1), reference_hash(0)]
     places = {
         name: getattr(ranks, name)
-        for name in ("unit", "units", "share", "leader", "feeds", "judges", "writes", "exports", "stage")
+        for name in (
+            "replica_group",
+            "replica_groups",
+            "share",
+            "leader",
+            "feeds",
+            "judges",
+            "writes",
+            "exports",
+            "stage",
+        )
     }
     return places | {
         "from_leader": ranks.from_leader(lambda: CheckpointDue(True, ranks.rank)).updates,

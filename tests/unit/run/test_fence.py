@@ -20,15 +20,15 @@ def test_the_older_orchestrator_writes_nothing_more(tmp_path):
     folder = finished(tmp_path)
     steps = folder.steps.read_bytes()
     newer = RunFolder(folder.path)
-    newer.fence = Fence.begin(folder.path)
+    newer.fence = Fence.begin_attempt(folder.path)
     said = r"another orchestrator \(attempt 2\) writes it now; this one \(attempt 1\) stops"
     evaluations = folder.evaluations.read_bytes()
     writes = (
-        lambda: folder.cut(0),
+        lambda: folder.cut_steps(0),
         lambda: folder.add_step(None),
         lambda: folder.add_evaluation({}),
         lambda: folder.add_samples(9, []),
-        folder.fence.check,
+        folder.fence.check_attempt,
     )
     for write in writes:
         with pytest.raises(TakenOver, match=said):
@@ -36,30 +36,32 @@ def test_the_older_orchestrator_writes_nothing_more(tmp_path):
     assert folder.steps.read_bytes() == steps
     assert folder.evaluations.read_bytes() == evaluations
     assert not (folder.responses / "step-000009.jsonl").exists()
-    newer.cut(2)
+    newer.cut_steps(2)
     assert len(list(read_lines(folder.steps))) == 2
 
 
 def test_a_folder_that_was_begun_anew_is_not_the_older_orchestrators(tmp_path):
     for _ in range(2):
-        older = Fence.begin(tmp_path)
+        older = Fence.begin_attempt(tmp_path)
     (tmp_path / "orchestrator_attempt").unlink()
-    Fence.begin(tmp_path).check()
+    Fence.begin_attempt(tmp_path).check_attempt()
     with pytest.raises(
         TakenOver, match=r"another orchestrator \(attempt 1\) writes it now; this one \(attempt 2\) stops"
     ):
-        older.check()
+        older.check_attempt()
 
 
 def test_no_checkpoint_is_published_over_the_newer_orchestrators(tmp_path, monkeypatch):
     from engine.run import checkpoint_files
 
-    fence = Fence.begin(tmp_path)
+    fence = Fence.begin_attempt(tmp_path)
     publish = checkpoint_files.publish_checkpoint
-    monkeypatch.setattr(checkpoint_files, "publish_checkpoint", lambda **given: publish(**given, fence=fence.check))
+    monkeypatch.setattr(
+        checkpoint_files, "publish_checkpoint", lambda **given: publish(**given, fence=fence.check_attempt)
+    )
     whole = a_checkpoint(tmp_path, 2)
     content = (whole / "__0_0.distcp").read_bytes()
-    Fence.begin(tmp_path)
+    Fence.begin_attempt(tmp_path)
     with pytest.raises(TakenOver):
         a_checkpoint(tmp_path, 4)
     assert (whole / "__0_0.distcp").read_bytes() == content
@@ -71,8 +73,8 @@ def test_a_orchestrator_that_was_taken_over_leaves_no_reason_in_the_newer_ones_f
     folder = RunFolder(config.folder)
 
     async def run(orchestrator):
-        Fence.begin(folder.path)
-        orchestrator.folder.cut(0)
+        Fence.begin_attempt(folder.path)
+        orchestrator.folder.cut_steps(0)
 
     monkeypatch.setattr(launch, "check_training", lambda config: None)
     monkeypatch.setattr(launch, "check_instances", lambda config: None)
@@ -87,15 +89,15 @@ async def test_a_orchestrator_stops_at_its_next_sign_of_life_also_where_no_step_
     config = Config(run=Run(name="mine", output=str(tmp_path)))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    folder.fence = Fence.begin(folder.path)
+    folder.fence = Fence.begin_attempt(folder.path)
     orchestrator = launch._Orchestrator(config, folder, resume=False, replay=None)
     orchestrator._beating = asyncio.create_task(orchestrator._beat())
     server = SimpleNamespace(bug=asyncio.get_running_loop().create_future())
-    plane = SimpleNamespace(check=partial(asyncio.sleep, 0), failure=None)
+    plane = SimpleNamespace(check_run=partial(asyncio.sleep, 0), failure=None)
     waiting = asyncio.create_task(orchestrator._wait_for_trainer(SimpleNamespace(alive=True), server, plane))
     await asyncio.sleep(0.7)
     assert not waiting.done()
-    Fence.begin(folder.path)
+    Fence.begin_attempt(folder.path)
     touched = folder.heartbeat.stat().st_mtime_ns
     with pytest.raises(TakenOver):
         await asyncio.wait_for(waiting, 5)
@@ -114,8 +116,8 @@ def test_the_exit_status_says_that_another_orchestrator_has_begun(tmp_path, monk
 
 
 def test_a_process_without_a_orchestrator_is_not_fenced_off(tmp_path):
-    Fence.begin(tmp_path)
-    Fence(tmp_path, 0).check()
+    Fence.begin_attempt(tmp_path)
+    Fence(tmp_path, 0).check_attempt()
 
 
 def test_a_damaged_number_is_named(tmp_path):
@@ -123,5 +125,5 @@ def test_a_damaged_number_is_named(tmp_path):
     with pytest.raises(
         BadInput, match=r"orchestrator_attempt: the number of the newest attempt can't be read"
     ) as raised:
-        Fence.begin(tmp_path)
+        Fence.begin_attempt(tmp_path)
     assert isinstance(raised.value, MetronomeError)

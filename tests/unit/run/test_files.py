@@ -41,9 +41,9 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
 
 def test_a_trace_whose_disk_was_full_for_a_while_can_be_read_to_its_end(tmp_path):
     trace = Trace(tmp_path, "orchestrator")
-    trace.add("first", 0.0, 1.0)
+    trace.add_span("first", 0.0, 1.0)
     trace.flush()
-    trace.add("x" * 500, 1.0, 2.0)
+    trace.add_span("x" * 500, 1.0, 2.0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
     try:
@@ -51,7 +51,7 @@ def test_a_trace_whose_disk_was_full_for_a_while_can_be_read_to_its_end(tmp_path
             trace.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    trace.add("last", 2.0, 3.0)
+    trace.add_span("last", 2.0, 3.0)
     trace.flush()
     assert [span["name"] for span in read_spans(tmp_path)] == ["first", "x" * 500, "last"]
 

@@ -43,7 +43,7 @@ def test_states_are_what_the_trainer_allocates(settings, dtype):
     )
     policy = Policy(config, platform.get_platform("cpu"))
     policy.start_step()
-    policy.reduce(1)
+    policy.reduce_gradients(1)
     policy.step_optimizer()  # Adam makes its moments at the first step
     terms = {term.name: term.bytes for term in _states(rank_parameters(policy.models.shape, Parallel(), 0), config)}
     buffers = policy.ddp.buffers + policy.ddp.expert_parallel_buffers

@@ -66,7 +66,7 @@ def test_messages_say_how_a_child_ended(tmp_path):
     failing = Child("worker-7", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], log)
     failing.process.wait(30)
     with pytest.raises(ProcessDied, match=r"worker-7 exited with 3(.|\n)*the reason"):
-        failing.check()
+        failing.check_alive()
     sleeping = Child("sleeper", [sys.executable, "-c", SLEEPER], log)
     assert sleeping.alive
     sleeping.stop(0.0)

@@ -98,9 +98,9 @@ def test_scores_are_bit_for_bit_those_of_the_trainers_own_reference(settings, ma
     groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
     policy = a_policy(settings, train__micro_batch_tokens=budget, algorithm__kl_coef=0.01)
     found = made(train__micro_batch_tokens=budget).score(groups)
-    own = policy.early.scores("reference", micro_batches(groups, policy.packing, policy.credit))
+    own = policy.early.scores("reference", micro_batches(groups, policy.packing, policy.group_advantages))
     scored = [replace(group, columns={REFERENCE: found[group.index]}) for group in groups]
-    batches = micro_batches(scored, policy.packing, policy.credit)
+    batches = micro_batches(scored, policy.packing, policy.group_advantages)
     assert [batch.reference.tolist() for batch in batches] == [scores.tolist() for scores in own]
 
 
@@ -108,7 +108,7 @@ def test_it_goes_through_its_stage_until_the_run_is_over(made, tmp_path):
     plane = FakePlane(StillWaiting(), window(7, a_group(), a_group(index=1)), window(9, a_group(index=2)), EndOfRun())
     scorer = made()
     scorer.serve(plane)
-    assert {(lease.stage, lease.unit, lease.step) for lease in plane.leases} == {("reference", 0, None)}
+    assert {(lease.stage, lease.replica_group, lease.step) for lease in plane.leases} == {("reference", 0, None)}
     assert plane.leases[0].budget == config_of({}).train.micro_batch_tokens
     assert [(one.stage, one.lease, [row.index for row in one.rows]) for one in plane.written] == [
         ("reference", 7, [0, 1]),

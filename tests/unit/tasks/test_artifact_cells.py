@@ -1,6 +1,6 @@
 import pytest
 
-from tasks.artifact_cells import cell, markdown, table_rows
+from tasks.artifact_cells import format_cell, table_as_markdown, table_rows
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,12 @@ from tasks.artifact_cells import cell, markdown, table_rows
     ],
 )
 def test_a_value_as_people_read_it(value, text):
-    assert cell(value) == text
+    assert format_cell(value) == text
 
 
 def test_tables():
     assert table_rows({"avg_at_k": 0.5}) == [{"figure": "avg at k", "value": "0.5"}]
-    assert markdown({"peak_bytes": 401203200, "note": "a|b"}).splitlines() == [
+    assert table_as_markdown({"peak_bytes": 401203200, "note": "a|b"}).splitlines() == [
         "| | |",
         "|---|---|",
         "| peak bytes | 401,203,200 |",

@@ -15,12 +15,12 @@ from engine.tools.comparison import run_figures
 from engine.tools.comparison.verdict import config_differences
 from support.compared_runs import evaluation, step
 from support.simulated_runs import config, simulated_run, with_model
-from tasks.compare import compare, from_folder, from_mlflow
+from tasks.compare import compare_runs, from_folder, from_mlflow
 from tasks.tracking import tracked_run
 
 
 def _fail_in_mlflow(config, ids):
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         ids.append(run_id)
         append_line(config.folder / "steps.jsonl", step(0))
         raise BadInput("by the test")
@@ -28,7 +28,7 @@ def _fail_in_mlflow(config, ids):
 
 def test_a_failed_run_is_read_as_one_from_its_folder_and_from_mlflow(stored, tmp_path):
     folder = RunFolder(tmp_path)
-    folder.fail(BadInput("the reward raised:\n  line 3"))
+    folder.write_failure(BadInput("the reward raised:\n  line 3"))
     folder.steps.write_text(json.dumps(step(0)) + "\n")
     assert from_folder(tmp_path).failure == "the reward raised: line 3"
     config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=stored[2]))
@@ -46,7 +46,7 @@ def stored(tmp_path_factory):
     uri = f"sqlite:///{output / 'mlflow.db'}"
     config = Config(run=RunTable(name="run", output=str(output)), train=Train(steps=12), tracking=Tracking(uri=uri))
     rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n]) for n in range(12)]
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         for row in rows:
             append_line(config.folder / "steps.jsonl", row)
         (config.folder / "evaluations").mkdir()
@@ -77,7 +77,7 @@ def test_a_folder_and_an_mlflow_run_read_the_same(stored):
 
 def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     folder, run_id, uri = stored
-    told = compare([str(folder), run_id], tmp_path / "page.html", uri)
+    told = compare_runs([str(folder), run_id], tmp_path / "page.html", uri)
     assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
     assert "without any difference seen" in told
     assert (tmp_path / "page.html").is_file()
@@ -85,7 +85,7 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
 
 def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):
     slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
-    told = compare([str(slow), str(stored[0])], tmp_path / "page.html").splitlines()
+    told = compare_runs([str(slow), str(stored[0])], tmp_path / "page.html").splitlines()
     (line,) = told[told.index("Bound by:") + 1 : told.index("Bound by:") + 2]
     assert line.startswith("slow  rollout (")
     assert 'train.mode="periodic"' in line
@@ -96,7 +96,7 @@ def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
     uri = stored[2]
     config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=uri))
     row = evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl", pass_curve={"1": 0.5})
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         (config.folder / "evaluations").mkdir()
         (config.folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
         (config.folder / "evaluations/b.jsonl").write_text(json.dumps({"prompt_id": "x", "mean": 0.5}) + "\n")
@@ -120,12 +120,12 @@ def test_what_is_no_run_is_one_clear_error(stored, tmp_path, given, message):
     folder, _, uri = stored
     names = [one.replace("FOLDER", str(folder)).replace("EMPTY", str(tmp_path)) for one in given]
     with pytest.raises(BadInput, match=message):
-        compare(names, tmp_path / "page.html", uri)
+        compare_runs(names, tmp_path / "page.html", uri)
 
 
 def test_a_store_that_is_not_there_is_not_made(stored, tmp_path):
     with pytest.raises(BadInput, match="no such file"):
-        compare([str(stored[0]), "f" * 32], tmp_path / "page.html", f"sqlite:///{tmp_path / 'none.db'}")
+        compare_runs([str(stored[0]), "f" * 32], tmp_path / "page.html", f"sqlite:///{tmp_path / 'none.db'}")
     assert not (tmp_path / "none.db").exists()
 
 

@@ -14,9 +14,9 @@ from engine.run.folder import RunFolder
 from engine.run.run_start import RunStart
 from tasks import orchestrator_process, train
 from tasks.evaluate import run_folder as evaluated_folder
-from tasks.fenced import fenced, run_folder
+from tasks.fenced import run_folder, write_fenced
 from tasks.finished_stages import Stages, count_attempt
-from tasks.flow_entry import entered
+from tasks.flow_entry import enter_flow
 from tasks.tracking import tracked_run
 from tasks.tracking.retry import TrackingAway
 
@@ -27,7 +27,7 @@ def config(tmp_path):
 
 
 def test_the_older_flow_does_no_further_stage_and_writes_none(config):
-    with entered(config, RunStart(), resume=False) as entry:
+    with enter_flow(config, RunStart(), resume=False) as entry:
         entry.once("prepare data", lambda: 1)
         folder = run_folder(config)
         stages = folder.stages.read_bytes()
@@ -36,7 +36,7 @@ def test_the_older_flow_does_no_further_stage_and_writes_none(config):
 
         def work():
             calls.append(1)
-            Fence.begin(folder.path, "flow")  # the newer flow begins meanwhile
+            Fence.begin_attempt(folder.path, "flow")  # the newer flow begins meanwhile
 
         said = r"another flow \(attempt 2\) writes it now; this one \(attempt 1\) stops"
         with pytest.raises(TakenOver, match=said):
@@ -55,10 +55,10 @@ def test_the_older_flow_does_no_further_stage_and_writes_none(config):
 
 def test_the_older_flow_leaves_no_reason_in_the_newer_ones_folder(config):
     def ends():
-        Fence.begin(config.folder, "flow")
+        Fence.begin_attempt(config.folder, "flow")
         raise TrackingAway("MLflow does not answer")
 
-    with pytest.raises(TrackingAway), entered(config, RunStart(), resume=False):
+    with pytest.raises(TrackingAway), enter_flow(config, RunStart(), resume=False):
         ends()
     assert not RunFolder(config.folder).failure.exists()
 
@@ -88,8 +88,8 @@ def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, mon
     monkeypatch.setattr(train, "run_training", lambda *_, on_step: on_step({"step": 0}))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    with fenced(folder):
-        Fence.begin(folder.path, "flow")
+    with write_fenced(folder):
+        Fence.begin_attempt(folder.path, "flow")
         with pytest.raises(TakenOver):
             train.train.fn(config)
     assert logged == []
@@ -98,7 +98,7 @@ def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, mon
 
 def test_the_mlflow_run_goes_on_in_the_process_that_writes_the_run_now(config):
     RunFolder(config.folder).create(config, resume=False)
-    with pytest.raises(TakenOver), tracked_run.tracked(config) as run:
+    with pytest.raises(TakenOver), tracked_run.track_run(config) as run:
         raise TakenOver("another orchestrator writes it now")
     client = mlflow.MlflowClient()
     assert client.get_run(run).info.status == "RUNNING"
@@ -110,9 +110,9 @@ def test_a_flow_that_a_signal_ends_says_which(config, ended, name):
     """Prefect raises an exception of its own for SIGTERM. An error that the orchestrator told stays."""
 
     def flow(told):
-        with entered(config, RunStart(), resume=bool(told)):
+        with enter_flow(config, RunStart(), resume=bool(told)):
             if told:
-                run_folder(config).fail(RewardError(told))
+                run_folder(config).write_failure(RewardError(told))
             raise ended
 
     for told in ("", "the reward raised"):

@@ -12,7 +12,7 @@ from engine.run.folder import RunFolder
 from engine.run.identity import read_run_id
 from engine.run.run_start import RunStart, read_start
 from tasks.finished_stages import last_end
-from tasks.flow_entry import begun_by_this_flow, entered, settled
+from tasks.flow_entry import begun_by_this_flow, enter_flow, read_settled_config
 from tasks.tracking.retry import TrackingAway
 
 
@@ -39,14 +39,14 @@ def killed(*arguments, **more):
 
 def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with(flow_run, recipe, monkeypatch):
     flow_run("night")
-    config = settled(recipe(1e-6))
+    config = read_settled_config(recipe(1e-6))
     begun = RunStart(start="nightly", continued_from="models:/nights/6")
-    with entered(config, begun, resume=False):
+    with enter_flow(config, begun, resume=False):
         number = read_run_id(config.folder)
     assert read_start(config.folder) == begun
-    again = settled(recipe(1e-3, "run.name=edited"))
+    again = read_settled_config(recipe(1e-3, "run.name=edited"))
     assert again == config
-    with entered(again, begun, resume=False) as entry:
+    with enter_flow(again, begun, resume=False) as entry:
         assert entry.resumed
     assert read_start(config.folder) == begun
     assert read_run_id(config.folder) == number != ""
@@ -55,15 +55,18 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
     name = f"run.name={config.run.name}"
     with (
         pytest.raises(BadInput, match="exists already"),
-        entered(settled(recipe(1e-3, name)), RunStart(), resume=False),
+        enter_flow(read_settled_config(recipe(1e-3, name)), RunStart(), resume=False),
     ):
         pass
     with monkeypatch.context() as patch:  # killed before it has written its config
         patch.setattr(RunFolder, "create", killed)
-        with pytest.raises(KeyboardInterrupt), entered(settled(recipe(1e-3, name)), RunStart(), resume=True):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            enter_flow(read_settled_config(recipe(1e-3, name)), RunStart(), resume=True),
+        ):
             pass
     assert not begun_by_this_flow(RunFolder(config.folder))
-    with entered(settled(recipe(1e-3, name)), RunStart(), resume=True):
+    with enter_flow(read_settled_config(recipe(1e-3, name)), RunStart(), resume=True):
         assert load_config(RunFolder(config.folder).config).train.learning_rate == 1e-3
 
 
@@ -71,12 +74,12 @@ def test_a_second_process_of_a_flow_run_waits_while_the_first_one_trains(flow_ru
     """Prefect may start a flow run again that it took for dead, and that trains on."""
     monkeypatch.setattr("tasks.flow_entry.TAKEOVER_S", 2.0)
     flow_run("night")
-    config = settled(recipe(1e-6))
+    config = read_settled_config(recipe(1e-6))
     holds = threading.Event()
     through = threading.Event()
 
     def train():
-        with entered(config, RunStart(), resume=False):
+        with enter_flow(config, RunStart(), resume=False):
             holds.set()
             for step in range(16):
                 time.sleep(0.25)
@@ -86,7 +89,7 @@ def test_a_second_process_of_a_flow_run_waits_while_the_first_one_trains(flow_ru
     first = threading.Thread(target=train)
     first.start()
     assert holds.wait(30)
-    with entered(config, RunStart(), resume=False) as entry:
+    with enter_flow(config, RunStart(), resume=False) as entry:
         assert through.is_set()
         assert entry.resumed
     first.join()
@@ -94,11 +97,11 @@ def test_a_second_process_of_a_flow_run_waits_while_the_first_one_trains(flow_ru
 
 def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, recipe, monkeypatch):
     flow_run("night")
-    config = settled(recipe(1e-6))
-    with pytest.raises(TrackingAway), entered(config, RunStart(), resume=False):
+    config = read_settled_config(recipe(1e-6))
+    with pytest.raises(TrackingAway), enter_flow(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly")
-    with pytest.raises(SystemExit, match="MLflow did not answer"), entered(config, RunStart(), resume=False):
+    with pytest.raises(SystemExit, match="MLflow did not answer"), enter_flow(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
     assert last_end(RunFolder(config.folder)) == "MLflow did not answer"
 
@@ -106,13 +109,13 @@ def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, 
 def test_a_run_that_is_trained_further_is_published_registered_and_announced_again(flow_run, recipe):
     stages = {"train": 2, "publish": "p", "register": "r", "announce": "a"}
     flow_run("first")
-    config = settled(recipe(1e-6, "train.steps=2", "run.name=further"))
-    with entered(config, RunStart(), resume=False) as entry:
+    config = read_settled_config(recipe(1e-6, "train.steps=2", "run.name=further"))
+    with enter_flow(config, RunStart(), resume=False) as entry:
         for name, result in stages.items():
             entry.once(name, lambda result=result: result)
     for number, steps, done in (("second", 2, stages), ("third", 4, {})):
         flow_run(number)
-        with entered(
-            settled(recipe(1e-6, f"train.steps={steps}", "run.name=further")), RunStart(), resume=True
+        with enter_flow(
+            read_settled_config(recipe(1e-6, f"train.steps={steps}", "run.name=further")), RunStart(), resume=True
         ) as entry:
             assert entry.done == done

@@ -12,8 +12,8 @@ from tasks import interruption
 
 BLOCKED = """
 import os
-from tasks.interruption import catch
-catch()
+from tasks.interruption import catch_signals
+catch_signals()
 print("ready", flush=True)
 try:
     while True:

@@ -35,7 +35,7 @@ def test_follower_of_a_resumed_run_gives_only_the_steps_done_again(tmp_path):
         append_line(folder.steps, {"step": step, "loss": 0.1 * step})
     follower = LineFollower(folder.steps)
     assert follower.new() == []
-    folder.cut(2)
+    folder.cut_steps(2)
     append_line(folder.steps, {"step": 2, "loss": 7.0})
     assert follower.new() == [{"step": 2, "loss": 7.0}]
     append_line(folder.steps, {"step": 3, "loss": 8.0})
@@ -54,7 +54,7 @@ def ended(tmp_path):
 
 def test_the_orchestrators_own_error_is_raised(tmp_path, ended):
     folder = RunFolder(tmp_path)
-    folder.fail(RatioGapError("weights differ"))
+    folder.write_failure(RatioGapError("weights differ"))
     failure = _failure(ended, folder, 1)
     assert isinstance(failure, RatioGapError)
     assert str(failure) == "weights differ"
@@ -68,7 +68,7 @@ def test_a_orchestrator_that_left_no_reason_died(tmp_path, ended):
 
 def test_the_message_of_bad_input_comes_from_the_log_not_from_an_earlier_failure(tmp_path, ended):
     folder = RunFolder(tmp_path)
-    folder.fail(RatioGapError("weights differ"))
+    folder.write_failure(RatioGapError("weights differ"))
     failure = _failure(ended, folder, 2)
     assert isinstance(failure, BadInput)
     assert str(failure) == "no such thing"

@@ -7,7 +7,7 @@ from engine.config import Config, Run
 from engine.config.recipe import load_config
 from engine.data import prepared
 from engine.run.files import write_json
-from tasks.prepare import REPORT, _settings, describe, page, prepare
+from tasks.prepare import REPORT, _settings, describe_data, prepare, report_page
 from tasks.tracking import tracked_run
 
 
@@ -26,13 +26,13 @@ def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
     assert found["train"]["rows"] == len(prepared.training_problems(config).rows) == 57
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 3}
     assert (
-        describe(found)
+        describe_data(found)
         == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
     )
 
 
 def test_the_page_shows_figures_reasons_and_overlaps(config):
-    text = page(prepare.fn(_settings(config), {}, ""))
+    text = report_page(prepare.fn(_settings(config), {}, ""))
     assert "| rows | 57 | 3 |" in text
     assert "| difficulty | 1: 57 | 1: 3 |" in text
     assert "train.json, row 1 |" in text
@@ -60,7 +60,9 @@ def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
 def test_both_sets_are_inputs_of_the_mlflow_run(config):
     found = prepare.fn(_settings(config), {}, "")
     for _ in range(2):  # the second time it is resumed
-        with tracked_run.tracked(config.model_copy(update={"run": Run(name="mine", output=config.run.output)})) as run:
+        with tracked_run.track_run(
+            config.model_copy(update={"run": Run(name="mine", output=config.run.output)})
+        ) as run:
             write_json(config.folder / REPORT, found)
     entries = mlflow.get_run(run).inputs.dataset_inputs
     assert len(entries) == 2

@@ -9,7 +9,7 @@ import pytest
 from engine.config import Config
 from engine.run.checkpoint_files import MARKER
 from tasks import train
-from tasks.train import Progress, page
+from tasks.train import Progress, steps_page
 
 
 def row(step, **more):
@@ -34,7 +34,7 @@ def cells(text):
 
 
 def test_the_page_says_where_training_is(tmp_path):
-    found = cells(page(config(tmp_path, 40), [row(0), row(1), row(2)]))
+    found = cells(steps_page(config(tmp_path, 40), [row(0), row(1), row(2)]))
     assert found["run"] == "night"
     assert found["steps"] == "3 of 40 (7.5 %)"
     assert found["reward (last step)"] == "0.500"
@@ -48,7 +48,7 @@ def test_the_page_says_where_training_is(tmp_path):
 @pytest.mark.parametrize(("steps", "left"), [(3, "0:00"), (4, "1:40"), (40, "1:01:40"), (1000, "27:41:40")])
 def test_the_time_left_is_that_of_the_steps_to_come_at_the_mean_so_far(tmp_path, steps, left):
     """90, 100 and 110 s: 100 s a step."""
-    assert cells(page(config(tmp_path, steps), [row(0), row(1), row(2)]))["time left"] == left
+    assert cells(steps_page(config(tmp_path, steps), [row(0), row(1), row(2)]))["time left"] == left
 
 
 def test_the_page_names_the_newest_complete_checkpoint(tmp_path):
@@ -57,7 +57,7 @@ def test_the_page_names_the_newest_complete_checkpoint(tmp_path):
         folder.mkdir(parents=True)
         if complete:
             (folder / MARKER).write_text('{"files": {}}')
-    assert cells(page(config(tmp_path, 40), [row(0)]))["last checkpoint"] == "step-000004"
+    assert cells(steps_page(config(tmp_path, 40), [row(0)]))["last checkpoint"] == "step-000004"
 
 
 class Server:

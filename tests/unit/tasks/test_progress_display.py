@@ -7,14 +7,14 @@ import time
 import pytest
 
 from tasks import console, progress_display
-from tasks.progress_display import StageProgress, showing
+from tasks.progress_display import StageProgress, show_progress
 
 SLOW = """
 import time
 from tasks import console
-from tasks.progress_display import StageProgress, showing
+from tasks.progress_display import StageProgress, show_progress
 began = time.monotonic()
-with showing("evaluate", lambda: StageProgress("7 of 10 responses", min(1.0, (time.monotonic() - began) / 4))):
+with show_progress("evaluate", lambda: StageProgress("7 of 10 responses", min(1.0, (time.monotonic() - began) / 4))):
     time.sleep(1.2)
     console.say("train", "a line beside it")
     time.sleep(0.6)
@@ -31,7 +31,7 @@ def quick(monkeypatch):
 def test_a_quiet_stage_prints_a_line_now_and_then(quick, capsys):
     console.say("evaluate", "...")
     began = time.monotonic()
-    with showing("evaluate", lambda: StageProgress("5 of 10 responses", (time.monotonic() - began) / 10)):
+    with show_progress("evaluate", lambda: StageProgress("5 of 10 responses", (time.monotonic() - began) / 10)):
         time.sleep(2.5)
     lines = capsys.readouterr().out.splitlines()[1:]
     assert 2 <= len(lines) <= 3  # after 0.3, 0.9 and 2.1 s
@@ -41,7 +41,7 @@ def test_a_quiet_stage_prints_a_line_now_and_then(quick, capsys):
 
 
 def test_a_stage_that_prints_lines_of_its_own_gets_no_others(quick, capsys):
-    with showing("train", lambda: StageProgress("in step 3")):
+    with show_progress("train", lambda: StageProgress("in step 3")):
         for number in range(10):
             console.say("train", f"step {number}")
             time.sleep(0.1)
@@ -49,7 +49,7 @@ def test_a_stage_that_prints_lines_of_its_own_gets_no_others(quick, capsys):
 
 
 def test_a_stage_whose_progress_is_not_known_says_nothing(quick, capsys):
-    with showing("convert", lambda: None):
+    with show_progress("convert", lambda: None):
         time.sleep(0.8)
     assert capsys.readouterr().out == ""
 

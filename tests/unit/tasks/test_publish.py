@@ -99,13 +99,13 @@ def test_a_orchestrator_that_was_taken_over_uploads_nothing_more(made, place, tm
     (checkpoint / "__0_0.distcp").write_bytes(b"another" * 1000)
     marker = json.loads((checkpoint / "_SUCCESS.json").read_text())
     (checkpoint / "_SUCCESS.json").write_text(json.dumps({**marker, "id": "another"}))
-    fence = Fence.begin(tmp_path)
+    fence = Fence.begin_attempt(tmp_path)
     calls = itertools.count()
 
     def check():
         if next(calls) == change:
-            Fence.begin(tmp_path)
-        fence.check()
+            Fence.begin_attempt(tmp_path)
+        fence.check_attempt()
 
     if change == 6:
         copy_checkpoint(checkpoint, policy, place, check)

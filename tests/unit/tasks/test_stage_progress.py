@@ -37,7 +37,7 @@ def test_how_far_a_step_is(tmp_path):
         ),
         (STEP | {"arrived": 9, "trained": 4}, "12/50 steps; in the next: 4 of 32 groups trained, 9 sampled", 0.2425),
         (
-            STEP | {"arrived": 32, "trained": 32, "evaluation": {"version": 12, "landed": 7, "expected": 256}},
+            STEP | {"arrived": 32, "trained": 32, "evaluation": {"version": 12, "finished": 7, "expected": 256}},
             "12/50 steps; in the next: 32 of 32 groups trained; evaluating version 12: 7 of 256 responses",
             0.26,
         ),
@@ -69,11 +69,11 @@ def test_how_far_an_evaluation_is():
     assert look().text == "starting 1 instance"
     progress.expected = 8
     assert look() == stage_progress.StageProgress("0 of 8 responses", 0.0)
-    progress.landed = 4
-    progress.group([1.0, 0.0, 1.0, 1.0])
+    progress.finished = 4
+    progress.count_group([1.0, 0.0, 1.0, 1.0])
     assert look() == stage_progress.StageProgress("4 of 8 responses, accuracy of these 0.750", 0.5)
-    progress.landed = 8
-    progress.group([0.5, 0.0, 0.0, 0.0])
+    progress.finished = 8
+    progress.count_group([0.5, 0.0, 0.0, 0.0])
     assert look() == stage_progress.StageProgress("8 responses are scored; votes and intervals", 1.0)
     progress.expected = 16
     assert look().text == "8 of 16 responses, mean reward of these 0.438"

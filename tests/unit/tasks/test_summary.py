@@ -5,7 +5,7 @@ import json
 from engine.config import Config
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from tasks.summary import training, weight_version
+from tasks.summary import training_rows, weight_version
 
 
 def test_the_rows_of_a_training(tmp_path):
@@ -16,7 +16,7 @@ def test_the_rows_of_a_training(tmp_path):
             RunFolder(config.folder).steps,
             {"step": step, "reward_mean": reward, "step_s": 2.0, "tokens_per_s_per_device": 100.0 * step},
         )
-    rows = training(config)
+    rows = training_rows(config)
     assert rows["reward"] == "0.250 (step 0) to 0.750 (step 2)"
     assert rows["speed"] == "0.50 steps/s, 150 trained tokens/s/device"  # without the first step
 
@@ -28,7 +28,7 @@ def test_a_run_whose_folder_was_lost_when_it_had_trained(tmp_path):
     checkpoint = folder.checkpoints / "step-000007"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_SUCCESS.json").write_text(json.dumps({"step": 7, "files": {}}))
-    rows = training(config)
+    rows = training_rows(config)
     assert "lost" in rows["reward"]
     assert "speed" not in rows
     assert rows["trained policy"] == str(folder.policy)

@@ -7,19 +7,19 @@ import pytest
 
 from engine import errors
 from engine.config import Run
-from tasks.train import _worth_resuming, pause
+from tasks.train import _worth_resuming, pause_before_resume
 
 
 def test_resumes_outlast_a_storage_outage_of_ten_minutes():
     told = ("CheckpointError", "s3:// does not answer")
-    assert sum(pause(told, starts) for starts in range(1, Run().resumes + 1)) > 600
-    pauses = [pause(told, starts) for starts in range(8)]
+    assert sum(pause_before_resume(told, starts) for starts in range(1, Run().resumes + 1)) > 600
+    pauses = [pause_before_resume(told, starts) for starts in range(8)]
     assert all(one <= other for one, other in itertools.pairwise(pauses))
 
 
 def test_a_death_is_resumed_at_once():
-    assert pause(("ProcessDied", "the trainer died"), 2) == 0.0
-    assert pause(None, 1) == 0.0
+    assert pause_before_resume(("ProcessDied", "the trainer died"), 2) == 0.0
+    assert pause_before_resume(None, 1) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def page(tmp_path):
     trace = Trace(tmp_path / "trace", "orchestrator")
     for number in range(10):
         for each in step(number, 10 * number, 4 if number else 7):
-            trace.add(**each)
+            trace.add_span(**each)
     trace.flush()
     lines = [json.dumps({"step": number, "pool_size": 2 - number // 8}) for number in range(9)]
     (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")

@@ -76,7 +76,7 @@ def trained(policy, windows):
     policy.start_step()
     for window in windows:
         policy.accumulate(window)
-    policy.reduce(12)
+    policy.reduce_gradients(12)
     return gradients(policy, 1.0)
 
 

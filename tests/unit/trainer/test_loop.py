@@ -9,7 +9,7 @@ from engine.config import Config
 from engine.errors import BadInput, RatioGapError
 from engine.run.trace import Trace, read_spans
 from engine.trainer.loop import Loop, Trainer
-from engine.types import Landed
+from engine.types import FinishedResponse
 from support.groups import numbered_group
 
 
@@ -47,8 +47,8 @@ class Hooked(Plain):
     def start_step(self, step):
         self.calls.append(("start_step", step))
 
-    def score_early(self, landed):
-        self.calls.append(("score_early", *(one.number for one in landed)))
+    def score_early(self, finished):
+        self.calls.append(("score_early", *(one.number for one in finished)))
 
     def add_wait(self, seconds):
         self.calls.append("add_wait")
@@ -146,8 +146,8 @@ def test_four_methods_make_a_trainer(tmp_path):
 
 def test_a_trainer_that_has_more_to_say_is_called_in_the_order_of_algorithm_1():
     calls = []
-    landed = Landed(step=0, group=0, number=3, prompt=(1,), token_ids=(2,))
-    told = run(Hooked(calls), Rollouts(calls, [[landed], a_window(0, 1)]), updates=2)
+    finished = FinishedResponse(step=0, group=0, number=3, prompt=(1,), token_ids=(2,))
+    told = run(Hooked(calls), Rollouts(calls, [[finished], a_window(0, 1)]), updates=2)
     assert calls == [
         ("begin", 0),
         ("start_step", 0),

@@ -42,7 +42,7 @@ def said(settings, tmp_path, request):
     def error(held=0, more=0, step=7):
         device.held = int(states + held)
         if step is not None:
-            watch.begin(step)
+            watch.begin_step(step)
         device.held = device.peak = int(states + working + more)
         with pytest.raises(DeviceMemoryError) as found, watch.named_errors():
             raise torch.OutOfMemoryError(SAID)

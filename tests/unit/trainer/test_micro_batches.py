@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.ranks.packing import Packing
-from engine.trainer.credit import Credit
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.micro_batches import micro_batches
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import REFERENCE, open_group, pack_group
@@ -64,7 +64,7 @@ PACKINGS = st.builds(
     context=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
     share=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
 )
-CREDITS = st.builds(Credit, loss=st.sampled_from(["grpo", "dapo"]), mask_truncated=st.booleans())
+GROUP_ADVANTAGES = st.builds(GroupAdvantages, loss=st.sampled_from(["grpo", "dapo"]), mask_truncated=st.booleans())
 
 
 def tensors(batch):
@@ -72,10 +72,10 @@ def tensors(batch):
     return {name: value for name, value in both.items() if isinstance(value, torch.Tensor)}
 
 
-@given(windows(), PACKINGS, CREDITS)
-def test_views_and_tuples_make_the_same_micro_batches(window, packing, credit):
+@given(windows(), PACKINGS, GROUP_ADVANTAGES)
+def test_views_and_tuples_make_the_same_micro_batches(window, packing, group_advantages):
     views = [open_group(pack_group(group)) for group in window]
-    ours, theirs = (micro_batches(each, packing, credit) for each in (views, window))
+    ours, theirs = (micro_batches(each, packing, group_advantages) for each in (views, window))
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert (one.layout.segments, one.layout.lengths) == (other.layout.segments, other.layout.lengths)
@@ -87,16 +87,16 @@ def test_views_and_tuples_make_the_same_micro_batches(window, packing, credit):
             assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
-@given(windows(), PACKINGS, CREDITS)
-def test_each_number_is_its_own_tokens(window, packing, credit):
+@given(windows(), PACKINGS, GROUP_ADVANTAGES)
+def test_each_number_is_its_own_tokens(window, packing, group_advantages):
     """`kept` says which of the micro-batch's tokens this rank has."""
-    for batch in micro_batches(window, packing, credit):
+    for batch in micro_batches(window, packing, group_advantages):
         expected = []
         for place, (group, number) in enumerate(batch.members):
             response = group.responses[number]
             first = sum(len(one.token_ids) for one in group.responses[:number])
-            advantage = credit.advantages(group)[number].item()
-            weights = credit.weights(group, number).tolist()
+            advantage = group_advantages.advantages(group)[number].item()
+            weights = group_advantages.weights(group, number).tolist()
             for at, logprob in enumerate(response.logprobs):
                 behind = dict(response.versions)[max(start for start, _ in response.versions if start <= at)] < STEP
                 reference = float(group.columns[REFERENCE][first + at])
@@ -109,8 +109,8 @@ def test_each_number_is_its_own_tokens(window, packing, credit):
 def test_a_window_of_which_one_group_lacks_the_reference_has_none():
     has = replace(a_group((2, 2)), columns={REFERENCE: np.zeros(4, np.float32)})
     lacks = replace(has, index=1, columns={})
-    assert micro_batches([has], Packing(99), Credit())[0].reference is not None
-    assert micro_batches([has, lacks], Packing(99), Credit())[0].reference is None
+    assert micro_batches([has], Packing(99), GroupAdvantages())[0].reference is not None
+    assert micro_batches([has, lacks], Packing(99), GroupAdvantages())[0].reference is None
 
 
 @pytest.mark.usefixtures("megatron")
@@ -121,7 +121,7 @@ def test_a_windows_column_takes_the_place_of_the_reference_bit_for_bit(settings,
     groups = [a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)]
     theirs = a_policy(settings, **changes)
     theirs.models.reference.set([weight * 1.01 for weight in theirs.models.reference.weights])
-    scored = theirs._frozen_scores(micro_batches(groups, theirs.packing, theirs.credit))
+    scored = theirs._frozen_scores(micro_batches(groups, theirs.packing, theirs.group_advantages))
     flat = torch.cat([one.reference for one in scored])  # responses stay in their order
     parts = flat.split([sum(len(one.token_ids) for one in group.responses) for group in groups])
     given = [
@@ -160,7 +160,7 @@ def test_a_window_that_was_packed_before_gives_the_same_gradient(settings):
         policy.start_step()
         if ahead:
             policy.prepare(window)
-            policy.credit = None  # nothing is left to be packed
+            policy.group_advantages = None  # nothing is left to be packed
             policy.sums.add_window = lambda window: None
         policy.accumulate(window)
         found.append(gradients(policy, 8))

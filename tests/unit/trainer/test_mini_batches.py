@@ -40,7 +40,7 @@ def alone(groups):
 
 
 def update(policy, responses=8):
-    policy.reduce(responses)
+    policy.reduce_gradients(responses)
     policy.models.copy_policy_to_old()
     return policy.step_optimizer()
 
@@ -87,7 +87,7 @@ def test_two_updates_of_a_step_are_two_steps_on_half_the_batch(settings, changes
 
 
 def test_the_order_in_which_mini_batches_come_changes_nothing(settings):
-    """In arrival order a unit may get a window of the second mini-batch before the first one is trained."""
+    """In arrival order a replica group may get a window of the second mini-batch before the first one is trained."""
     changes = PLAIN | {"train__updates": 2}
     groups = batch()
     ours = a_policy(settings, **changes)
@@ -123,7 +123,9 @@ def test_figures_are_over_all_updates(settings):
     assert figures["loss"] == pytest.approx(sum(losses) / 2)
 
 
-@pytest.mark.parametrize(("failing", "at"), [("", 0), ("decide", 1), ("decide", 2), ("reduce", 2)])
+@pytest.mark.parametrize(
+    ("failing", "at"), [("", 0), ("control_gradient", 1), ("control_gradient", 2), ("reduce_gradients", 2)]
+)
 def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(settings, monkeypatch, failing, at):
     """The old policy gets the weights from before the update, and nothing has moved while a user's control may fail."""
     policy = a_policy(settings, train__updates=2, **PLAIN)
@@ -140,10 +142,10 @@ def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(settings, mon
 
         monkeypatch.setattr(owner, name, noted)
 
-    for name in ("reduce", "decide", "step_optimizer"):
+    for name in ("reduce_gradients", "control_gradient", "step_optimizer"):
         note(policy, name)
     note(policy.models, "copy_policy_to_old")
-    whole = ["reduce", "decide", "copy_policy_to_old", "step_optimizer"] * 2
+    whole = ["reduce_gradients", "control_gradient", "copy_policy_to_old", "step_optimizer"] * 2
     policy.start_step()
     policy.accumulate(batch()[:2])
     policy.accumulate(batch()[2:])

@@ -27,7 +27,7 @@ def test_the_norm_is_read_once_and_is_megatrons_to_the_bit(settings):
     policy = a_policy(settings)
     policy.start_step()
     policy.accumulate([a_group()])
-    policy.reduce(4)
+    policy.reduce_gradients(4)
     policy.optimizer.prepare_grads()
     (inner,) = policy.optimizer.chained_optimizers
     gradients = inner.get_main_grads_for_grad_norm()

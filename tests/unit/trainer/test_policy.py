@@ -104,7 +104,7 @@ def test_previous_is_the_policy_before_the_last_update(settings):
     policy.start_step()
     policy.accumulate([group])
     assert policy.metrics.old_ratio_max == pytest.approx(1.0, abs=1e-6)
-    policy.reduce(4)
+    policy.reduce_gradients(4)
     policy.models.copy_policy_to_old()
     policy.step_optimizer()
     after = dict(policy.models.policy.named_parameters())
@@ -159,10 +159,10 @@ def test_a_figure_that_is_not_finite_ends_the_step_and_names_its_prompts(setting
     with pytest.raises(
         MetronomeError, match=r"not finite in the micro-batches of prompts \['p1'\]; the update was not"
     ):
-        policy.reduce(12)
+        policy.reduce_gradients(12)
     policy.start_step()  # the next step does not remember it
     policy.accumulate(groups[:1])
-    policy.reduce(4)
+    policy.reduce_gradients(4)
 
 
 def test_updates_are_adamw_with_schedule_and_clipping(settings):
@@ -194,7 +194,7 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
         for group in twin.param_groups:
             group["lr"] = rate
         twin.step()
-        policy.reduce(4)
+        policy.reduce_gradients(4)
         got_norm, got_rate = policy.step_optimizer()
         assert got_norm == pytest.approx(float(norm), rel=1e-4)
         assert got_norm > 0.05
@@ -216,7 +216,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(settings, monkeypatch, pl
     policy.accumulate([a_group()])
     policy.ddp.buffers[0].grad_data[place] = float("inf")
     with pytest.raises(MetronomeError, match="the gradient of this step is not finite"):
-        policy.reduce(4)
+        policy.reduce_gradients(4)
     for p, kept in zip(policy.models.policy.parameters(), before, strict=True):
         assert torch.equal(p, kept)
 
@@ -231,12 +231,12 @@ def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings)
 
     group = a_group()
     cut = replace(group, responses=(replace(group.responses[0], finish_reason="length"), *group.responses[1:]))
-    credit = a_policy(settings, algorithm__mask_truncated=True, algorithm__overlong_buffer=8).credit
-    assert credit.weights(cut, 0).tolist() == [0.0] * 7
-    assert credit.weights(cut, 1).tolist() == pytest.approx([1 / 3] * 3)
-    assert credit.tokens(cut) == 3 + 12 + 5
+    group_advantages = a_policy(settings, algorithm__mask_truncated=True, algorithm__overlong_buffer=8).group_advantages
+    assert group_advantages.weights(cut, 0).tolist() == [0.0] * 7
+    assert group_advantages.weights(cut, 1).tolist() == pytest.approx([1 / 3] * 3)
+    assert group_advantages.count_tokens(cut) == 3 + 12 + 5
     plain = torch.tensor([score.value for score in group.scores])
-    assert (credit.rewards(cut) - plain).tolist() == pytest.approx([0, 0, -0.5, 0])  # 12 of 16, free up to 8
+    assert (group_advantages.rewards(cut) - plain).tolist() == pytest.approx([0, 0, -0.5, 0])  # 12 of 16, free up to 8
 
 
 def controlled_steps(policy, seeds):
@@ -245,7 +245,7 @@ def controlled_steps(policy, seeds):
     for seed in seeds:
         policy.start_step()
         policy.accumulate([a_group(seed=seed)])
-        policy.reduce(4)
+        policy.reduce_gradients(4)
         raw.append(torch.cat([buffer.grad_data.clone() for buffer in policy.ddp.buffers]))
         policy.step_optimizer()
     return raw
@@ -325,7 +325,7 @@ def test_a_direction_that_persists_is_skipped_no_more_often_than_the_bound_says(
     assert of_run == [1, 2, 2, 3, 4, 4]
     state = policy.control.state()
     resumed = a_policy(settings, algorithm__gradient_control="gac").control
-    resumed.load(state)
+    resumed.load_state(state)
     assert (resumed.skipped, resumed.skipped_of_run) == (0, 4)
 
 
@@ -343,7 +343,7 @@ def test_a_zero_gradient_is_no_measurement(settings):
     for group, measured in ((a_group(seed=1), 0), (equal, 0), (a_group(seed=2), 0), (a_group(seed=3), 1), (equal, 1)):
         policy.start_step()
         policy.accumulate([group])
-        policy.reduce(4)
+        policy.reduce_gradients(4)
         policy.step_optimizer()
         assert len(policy.control.seen) == measured
         assert ("grad_cosine" in policy.figures()) == (group is not equal and measured > 0)
@@ -367,7 +367,7 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
     first = replace(group.responses[0], versions=((0, 0), (3, 1)))
     second = replace(group.responses[1], versions=((0, 1),))
     policy._loss = lambda terms, coefficients: found.append(terms) or loss(terms, coefficients)
-    policy.credit = replace(policy.credit, loss="grpo")
+    policy.group_advantages = replace(policy.group_advantages, loss="grpo")
     policy.start_step()
     policy.accumulate([replace(group, step=1, responses=(first, second))])
     (terms,) = found
@@ -379,7 +379,7 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
 
 def test_a_users_advantage_that_fails_on_real_rewards_is_bad_input(settings, tmp_path):
     from engine.errors import BadInput
-    from engine.trainer.credit import Credit
+    from engine.trainer.group_advantages import GroupAdvantages
 
     (tmp_path / "own.py").write_text("def own(rewards, lengths): return rewards / (rewards.sum() - 3)")
     spec = f"{tmp_path / 'own.py'}:own"
@@ -387,8 +387,8 @@ def test_a_users_advantage_that_fails_on_real_rewards_is_bad_input(settings, tmp
     certain = Group(
         step=0, index=0, prompt=group.prompt, responses=group.responses, scores=tuple(map(Score, (1.0, 1.0, 1.0, 0.0)))
     )
-    assert Credit(advantage=spec).advantages(group).shape == (4,)
+    assert GroupAdvantages(advantage=spec).advantages(group).shape == (4,)
     with pytest.raises(
         BadInput, match=r"own.py:own.*it failed on step 0, prompt p, rewards \[1.0, 1.0, 1.0, 0.0\]: ValueError"
     ):
-        Credit(advantage=spec).advantages(certain)
+        GroupAdvantages(advantage=spec).advantages(certain)

@@ -94,7 +94,7 @@ def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_mod
     groups = [a_group(), equal, a_group(index=2, seed=8, lengths=(3, 3, 8, 1))]
     policy.start_step()
     policy.accumulate(groups)
-    policy.reduce(12)
+    policy.reduce_gradients(12)
     grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
     ours = dict(export_weights(grads, policy.models.policy, policy.models.shape))
     assert_same(ours, hf_step(folder=tiny_model, groups=groups, loss=loss, estimator=estimator, old_scale=1.01), 2e-5)

@@ -62,7 +62,7 @@ class Ahead:
 
 @pytest.fixture
 async def asked(conduct):  # noqa: F811
-    """A plane with all groups of a step of two units; each window has one group, of nine tokens."""
+    """A plane with all groups of a step of two replica groups; each window has one group, of nine tokens."""
     plane, come = await conduct(GROUPS)
     for index in range(GROUPS):
         come.put_nowait(index)
@@ -86,13 +86,15 @@ async def test_the_next_window_is_leased_and_prepared_while_one_is_trained(asked
                 assert not any(lease.done for lease in asked.leases)
         return trained
 
-    async def other_unit():
+    async def other_replica_group():
         done = ()
-        while not isinstance(reply := await asked.plane.answer(Lease(step=0, unit=1, budget=9, done=done)), EndOfStep):
+        while not isinstance(
+            reply := await asked.plane.answer(Lease(step=0, replica_group=1, budget=9, done=done)), EndOfStep
+        ):
             done = (reply.lease,) if isinstance(reply, Window) else ()
             await asyncio.sleep(0.01)
 
-    trained, _ = await asyncio.gather(asyncio.to_thread(train), other_unit())
+    trained, _ = await asyncio.gather(asyncio.to_thread(train), other_replica_group())
     assert set(ahead.groups) <= set(trained)
     assert threading.main_thread() not in ahead.threads
     assert len(set(trained)) == len(trained)

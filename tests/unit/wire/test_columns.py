@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TransferError
-from engine.types import BatchScores, Group, Landed, Prompt, Response, Score
+from engine.types import BatchScores, FinishedResponse, Group, Prompt, Response, Score
 from engine.wire.columns import (
     OWN,
     REFERENCE,
-    PackedLanded,
+    PackedFinished,
     batch_scores,
+    open_finished,
     open_group,
-    open_landed,
     open_response,
     open_scores,
     pack_group,
@@ -27,7 +27,7 @@ from engine.wire.columns import (
     pack_response,
 )
 from engine.wire.message import pack
-from engine.wire.messages import EarlyWork, Window, read_message
+from engine.wire.messages import EarlyResponses, Window, read_message
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 from support.groups import numbered_group
 
@@ -178,7 +178,7 @@ def test_a_buffer_with_a_part_of_a_number_is_refused():
 
 
 def test_a_landed_response_crosses():
-    packed = PackedLanded(step=0, group=3, number=1, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
-    (landed,) = read_message(pack(EarlyWork((packed,)))).landed
-    assert open_landed(landed) == Landed(step=0, group=3, number=1, prompt=(1, 2, 3), token_ids=(5, 6))
+    packed = PackedFinished(step=0, group=3, number=1, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
+    (finished,) = read_message(pack(EarlyResponses((packed,)))).finished
+    assert open_finished(finished) == FinishedResponse(step=0, group=3, number=1, prompt=(1, 2, 3), token_ids=(5, 6))
     assert packed.tokens == 5

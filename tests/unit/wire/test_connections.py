@@ -86,12 +86,12 @@ async def test_as_many_connections_as_there_may_be_are_kept_and_of_one_more_the_
     first, second, *others = (Transport() for _ in range(5))
     for one in (first, second, others[0]):
         found.opened(one)
-    found.arrived(first)
+    found.stop_limit(first)
     assert not any(one.closing for one in (first, second, others[0]))
     found.opened(others[1])
     assert [one.closing for one in (first, second, *others[:2])] == [False, True, False, False]
     for one in others[:2]:
-        found.arrived(one)
+        found.stop_limit(one)
     found.opened(others[2])
     assert others[2].closing  # all others have sent what is asked of them
     assert not found._waiting
@@ -127,7 +127,7 @@ async def test_a_client_that_is_trusted_may_take_its_time_for_further_requests()
     transport = Transport()
     one.connection_made(transport)
     one.data_received(GET)
-    guards[transport].trust()
+    guards[transport].lift_limits()
     await asyncio.sleep(0.5)
     one.data_received(GET[:-2])
     await asyncio.sleep(0.3)

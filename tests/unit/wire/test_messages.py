@@ -25,7 +25,7 @@ from engine.wire.messages import Heartbeat, Lease, StillWaiting, read_message, r
 def test_every_request_and_every_message_is_read_as_what_it_was_sent_as():
     for union, base in ((messages.AnyRequest, messages.Request), (messages.AnyMessage, messages.Message)):
         assert set(get_args(union)) == {kind for kind in vars(messages).values() if is_leaf(kind, base)}
-    lease = Lease(step=3, unit=1, budget=100, done=(4, 5))
+    lease = Lease(step=3, replica_group=1, budget=100, done=(4, 5))
     assert read_request(pack(lease)) == lease
     assert read_message(pack(StillWaiting())) == StillWaiting()
 
@@ -62,7 +62,7 @@ def test_what_is_no_request_is_refused(wrong):
 def test_a_replay_answers_no_request_about_instances(tmp_path):
     plane = Plane(Config(), RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
     with pytest.raises(MetronomeError, match="Lease: a run that replays a record has no instances"):
-        asyncio.run(plane.answer(Lease(step=0, unit=0, budget=1)))
+        asyncio.run(plane.answer(Lease(step=0, replica_group=0, budget=1)))
 
 
 def test_a_orchestrator_that_does_not_answer_is_named_with_the_request():
@@ -72,7 +72,7 @@ def test_a_orchestrator_that_does_not_answer_is_named_with_the_request():
         with pytest.raises(
             DeadlineError, match=f"trainer-0: no answer from the orchestrator at {url} to Heartbeat in 0 s"
         ):
-            connection.ask(Heartbeat(unit=0))
+            connection.ask(Heartbeat(replica_group=0))
         connection.close()
 
 

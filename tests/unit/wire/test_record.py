@@ -8,9 +8,9 @@ import pytest
 from engine.config import Config
 from engine.errors import BadInput
 from engine.trainer.rollouts import Replay
-from engine.types import BatchScores, Landed
-from engine.wire.columns import PackedLanded, open_group, open_landed, pack_group, pack_ids
-from engine.wire.messages import EarlyWork, Window
+from engine.types import BatchScores, FinishedResponse
+from engine.wire.columns import PackedFinished, open_finished, open_group, pack_group, pack_ids
+from engine.wire.messages import EarlyResponses, Window
 from engine.wire.record import RecordWriter, check_record, read_record, record_settings
 from support.disk_order import disk_order
 from support.groups import numbered_group
@@ -27,27 +27,27 @@ def group(index, step=0):
     return pack_group(numbered_group(index, step))
 
 
-def landed(step):
-    return PackedLanded(step=step, group=2, number=0, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
+def finished(step):
+    return PackedFinished(step=step, group=2, number=0, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
 
 
 def recorded(path, steps=2, config=CONFIG, start=0):
-    """Steps of three groups: unit 1 scores one response early and trains two of the groups, one at a time."""
+    """Steps of three groups: replica group 1 scores one response early and trains two of the groups, one at a time."""
     recorder = RecordWriter(path, config, start)
     for step in range(start, steps):
-        recorder.add(
+        recorder.add_work(
             1,
-            EarlyWork((landed(step),)),
+            EarlyResponses((finished(step),)),
         )
-        recorder.add(0, Window(step, (group(0, step),)))
-        recorder.add(1, Window(step, (group(2, step),)))
-        recorder.add(1, Window(step, (group(1, step),)))
+        recorder.add_work(0, Window(step, (group(0, step),)))
+        recorder.add_work(1, Window(step, (group(2, step),)))
+        recorder.add_work(1, Window(step, (group(1, step),)))
         recorder.flush()
     return path
 
 
 def indices(works):
-    return [["landed" if isinstance(one, Landed) else one.index for one in work] for work in works]
+    return [["finished" if isinstance(one, FinishedResponse) else one.index for one in work] for work in works]
 
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
@@ -56,16 +56,16 @@ def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
     for step in (0, 1):
         assert indices(Replay(path, 0, 3, {}).work(step)) == [[0]]
         mine = list(Replay(path, 1, 3, {}).work(step))
-        assert indices(mine) == [["landed"], [2], [1]]
+        assert indices(mine) == [["finished"], [2], [1]]
         assert mine[1] == [open_group(group(2, step))]
-        assert mine[0] == [open_landed(landed(step))]
+        assert mine[0] == [open_finished(finished(step))]
 
 
 def test_the_scores_of_a_batch_come_back_with_its_window(tmp_path):
     path = tmp_path / "record.msgpack"
     recorder = RecordWriter(path, CONFIG, 0)
     scores = BatchScores(((1.0,),) * 3, ((2,),) * 3)
-    recorder.add(0, Window(0, (group(0), group(1), group(2)), scores))
+    recorder.add_work(0, Window(0, (group(0), group(1), group(2)), scores))
     recorder.flush()
     (window,) = Replay(path, 0, 3, {}).work(0)
     assert [one.batch for one in window] == [scores] * 3
@@ -81,7 +81,7 @@ def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     RecordWriter(path, CONFIG, 1)
     assert {entry.step for entry in read_record(path)} == {0}
     recorded(path, steps=3, start=1)
-    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(3)] == [[["landed"], [2], [1]]] * 3
+    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(3)] == [[["finished"], [2], [1]]] * 3
 
 
 def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_path):
@@ -179,7 +179,7 @@ DAMAGED = {
     "another message": (msgpack.packb({"plan": 1}), "does not begin with a run's settings"),
     "bytes behind the header": (HEADER + b"\x07\x07", "entry 0 is damaged"),
     "no msgpack behind the header": (
-        HEADER + msgpack.packb({"unit": 0, "step": 0, "rows": []}) + b"\xc1",
+        HEADER + msgpack.packb({"replica_group": 0, "step": 0, "rows": []}) + b"\xc1",
         "not a record",
     ),
     "an entry of something else": (HEADER + msgpack.packb({"step": 0}), "entry 0 is damaged"),
@@ -209,7 +209,7 @@ def test_a_step_is_on_the_disk_when_it_is_flushed_and_a_record_before_it_has_its
     noted = disk_order(monkeypatch)
     recorder = RecordWriter(tmp_path / "record.msgpack", CONFIG, 0)
     assert noted == ["sync record.partial", "name record.msgpack", f"sync {tmp_path.name}"]
-    recorder.add(0, Window(0, (group(0),)))
+    recorder.add_work(0, Window(0, (group(0),)))
     recorder.flush()
     assert noted[3:] == ["sync record.msgpack"]
     assert len(list(read_record(tmp_path / "record.msgpack"))) == 1
@@ -221,7 +221,7 @@ def test_a_resume_leaves_out_what_a_power_cut_left_behind_the_steps_that_stay(tm
     path.write_bytes(path.read_bytes() + tail)
     RecordWriter(path, CONFIG, 2)
     check_record(path, CONFIG)
-    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(2)] == [[["landed"], [2], [1]]] * 2
+    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(2)] == [[["finished"], [2], [1]]] * 2
 
 
 def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):
@@ -254,6 +254,6 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_an_entry_of_another_release_is_refused_and_not_taken_for_an_empty_one(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    path.write_bytes(path.read_bytes() + msgspec.msgpack.encode({"unit": 0, "step": 0, "sealed": [b"group"]}))
+    path.write_bytes(path.read_bytes() + msgspec.msgpack.encode({"replica_group": 0, "step": 0, "sealed": [b"group"]}))
     with pytest.raises(BadInput, match=r"entry \d+ is damaged, or of another release: .*`sealed`"):
         check_record(path, CONFIG)

@@ -36,7 +36,7 @@ def read(folder):
     """All values in a snapshot's files."""
     for path in sorted(folder.glob("*.safetensors")):
         file = BucketFile(path)
-        for tensor in file.read(torch.empty(file.nbytes, dtype=torch.uint8), specs_of(wire_of(path))):
+        for tensor in file.read_tensors(torch.empty(file.nbytes, dtype=torch.uint8), specs_of(wire_of(path))):
             yield from tensor.tolist()
 
 
@@ -81,12 +81,12 @@ def test_whatever_comes_a_snapshot_is_the_newest_version_and_the_memory_is_bound
             if action == "version":
                 version += 1
                 copy(made.copies, version)
-                made.copies.complete(version)
+                made.copies.complete_version(version)
                 newest = version
             elif action == "attempt that fails":
                 copy(made.copies, version + 1, count=2)
             elif action == "forgotten":
-                made.copies.forget()
+                made.copies.free_version()
                 newest = None
             elif action == "asked":
                 made.wanted.set()

@@ -331,7 +331,7 @@ def test_instances_that_fail_in_every_attempt_end_the_run_by_name(run, monkeypat
         begun.append(request.info.stage)
         return messages.Proceed(retry=True)
 
-    monkeypatch.setattr(WeightSync, "bucket", died)
+    monkeypatch.setattr(WeightSync, "send_bucket", died)
     _, ended, models = run("gloo", [1])
     wanted = f"weight version 1 could not be sent: instances failed in each of {ATTEMPTS} attempts"
     assert [str(error) for error in ended] == [wanted] * 4

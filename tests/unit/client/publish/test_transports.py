@@ -15,7 +15,7 @@ from engine.wire.weights.buckets import Buffers, pack_buckets, specs_of
 def write(snapshots, version, stage, tensors, limit=100):
     for bucket in pack_buckets(tensors.items(), None, limit, Buffers(9, 1.0)):
         info = BucketInfo(transport="file", version=version, stage=stage, bucket=bucket.number, **bucket.wire())
-        snapshots.write(bucket, info)
+        snapshots.write_bucket(bucket, info)
 
 
 def read(folder):
@@ -23,7 +23,7 @@ def read(folder):
     for path in sorted(folder.glob("*.safetensors")):
         file = BucketFile(path)
         wire = wire_of(path)
-        tensors = file.read(torch.empty(file.nbytes, dtype=torch.uint8), specs_of(wire))
+        tensors = file.read_tensors(torch.empty(file.nbytes, dtype=torch.uint8), specs_of(wire))
         found |= zip(wire["names"], tensors, strict=True)
     return found
 
@@ -36,7 +36,7 @@ def test_versions_follow_each_other_however_many_buckets_they_have(tmp_path):
     snapshots = Snapshots(tmp_path, 1)
     for version, sizes in enumerate(([30, 20, 10], [5], [40, 40, 40, 40], [7, 8])):
         tensors = {f"t{i}": torch.full((size,), float(version)) for i, size in enumerate(sizes)}
-        snapshots.begin(version)
+        snapshots.begin_version(version)
         before = visible(tmp_path)
         write(snapshots, version, 0, tensors)
         assert visible(tmp_path) == before
@@ -52,7 +52,7 @@ def test_versions_follow_each_other_however_many_buckets_they_have(tmp_path):
 def test_a_version_is_visible_once_all_stages_are_written(tmp_path, first):
     stages = [Snapshots(tmp_path, 2), Snapshots(tmp_path, 2)]
     for version in (0, 1, 2):
-        stages[0].begin(version)
+        stages[0].begin_version(version)
         for stage in (first, 1 - first):
             write(stages[stage], version, stage, {f"s{stage}": torch.ones(60) * version, f"n{stage}": torch.zeros(3)})
         stages[first].stage_done(version, first)
@@ -64,7 +64,7 @@ def test_a_version_is_visible_once_all_stages_are_written(tmp_path, first):
 
 def test_another_stage_may_put_the_version_in_its_place_between_mark_and_look(tmp_path, monkeypatch):
     stages = [Snapshots(tmp_path, 2), Snapshots(tmp_path, 2)]
-    stages[0].begin(0)
+    stages[0].begin_version(0)
     for stage in (0, 1):
         write(stages[stage], 0, stage, {f"s{stage}": torch.ones(60)})
     (stages[0].place(0).with_suffix(".partial") / "stage-000.done").touch()
@@ -86,10 +86,10 @@ def test_another_stage_may_put_the_version_in_its_place_between_mark_and_look(tm
 
 def test_a_failed_attempt_and_a_version_that_comes_again_leave_nothing_behind(tmp_path):
     snapshots = Snapshots(tmp_path, 1)
-    snapshots.begin(4)
+    snapshots.begin_version(4)
     write(snapshots, 4, 0, {f"t{i}": torch.ones(30) for i in range(3)})
     for _ in range(2):
-        snapshots.begin(4)
+        snapshots.begin_version(4)
         write(snapshots, 4, 0, {"t": torch.ones(3)})
         snapshots.stage_done(4, 0)
         assert read(snapshots.place(4)).keys() == {"t"}

@@ -19,10 +19,10 @@ def tokenizer(tmp_path_factory):
 def pieces(detokenizer, tokens):
     found = []
     for token in tokens:
-        found.append(detokenizer.add(token))
+        found.append(detokenizer.add_token(token))
         if detokenizer.stopped:
             break
-    return [*found, detokenizer.end()]
+    return [*found, detokenizer.finish_text()]
 
 
 def test_a_character_comes_when_its_last_byte_does(tokenizer):

@@ -102,7 +102,7 @@ def test_equal_prompts_share_one_prefill(engine):
         sent.send([*PROMPT, 2])
     sent.finish()
     assert engine.load() == {"running": 0, "waiting": 0, "prefills": 2, "generated_tokens": 9 * 8, "weight_version": 0}
-    engine.prompts.clear()
+    engine.prompts.drop_prompts()
     sent.send()
     sent.finish()
     assert engine.load()["prefills"] == 3
@@ -111,10 +111,10 @@ def test_equal_prompts_share_one_prefill(engine):
 def test_recent_prompts_are_kept_within_their_limit(engine):
     engine.prompts.limit = 12
     for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes
-        engine.prompts.get((first, 0, 0, 0, 0))
+        engine.prompts.get_prefill((first, 0, 0, 0, 0))
     assert engine.prompts.computed == 5
     for first in (4, 5, 4, 6, 4):  # 5 goes when 6 comes: 4 was used after it
-        engine.prompts.get((first, 0, 0, 0, 0))
+        engine.prompts.get_prefill((first, 0, 0, 0, 0))
     assert engine.prompts.computed == 5 + 3
 
 

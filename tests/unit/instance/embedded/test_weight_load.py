@@ -24,8 +24,8 @@ def load(model, tensors, cast=False):
     """As two buckets."""
     pairs = list(tensors.items())
     update = WeightLoad(model)
-    update.add(pairs[:5], cast)
-    update.add(pairs[5:], cast)
+    update.add_tensors(pairs[:5], cast)
+    update.add_tensors(pairs[5:], cast)
     update.check_whole()
 
 
@@ -61,14 +61,14 @@ def test_a_bucket_that_does_not_fit_changes_nothing(model, tensors, name, value,
     before = values(model)
     update = WeightLoad(model)
     with pytest.raises(BadInput, match=message):
-        update.add([*((known, tensor) for known, tensor in tensors.items() if known != name), (name, value)])
+        update.add_tensors([*((known, tensor) for known, tensor in tensors.items() if known != name), (name, value)])
     assert not update.touched
     assert all(torch.equal(before[name], value) for name, value in values(model).items())
 
 
 def test_what_is_missing_is_named(model, tensors):
     update = WeightLoad(model)
-    update.add([pair for pair in tensors.items() if pair[0] != "model.norm.weight"])
+    update.add_tensors([pair for pair in tensors.items() if pair[0] != "model.norm.weight"])
     with pytest.raises(Conflict, match=r"missing 1 tensor\(s\), the first model.norm.weight"):
         update.check_whole()
 
@@ -89,7 +89,7 @@ def test_a_tied_head_may_come_too_if_it_is_the_embedding(tmp_path, together, hea
         )
         update = WeightLoad(model)
         for bucket in [pairs] if together else [[pair] for pair in pairs]:
-            update.add(bucket)
+            update.add_tensors(bucket)
         update.check_whole()
 
     with_head(tensors["model.embed_tokens.weight"].clone())

@@ -82,7 +82,7 @@ async def test_a_place_on_an_instance_that_is_excluded_as_it_is_given_is_not_use
         waiting = asyncio.create_task(wait())
         await asyncio.sleep(0)
         await begun[0].__aexit__(None, None, None)  # the place is given, and its task has not gone on yet
-        w.pool.exclude(one, "silent")
+        w.pool.exclude_instance(one, "silent")
         await asyncio.sleep(0)
         assert not entered.is_set()
         assert one.groups == 1
@@ -102,7 +102,7 @@ async def test_the_instance_that_failed_last_is_avoided_if_another_one_serves(wo
                     await asyncio.wait_for(w.pool.borrow(avoid=(failed,)).__aenter__(), 0.05)
                 async with w.pool.borrow(avoid=(a, b)):
                     assert failed.groups == 1
-        w.pool.gone(b, "it died")
+        w.pool.remove_instance(b, "it died")
         async with w.pool.borrow(avoid=(a,)) as place:
             assert place.instance is a
 
@@ -152,7 +152,7 @@ async def test_the_end_of_a_breakers_time_wakes_the_one_who_waits_though_nothing
         _, one = await w.join("a")
         await until(lambda: one.met, "its first answer")
         for _ in range(LIMIT):
-            w.pool.fault(one)
+            w.pool.record_fault(one)
         assert one.breaker.state == "open"
         async with asyncio.timeout(9), w.pool.borrow() as place:  # before the next heartbeat
             assert (place.instance, place.trial) == (one, True)
@@ -198,7 +198,7 @@ async def test_the_third_reply_that_breaks_the_protocol_is_the_last_and_only_tho
             w.pool.broke_protocol(one, "a reply to a request from before")
             assert (one.state, one.reason) == ("silent", "a wrong digest")
             one.begin_catch_up()
-            w.pool.admit(one)
+            w.pool.admit_instance(one)
         w.pool.broke_protocol(one, "a wrong digest")
         assert one.state == "gone"
 
@@ -295,7 +295,7 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
         selection = DynamicSampling(3, 30)
 
         async def put(group):
-            w.groups.extend(map(open_group, selection.decide(group)))
+            w.groups.extend(map(open_group, selection.add_group(group)))
 
         endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
         async with asyncio.timeout(10):
@@ -316,7 +316,7 @@ async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(w
 
         async def put(group):
             arrived.append(group.index)
-            due = selection.decide(group)
+            due = selection.add_group(group)
             await until(lambda: len(arrived) > 1, "another group beside it")
             await asyncio.sleep(0.05)
             w.groups.extend(due)
@@ -336,8 +336,8 @@ async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_be
         (a, old) = await w.join("a", Scripted(version=0))
         (b, new) = await w.join("b", Scripted(version=1))
         for one, version in ((old, 0), (new, 1)):
-            one.hold(version)
-        w.pool.admit(old)
+            one.record_version(version)
+        w.pool.admit_instance(old)
 
         async def put(group):
             w.groups.append(open_group(group))
@@ -348,7 +348,7 @@ async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_be
             later = asyncio.create_task(w.producer.run(3, [(0, prompt) for prompt in PROMPTS], put))
             await asyncio.sleep(0.1)
             assert len(a.seeds) == 12  # its room is free, but not for these
-            w.pool.admit(new)
+            w.pool.admit_instance(new)
             await later
         assert (len(a.seeds), len(b.seeds)) == (12, 32)
         async with asyncio.timeout(10):

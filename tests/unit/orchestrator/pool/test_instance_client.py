@@ -108,24 +108,24 @@ async def test_a_response_that_a_pause_broke_off_is_sent_again(instance):
 
 async def test_what_untrusted_weights_sampled_is_held_back_until_they_are_trusted(instance):
     scripted, client = instance
-    client.distrust()
+    client.hold_responses()
     held = asyncio.create_task(client.complete(PROMPT, SAMPLING, 4))
     assert await client.call(GetLoad())  # what is no response is not held
     await until(lambda: scripted.seeds and not scripted.running, "the reply")
     await asyncio.sleep(0.05)
     assert not held.done()
-    client.trust()
+    client.release_responses()
     assert list(open_ids((await held).token_ids)) == tokens_of([1, 2, 3], 4)
 
 
 async def test_what_untrusted_weights_sampled_is_lost_when_the_instance_is_cut_also_if_it_is_trusted_later(instance):
     scripted, client = instance
-    client.distrust()
+    client.hold_responses()
     scripted.delay_s = 0.2
     held, under_way = (asyncio.create_task(client.complete(PROMPT, SAMPLING, seed)) for seed in (4, 5))
     await until(lambda: scripted.running == 2, "both requests")
-    client.cut("its weights differ")
-    client.trust()
+    client.end_calls("its weights differ")
+    client.release_responses()
     for one in (held, under_way):
         with pytest.raises(InstanceGone, match="instance-3: POST /v1/completions"):
             await one
@@ -136,30 +136,30 @@ async def test_what_untrusted_weights_sampled_is_lost_when_the_instance_is_cut_a
 async def test_a_reply_that_is_there_when_the_instance_is_cut_does_not_count(instance):
     _, client = instance
     begun = client._cuts
-    client.cut("its weights differ")
-    client.trust()
+    client.end_calls("its weights differ")
+    client.release_responses()
     with pytest.raises(InstanceGone, match="given up meanwhile"):
-        await client._until_trusted(begun)
+        await client._until_released(begun)
 
 
 async def test_a_reply_that_is_there_when_the_instance_is_cut_is_lost_at_once_and_holds_up_nobody(instance):
     _, client = instance
     begun = client._cuts
-    client.distrust()
-    client.cut("its weights differ")
+    client.hold_responses()
+    client.end_calls("its weights differ")
     with pytest.raises(InstanceGone, match="given up meanwhile"):
-        await asyncio.wait_for(client._until_trusted(begun), 1.0)
+        await asyncio.wait_for(client._until_released(begun), 1.0)
 
 
 async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_is_trusted_anew(instance):
     scripted, client = instance
-    client.distrust()
-    client.cut("its weights differ")
+    client.hold_responses()
+    client.end_calls("its weights differ")
     held = asyncio.create_task(client.complete(PROMPT, SAMPLING, 4))  # it was given its place before the cut
     await until(lambda: scripted.seeds and not scripted.running, "the reply")
     await asyncio.sleep(0.05)
     assert not held.done()
-    client.trust(anew=True)
+    client.release_responses(anew=True)
     with pytest.raises(InstanceGone, match="given up meanwhile"):
         await held
     assert (await client.complete(PROMPT, SAMPLING, 4)).seed == 4
@@ -168,7 +168,7 @@ async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_is_trusted
 async def test_weights_that_nobody_compares_are_named_after_the_deadline(instance):
     scripted, client = instance
     client._timeout_s = 0.2
-    client.distrust()
+    client.hold_responses()
     with pytest.raises(DeadlineError, match=r"compared with the trainer's in 0\.2 s"):
         await client.complete(PROMPT, SAMPLING, 4)
 
@@ -243,7 +243,7 @@ async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
     scripted.delay_s = 30
     tasks = [asyncio.create_task(client.complete(PROMPT, SAMPLING, seed)) for seed in range(3)]
     await until(lambda: scripted.running == 3, "the requests")
-    client.cut("it was silent")
+    client.end_calls("it was silent")
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, InstanceGone)
         assert "was given up: it was silent" in str(result)
@@ -262,7 +262,7 @@ async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
     loop.set_exception_handler(lambda _, context: failed.append(context))
     calling = asyncio.create_task(client.call(GetLoad(), timeout_s=0.05))
     await asyncio.sleep(0.01)
-    loop.call_later(0.1, client.cut, "its process ended")
+    loop.call_later(0.1, client.end_calls, "its process ended")
     time.sleep(0.3)  # both are due when the loop looks next: first the deadline
     with pytest.raises(DeadlineError, match="no answer to GET /load"):
         await calling

@@ -48,7 +48,7 @@ async def test_an_instance_of_another_protocol_is_refused_by_name(world, spoken,
         a.protocol = spoken
         await until(lambda: one.state == "gone", "its end")
         assert one.reason == f"{said} of the rollout protocol, not {ROLLOUT_PROTOCOL}"
-        assert w.pool.find("a") is None
+        assert w.pool.find_instance("a") is None
 
 
 async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
@@ -67,7 +67,7 @@ async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
         w.check_complete()
         assert len(a.seeds) == 8  # all finished, none sent again
         assert one.state == "gone"
-        assert w.pool.find("a") is None
+        assert w.pool.find_instance("a") is None
 
 
 async def test_one_that_asks_to_leave_in_an_update_is_in_it_until_it_ends_and_is_then_gone(world):
@@ -79,7 +79,7 @@ async def test_one_that_asks_to_leave_in_an_update_is_in_it_until_it_ends_and_is
         one.begin_update()
         w.pool.leave(one)
         assert (one.state, w.pool.members()) == ("updating", [one])
-        w.pool.admit(one)
+        w.pool.admit_instance(one)
         assert (one.state, w.pool.members()) == ("gone", [])
 
 
@@ -89,8 +89,8 @@ async def test_a_late_instance_waits_for_the_first_publish(world):
         _, one = await w.join("a")
         await asyncio.sleep(0.4)
         assert (one.state, w.pool.members(), w.pool.serving) == ("starting", [one], 0)
-        one.hold(0)
-        w.pool.admit(one)
+        one.record_version(0)
+        w.pool.admit_instance(one)
         w.pool.sync.version = 0
         await asyncio.sleep(0.2)
         assert (w.pool.serving, w.pool.sync.caught_up) == (1, [])
@@ -157,7 +157,7 @@ async def test_an_excluded_instance_forgets_its_version(world):
         w.pool.sync = Sync(version=1)
         _, one = await w.join("a")
         await until(lambda: one.state == "serving", "it")
-        w.pool.exclude(one, "its transfer broke")
+        w.pool.exclude_instance(one, "its transfer broke")
         assert (one.state, one.reason, one.version) == ("silent", "its transfer broke", None)
         await until(lambda: one.state == "serving", "its return")
         assert w.pool.sync.caught_up == [("a", 1), ("a", 1)]
@@ -190,7 +190,7 @@ async def test_a_load_that_was_read_before_an_update_says_nothing_of_the_version
         a, one = await w.join("a", Late())
         await until(lambda: one.state == "serving" and a.held.is_set(), "a load that is read and not answered")
         before = one.load
-        one.hold(2)
+        one.record_version(2)
         a.version = w.pool.sync.version = 2
         await until(lambda: one.load is not before, "the late answer")
         assert (one.load.weight_version, one.version, one.state, one.reason) == (1, 2, "serving", "")
@@ -269,7 +269,7 @@ async def test_an_address_that_never_answers_but_joins_again_and_again_holds_up_
 
         async def joins():
             while True:
-                if w.pool.find("far") is None:
+                if w.pool.find_instance("far") is None:
                     w.pool.enter("far", "http://127.0.0.1:9")
                 await asyncio.sleep(0.02)
 

@@ -39,10 +39,10 @@ class Client:
         self.cuts = []
         self.trusted = []
 
-    def cut(self, reason):
+    def end_calls(self, reason):
         self.cuts.append(reason)
 
-    def trust(self, anew):
+    def release_responses(self, anew):
         self.trusted.append(anew)
 
 
@@ -88,10 +88,10 @@ def trust_from_the_start(self):
 
 
 MISTAKES = {
-    "a place is lost when the one who waits for it is cancelled": (Dispatcher, "ask", ask_without_giving_back),
-    "one that asked to leave is admitted": (Pool, "admit", admit_one_that_leaves),
+    "a place is lost when whoever waits for it is cancelled": (Dispatcher, "wait_for_place", ask_without_giving_back),
+    "one that asked to leave is admitted": (Pool, "admit_instance", admit_one_that_leaves),
     "an excluded instance keeps its requests": (Instance, "exclude", exclude_without_cut),
-    "new weights are trusted before they are compared": (Instance, "distrust", trust_from_the_start),
+    "new weights are trusted before they are compared": (Instance, "hold_responses", trust_from_the_start),
 }
 
 
@@ -129,7 +129,7 @@ TO = {
 def brought(state):
     """An instance in a state."""
     one = Instance(Client())
-    one.heard()
+    one.record_answer()
     for step in PATHS[state]:
         getattr(one, step)(*REASONS.get(step, ()))
     return one
@@ -181,7 +181,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("state", NEXT)
 def test_only_one_that_may_serve_holds_a_version_and_one_that_is_left_out_forgets_it(state):
     one = brought(state)
-    one.hold(3)
+    one.record_version(3)
     assert one.version == (None if state in ("silent", "gone") else 3)
     if "silent" in NEXT[state]:
         one.exclude("silent")
@@ -190,7 +190,7 @@ def test_only_one_that_may_serve_holds_a_version_and_one_that_is_left_out_forget
 
 def test_a_version_that_it_got_before_it_catches_up_is_forgotten():
     one = brought("starting")
-    one.hold(3)
+    one.record_version(3)
     one.begin_catch_up()
     assert one.version is None
 
@@ -205,9 +205,9 @@ def test_the_calls_to_one_that_is_left_out_end_with_the_reason(act, after):
 @pytest.mark.parametrize("state", NEXT)
 def test_responses_of_one_that_was_left_out_go_only_after_it_caught_up(state):
     one = brought(state)
-    one.trust()
+    one.release_responses()
     assert one.client.trusted == ([False] if state in ("serving", "draining") else [])
-    one.trust(anew=True)
+    one.release_responses(anew=True)
     assert one.client.trusted[-1]
 
 
@@ -222,7 +222,7 @@ async def test_who_waits_for_its_end_is_woken_by_it():
 
 def test_it_is_met_once():
     one = Instance(Client())
-    assert [one.heard(), one.heard()] == [True, False]
+    assert [one.record_answer(), one.record_answer()] == [True, False]
 
 
 def test_each_failed_attempt_doubles_the_pause_until_one_succeeds(clock):
@@ -241,10 +241,10 @@ def test_how_long_it_has_refused_begins_anew_with_an_answer_and_with_an_exclusio
 
     def refused_after(seconds):
         clock.now += seconds
-        return one.refused()
+        return one.record_refusal()
 
     assert [refused_after(1.0), refused_after(2.0), refused_after(3.0)] == [0.0, 2.0, 5.0]
-    one.answered()
+    one.record_success()
     assert [refused_after(1.0), refused_after(2.0)] == [0.0, 2.0]
     one.exclude("paused")
     one.begin_catch_up()
@@ -254,9 +254,9 @@ def test_how_long_it_has_refused_begins_anew_with_an_answer_and_with_an_exclusio
 
 def test_its_pace_is_smoothed_and_groups_side_by_side_share_it():
     one = brought("serving")
-    one.finished(10.0, 5)
+    one.record_group(10.0, 5)
     assert one.group_s == 2.0
-    one.finished(3.0, 1)
+    one.record_group(3.0, 1)
     assert one.group_s == pytest.approx(0.7 * 2.0 + 0.3 * 3.0)
 
 
@@ -265,7 +265,7 @@ def test_tokens_per_second_are_those_between_two_answers_and_none_after_a_restar
     found = []
     for generated in (100, 300, 20, 60):
         clock.now += 2.0
-        one.loaded(Load(running=0, waiting=0, generated_tokens=generated, weight_version=0))
+        one.record_load(Load(running=0, waiting=0, generated_tokens=generated, weight_version=0))
         found.append(one.tokens_per_s)
     assert found == [0.0, 100.0, 0.0, 20.0]
 
@@ -285,7 +285,7 @@ def test_a_trial_that_is_broken_off_may_be_made_again(clock):
     one = brought("serving")
     one.breaker = CircuitBreaker(clock)
     for _ in range(LIMIT):
-        one.breaker.fault()
+        one.breaker.record_fault()
     clock.now += one.breaker.wait_s
     place = one.take_place(2)
     assert (place.trial, one.breaker.passes) == (True, False)
@@ -301,8 +301,8 @@ def test_that_an_instance_serves_again_is_said_once_and_not_with_each_version_fr
     pool.instances.append(one)
     for update in (one.begin_update, one.begin_update, None, one.begin_catch_up, one.begin_update, one.begin_update):
         if update is None:
-            pool.exclude(one, "no answer")
+            pool.exclude_instance(one, "no answer")
         else:
             update()
-            pool.admit(one)
+            pool.admit_instance(one)
     assert told == ["a takes no prompts for now: no answer", "a serves again"]

@@ -57,19 +57,19 @@ def declare(tmp_path, monkeypatch):
 
 
 def kill(pool, name="instance-0", number=signal.SIGKILL):
-    signal_group(pool.find(name).child.pid, number)
+    signal_group(pool.find_instance(name).child.pid, number)
 
 
 async def test_a_killed_instance_is_started_again_and_catches_up(declare):
     async with declare([SERVES], instances=2) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 2, "both")
-        first = pool.find("instance-0")
+        first = pool.find_instance("instance-0")
         kill(pool)
         await until(lambda: first.state == "gone", "its death", 0.5)
         assert "was ended by SIGKILL" in first.reason
         await until(lambda: pool.serving == 2, "its return")
-        again = pool.find("instance-0")
+        again = pool.find_instance("instance-0")
         assert (again is first, again.restarts, again.version) == (False, 1, 5)
         assert started == ["instance-0", "instance-1", "instance-0"]
         assert pool.sync.caught_up.count(("instance-0", 5)) == 2
@@ -77,7 +77,7 @@ async def test_a_killed_instance_is_started_again_and_catches_up(declare):
 
 async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_ended(declare):
     async with declare([SERVES], restarts=1, wait_s=0.5) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         for _ in range(2):
             await until(lambda: pool.serving == 1, "it")
             kill(pool)
@@ -92,7 +92,7 @@ async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_
 async def test_an_instance_that_ran_for_long_has_all_its_restarts_again(declare, monkeypatch):
     monkeypatch.setattr(instance_process, "REFILL_S", 0.5)
     async with declare([SERVES], restarts=1) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         for _ in range(3):
             await until(lambda: pool.serving == 1, "it")
             await asyncio.sleep(0.6)
@@ -126,7 +126,7 @@ def test_only_a_life_that_was_long_gives_the_restarts_back(tmp_path, monkeypatch
 async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(declare):
     async with declare([FAILS]) as (pool, started):
         with pytest.raises(ProcessDied, match=r"(?s)instance-0 exited with 1; its log .*the device is busy"):
-            await pool.connect()
+            await pool.connect_instances()
         assert len(started) == 1
 
 
@@ -135,7 +135,7 @@ async def test_one_that_refuses_its_input_fails_the_run_with_its_own_words_and_i
     message = re.escape(f"instance-0: the model is bad (its log: {tmp_path}/logs/instance-0.log)")
     async with declare([REFUSES, SERVES], instances=2) as (pool, started):
         with pytest.raises(BadInput, match=f"^{message}$"):
-            await pool.connect()
+            await pool.connect_instances()
         assert pool.failed_starts.empty()
         await asyncio.sleep(0.3)
         assert started == ["instance-0", "instance-1"]
@@ -143,7 +143,7 @@ async def test_one_that_refuses_its_input_fails_the_run_with_its_own_words_and_i
 
 async def test_a_restart_that_refuses_its_input_is_the_last(declare):
     async with declare([SERVES, REFUSES, SERVES], wait_s=0.5) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 1, "it")
         kill(pool)
         await until(lambda: pool.serving == 0, "its death")
@@ -155,26 +155,26 @@ async def test_a_restart_that_refuses_its_input_is_the_last(declare):
 async def test_one_that_refuses_its_input_without_a_word_of_its_own_shows_the_end_of_its_log(declare):
     async with declare([REFUSES.replace("instance-0: ", "")]) as (pool, _):
         with pytest.raises(BadInput, match=r"(?s)instance-0 exited with 2; its log .*the model is bad"):
-            await pool.connect()
+            await pool.connect_instances()
 
 
 async def test_one_that_can_not_start_with_the_others_is_started_again_and_the_run_begins_without_it(declare):
     async with declare([FAILS, SERVES, FAILS, SERVES], instances=2) as (pool, started):
-        await pool.connect()
-        assert pool.find("instance-1") is not None
+        await pool.connect_instances()
+        assert pool.find_instance("instance-1") is not None
         await until(lambda: pool.serving == 2, "the second restart")
         assert started == ["instance-0", "instance-1", "instance-0", "instance-0"]
-        assert pool.find("instance-0").restarts == 2
+        assert pool.find_instance("instance-0").restarts == 2
 
 
 async def test_one_that_is_killed_while_it_starts_is_started_again(declare):
     async with declare([KILLED, SERVES]) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 1, "it")
         assert len(started) == 2
     async with declare([KILLED], restarts=1) as (pool, started):
         with pytest.raises(ProcessDied, match="instance-0 was ended by SIGKILL"):
-            await pool.connect()
+            await pool.connect_instances()
         assert len(started) == 2
 
 
@@ -183,23 +183,23 @@ async def test_an_instance_that_never_serves_is_named(declare):
         with pytest.raises(
             DeadlineError, match=r"instance-0 does not serve after 0\.3 s \(rollout.timeout_s.* is running; its"
         ):
-            await pool.connect()
+            await pool.connect_instances()
 
 
 async def test_a_restart_that_fails_is_tried_again(declare):
     async with declare([SERVES, FAILS, SERVES]) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 1, "it")
         kill(pool)
         await until(lambda: pool.serving == 1 and len(started) == 3, "the second restart")
-        assert pool.find("instance-0").restarts == 2
+        assert pool.find_instance("instance-0").restarts == 2
 
 
 async def test_a_hung_instance_comes_back_when_it_goes_on(declare):
     async with declare([SERVES]) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 1, "it")
-        hung = pool.find("instance-0")
+        hung = pool.find_instance("instance-0")
         kill(pool, number=signal.SIGSTOP)
         await until(lambda: hung.state == "silent", "its silence")
         kill(pool, number=signal.SIGCONT)
@@ -209,9 +209,9 @@ async def test_a_hung_instance_comes_back_when_it_goes_on(declare):
 
 async def test_an_instance_that_hangs_for_too_long_is_replaced_before_the_run_gives_up(declare):
     async with declare([SERVES], wait_s=6.0) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 1, "it")
-        hung = pool.find("instance-0")
+        hung = pool.find_instance("instance-0")
         kill(pool, number=signal.SIGSTOP)
         await until(lambda: hung.state == "gone", "patience to end")
         told = re.fullmatch(r"did not answer for ([\d.]+) s", hung.reason)
@@ -222,9 +222,9 @@ async def test_an_instance_that_hangs_for_too_long_is_replaced_before_the_run_gi
 
 async def test_a_declared_instance_that_leaves_is_ended_and_stays_away(declare):
     async with declare([SERVES], instances=2) as (pool, started):
-        await pool.connect()
+        await pool.connect_instances()
         await until(lambda: pool.serving == 2, "both")
-        one = pool.find("instance-1")
+        one = pool.find_instance("instance-1")
         pool.leave(one)
         await until(lambda: not one.child.alive, "its end")
         await asyncio.sleep(0.3)

@@ -116,7 +116,9 @@ def test_one_that_dies_in_a_collective_is_left_out_and_the_others_get_all(start,
 def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_path, transport):
     orchestrator = start(2, b=on(UPDATE, AFTER_TEST + 1, hang))
     orchestrator.loop.call_soon_threadsafe(
-        orchestrator.loop.call_later, 1.0, lambda: orchestrator.pool.exclude(orchestrator.pool.named("b"), "silent")
+        orchestrator.loop.call_later,
+        1.0,
+        lambda: orchestrator.pool.exclude_instance(orchestrator.pool.named("b"), "silent"),
     )
     seconds = publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
     assert seconds < TIMEOUT_S
@@ -232,7 +234,9 @@ def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_ver
     with pytest.raises(MetronomeError, match="b: no weight version was published yet"):
         orchestrator.run(orchestrator.sync.catch_up(late))
     sender.publish(Model(1), 1)
-    opened = asyncio.run_coroutine_threadsafe(orchestrator.sync.open(OpenSync(version=2)), orchestrator.loop).result(5)
+    opened = asyncio.run_coroutine_threadsafe(
+        orchestrator.sync.open_sync(OpenSync(version=2)), orchestrator.loop
+    ).result(5)
     assert opened.members == ("a",)
     catching_up = asyncio.run_coroutine_threadsafe(orchestrator.sync.catch_up(late), orchestrator.loop)
     time.sleep(0.3)
@@ -309,7 +313,7 @@ def test_one_that_fails_in_its_turn_holds_up_nobody(start, tmp_path, failing):
 def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tmp_path):
     async def exclude(route, body, count):
         if route == "/start_weight_update" and count == AFTER_TEST:
-            orchestrator.pool.exclude(orchestrator.pool.named("b"), "silent")
+            orchestrator.pool.exclude_instance(orchestrator.pool.named("b"), "silent")
 
     orchestrator = start(3, True, in_turn=True, a=exclude)
     publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
@@ -367,10 +371,10 @@ def test_a_late_instance_is_left_alone_when_the_publish_that_it_waits_for_begins
     orchestrator.pool.late.add(late)
     sender = publisher(orchestrator, "file", tmp_path)
     sender.publish(Model(1), 1)
-    orchestrator.run(orchestrator.sync.open(OpenSync(version=2)))
+    orchestrator.run(orchestrator.sync.open_sync(OpenSync(version=2)))
     catching_up = asyncio.run_coroutine_threadsafe(orchestrator.sync.catch_up(late), orchestrator.loop)
     time.sleep(0.3)
-    orchestrator.run(orchestrator.sync.open(OpenSync(version=2)))
+    orchestrator.run(orchestrator.sync.open_sync(OpenSync(version=2)))
     time.sleep(0.3)
     assert orchestrator.clients[1].calls.count("/pause") == 2  # of the self-test
     sender.publish(Model(2), 2)

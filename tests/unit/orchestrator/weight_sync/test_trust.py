@@ -169,13 +169,13 @@ def test_one_that_is_left_out_while_it_is_compared_is_not_trusted_although_it_co
         time.sleep(0.01)
 
     async def tell():
-        orchestrator.pool.exclude(left_out, "silent")
-        orchestrator.sync.expect(Model(5).probe(list(PROBE.token_ids)))
+        orchestrator.pool.exclude_instance(left_out, "silent")
+        orchestrator.sync.expect_logprobs(Model(5).probe(list(PROBE.token_ids)))
         await asyncio.wait(orchestrator.sync._checks.values())
 
     orchestrator.run(tell())
     assert [client.trusted for client in orchestrator.clients] == [True, False]
-    orchestrator.run(orchestrator.sync.checked())
+    orchestrator.run(orchestrator.sync.wait_until_checked())
     orchestrator.clients[1].gone.clear()
     orchestrator.run(orchestrator.sync.catch_up(left_out))
     assert [(client.trusted, client.anew) for client in orchestrator.clients] == [(True, False), (True, True)]

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from engine.errors import BadInput
-from tasks.cluster.deploy import FILE, Choices, deployments
+from tasks.cluster.deploy import FILE, Choices, read_deployments
 from tasks.cluster.watchdog import TAG
 
 RECIPE = "infra/recipes/quickstart.toml"
@@ -20,7 +20,7 @@ def test_choices_reach_the_deployments():
         training="30 1 * * *",
         evaluation="",
     )
-    found = {one["name"]: one for one in deployments("mine.toml", ["train.steps=3"], choices)["deployments"]}
+    found = {one["name"]: one for one in read_deployments("mine.toml", ["train.steps=3"], choices)["deployments"]}
     given = [one["parameters"] for name, one in found.items() if name != "join-training"]
     assert {(one["recipe"], *one["overrides"]) for one in given} == {("mine.toml", "train.steps=3")}
     pools = {name: one["work_pool"]["name"] for name, one in found.items()}
@@ -43,7 +43,7 @@ def test_choices_reach_the_deployments():
 
 
 def test_nothing_is_scheduled_that_nobody_asked_for():
-    for name, one in {one["name"]: one for one in deployments(RECIPE, [], Choices())["deployments"]}.items():
+    for name, one in {one["name"]: one for one in read_deployments(RECIPE, [], Choices())["deployments"]}.items():
         assert one.get("schedules", []) == [], name
     as_they_stand = yaml.safe_load(FILE.read_text())["deployments"]
     assert [each["active"] for one in as_they_stand for each in one.get("schedules", ())] == [False, False]
@@ -51,7 +51,7 @@ def test_nothing_is_scheduled_that_nobody_asked_for():
 
 def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_their_own():
     """A limit on the queue `default` must not hold back the nodes of a run that has begun."""
-    found = {one["name"]: one for one in deployments(RECIPE, [], Choices(pool="ascend-train"))["deployments"]}
+    found = {one["name"]: one for one in read_deployments(RECIPE, [], Choices(pool="ascend-train"))["deployments"]}
     resumed = {name for name, one in found.items() if TAG in one["tags"]}
     assert resumed == {"pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training"}
     queues = {name: one["work_pool"].get("work_queue_name", "default") for name, one in found.items()}
@@ -60,7 +60,7 @@ def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_th
 
 def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
     """Nobody fills in a form for them; the evaluation that follows a training takes as many as that one did."""
-    found = {one["name"]: one for one in deployments(RECIPE, [], Choices(on_rollout_pool=4))["deployments"]}
+    found = {one["name"]: one for one in read_deployments(RECIPE, [], Choices(on_rollout_pool=4))["deployments"]}
     given = {
         name: one["parameters"]["on_rollout_pool"]
         for name, one in found.items()
@@ -70,14 +70,14 @@ def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
     [trigger] = found["evaluate"]["triggers"]
     assert "event.payload.on_rollout_pool" in json.dumps(trigger["parameters"]["on_rollout_pool"])
     assert not any(
-        "on_rollout_pool" in one.get("parameters", ()) for one in deployments(RECIPE, [], Choices())["deployments"]
+        "on_rollout_pool" in one.get("parameters", ()) for one in read_deployments(RECIPE, [], Choices())["deployments"]
     )
 
 
 def test_every_entrypoint_is_a_flow_with_these_parameters():
     from prefect.flows import load_flow_from_entrypoint
 
-    for one in deployments(RECIPE, [], Choices())["deployments"]:
+    for one in read_deployments(RECIPE, [], Choices())["deployments"]:
         flow = load_flow_from_entrypoint(one["entrypoint"], use_placeholder_flow=False)
         given = one.get("parameters", {}) | {
             name: value for trigger in one.get("triggers", ()) for name, value in trigger["parameters"].items()
@@ -96,4 +96,4 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
 )
 def test_bad_choices_are_refused(choices, said):
     with pytest.raises(BadInput, match=said):
-        deployments(RECIPE, [], choices)
+        read_deployments(RECIPE, [], choices)

@@ -29,7 +29,7 @@ def test_npus_of_a_run(instances, tensor, pool, ranks, kind, wanted):
         parallel={"data": ranks},
         platform={"device": "npu"},
     )
-    assert devices.npus(config, pool, training=kind) == wanted
+    assert devices.count_npus(config, pool, training=kind) == wanted
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_npus_of_a_run(instances, tensor, pool, ranks, kind, wanted):
 def test_npus_are_counted_where_there_are_some(device, driver, wanted, tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "NPU_MANAGER", tmp_path if driver else tmp_path / "none")
     config = Config(rollout={"instances": 2}, platform={"device": device})
-    assert devices.npus(config) == wanted
+    assert devices.count_npus(config) == wanted

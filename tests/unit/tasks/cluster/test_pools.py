@@ -9,7 +9,7 @@ from prefect.workers.process import ProcessJobConfiguration
 
 from engine.errors import BadInput
 from support.runs import ROOT
-from tasks.cluster.deploy import POOLS, read_pools, template
+from tasks.cluster.deploy import POOLS, read_pools, read_template
 from tasks.cluster.services import HEARTBEAT_S
 
 ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}
@@ -26,12 +26,12 @@ def own(folder, text):
 
 def test_an_unknown_pool_is_refused():
     with pytest.raises(BadInput, match="expected one of ascend-rollout, ascend-train, cpu"):
-        template("ascend")
+        read_template("ascend")
 
 
 @pytest.mark.parametrize("pool", ["cpu", "ascend-train", "ascend-rollout"])
 def test_process_pools_give_a_job_its_environment(pool):
-    kind, base = template(pool)
+    kind, base = read_template(pool)
     assert kind == "process"
     job = ProcessJobConfiguration(**apply_values(base["job_configuration"], defaults(base)))
     assert set(job.env) >= (ASCEND if pool != "cpu" else set())
@@ -48,7 +48,7 @@ def test_process_pools_give_a_job_its_environment(pool):
     ],
 )
 def test_kubernetes_pools_ask_for_devices(pool, resources):
-    kind, base = template(pool)
+    kind, base = read_template(pool)
     assert kind == "kubernetes"
     assert defaults(base)["resources"] == resources
     assert base["job_configuration"]["env"] == "{{ env }}"
@@ -74,20 +74,20 @@ def test_a_list_of_ones_own_changes_pools_and_adds_some(tmp_path):
         namespace = "far"
         """,
     )
-    changed = defaults(template("ascend-train", pools)[1])["env"]
-    assert changed == defaults(template("ascend-train")[1])["env"] | {"HCCL_IF_IP": "10.0.0.1"}
-    assert template("ascend-rollout", pools)[1] == template("ascend-train", pools)[1]  # it is like that one
-    far = defaults(template("far", pools)[1])
-    assert far == defaults(template("kubernetes-ascend-rollout")[1]) | {"namespace": "far"}
+    changed = defaults(read_template("ascend-train", pools)[1])["env"]
+    assert changed == defaults(read_template("ascend-train")[1])["env"] | {"HCCL_IF_IP": "10.0.0.1"}
+    assert read_template("ascend-rollout", pools)[1] == read_template("ascend-train", pools)[1]  # it is like that one
+    far = defaults(read_template("far", pools)[1])
+    assert far == defaults(read_template("kubernetes-ascend-rollout")[1]) | {"namespace": "far"}
 
 
 def test_the_list_in_the_documentation_works(tmp_path):
     page = (ROOT / "docs/several_nodes.md").read_text()
     [example] = [block for block in page.split("```\n") if block.startswith("[training] ")]
     pools = own(tmp_path, example)
-    assert defaults(template("training", pools)[1])["resources"]["huawei.com/ascend-1980"] == 16
-    assert defaults(template("training", pools)[1])["env"]["HCCL_SOCKET_IFNAME"] == "eth0"
-    assert defaults(template("kubernetes-ascend-rollout", pools)[1])["resources"] == {"huawei.com/ascend-1980": 16}
+    assert defaults(read_template("training", pools)[1])["resources"]["huawei.com/ascend-1980"] == 16
+    assert defaults(read_template("training", pools)[1])["env"]["HCCL_SOCKET_IFNAME"] == "eth0"
+    assert defaults(read_template("kubernetes-ascend-rollout", pools)[1])["resources"] == {"huawei.com/ascend-1980": 16}
 
 
 def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path):
@@ -95,9 +95,9 @@ def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path
     [example] = [block for block in page.split("```\n") if block.startswith("[ascend-train.")]
     pools = own(tmp_path, example)
     for pool in ("ascend-train", "ascend-rollout"):
-        found, shipped = (defaults(template(pool, one)[1])["env"] for one in (pools, None))
+        found, shipped = (defaults(read_template(pool, one)[1])["env"] for one in (pools, None))
         assert found == shipped | {"ASCEND_RT_VISIBLE_DEVICES": ",".join(map(str, range(16)))}
-        assert defaults(template(f"kubernetes-{pool}", pools)[1])["resources"] == {"huawei.com/Ascend910": 16}
+        assert defaults(read_template(f"kubernetes-{pool}", pools)[1])["resources"] == {"huawei.com/Ascend910": 16}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path
 )
 def test_a_list_that_cannot_work_is_refused(tmp_path, text, said):
     with pytest.raises(BadInput, match=said):
-        template("cpu", own(tmp_path, text))
+        read_template("cpu", own(tmp_path, text))
 
 
 def test_a_list_that_is_missing_is_named(tmp_path):

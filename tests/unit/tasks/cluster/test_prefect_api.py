@@ -40,17 +40,17 @@ def url():
 
 def test_requests_carry_the_password_of_the_environment(url, monkeypatch):
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", AUTH)
-    assert prefect_api.get(url) == {"method": "GET", "sent": ""}
-    assert prefect_api.post(url, {"name": "night"}) == {"method": "POST", "sent": '{"name": "night"}'}
+    assert prefect_api.get_json(url) == {"method": "GET", "sent": ""}
+    assert prefect_api.post_json(url, {"name": "night"}) == {"method": "POST", "sent": '{"name": "night"}'}
     for wrong in ("", "admin:another"):
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", wrong)
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            prefect_api.get(url)
+            prefect_api.get_json(url)
 
 
 def test_a_password_that_is_given_counts_more_than_the_environments(url, monkeypatch):
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", "admin:another")
-    assert prefect_api.post(url, {}, auth=AUTH)["method"] == "POST"
+    assert prefect_api.post_json(url, {}, auth=AUTH)["method"] == "POST"
 
 
 def test_a_server_on_this_machine_has_a_password_and_is_read_by_its_own_pages_only():

@@ -11,9 +11,17 @@ from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from tasks.cluster import watchdog
-from tasks.cluster.deploy import template
+from tasks.cluster.deploy import read_template
 from tasks.cluster.services import HEARTBEAT_S
-from tasks.cluster.watchdog import FORGOTTEN_S, PENDING_S, PROCESS_PENDING_S, TAG, automations, crash_late, sweep
+from tasks.cluster.watchdog import (
+    FORGOTTEN_S,
+    PENDING_S,
+    PROCESS_PENDING_S,
+    TAG,
+    build_automations,
+    crash_late,
+    reschedule_crashed,
+)
 
 SILENT = "metronome: a run is silent"
 NOT_BEGUN = "metronome: a run does not begin"
@@ -22,7 +30,7 @@ NO_PROCESS = "metronome: a process does not begin"
 
 def trigger(name):
     """As the server keeps it."""
-    [found] = [one for one in automations() if one.name == name]
+    [found] = [one for one in build_automations() if one.name == name]
     return EventTrigger.model_validate(found.trigger.model_dump(exclude={"id"}))
 
 
@@ -41,7 +49,7 @@ def event(what, *tags, pool="process"):
     )
 
 
-@pytest.mark.parametrize("name", [one.name for one in automations()])
+@pytest.mark.parametrize("name", [one.name for one in build_automations()])
 def test_only_runs_that_are_to_be_resumed_are_watched(name):
     what = "Pending" if name == "metronome: a run crashes again and again" else "Cancelled"
     pool = "kubernetes" if name == NOT_BEGUN else "process"
@@ -55,7 +63,7 @@ def test_only_a_pod_may_wait_long_before_its_run_begins():
         taken = event("Pending", TAG, pool=pool)
         watching = [name for name in (NOT_BEGUN, NO_PROCESS) if trigger(name).covers(taken)]
         assert watching == [NO_PROCESS if pool == "process" else NOT_BEGUN]
-    _, pods = template("kubernetes-ascend-train")
+    _, pods = read_template("kubernetes-ascend-train")
     pod_waits_s = pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"]
     assert trigger(NOT_BEGUN).within.total_seconds() > pod_waits_s
     assert trigger(NO_PROCESS).within.total_seconds() <= 120
@@ -129,9 +137,12 @@ def test_the_watchdog_resumes_the_crashed_runs_that_are_to_be_resumed_and_that_n
         ]
     )
     monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
-    assert sweep() == ["forgotten by the automations"]
+    assert reschedule_crashed() == ["forgotten by the automations"]
     assert server.resumed == [("forgotten by the automations", "SCHEDULED", "AwaitingRetry")]
-    assert sweep(older_than_s=40.0) == ["forgotten by the automations", "an automation may still resume it"]
+    assert reschedule_crashed(older_than_s=40.0) == [
+        "forgotten by the automations",
+        "an automation may still resume it",
+    ]
 
 
 def pending(name, pool, for_s, **changes):

@@ -24,7 +24,7 @@ from tasks import code_version
 from tasks.code_version import OURS, tree_hash
 from tasks.prepare import REPORT
 from tasks.tracking import evaluation_texts, evaluations, tracked_run
-from tasks.tracking.champion_alias import crown
+from tasks.tracking.champion_alias import update_champion
 
 SAMPLES = 4
 
@@ -100,9 +100,9 @@ def finished(output, name, right, **evaluate):
 
 def registered(config, folder, name="model"):
     """As the pipeline's end: (verdict, the new model version, the number of the one that is champion now, if any)."""
-    with tracked_run.tracked(config):
-        version = tracked_run.register(name, folder.policy)
-        verdict = crown(name, version, folder, config)
+    with tracked_run.track_run(config):
+        version = tracked_run.register_version(name, folder.policy)
+        verdict = update_champion(name, version, folder, config)
     client = mlflow.MlflowClient()
     champion = client.get_registered_model(name).aliases.get("champion")
     return verdict, client.get_model_version(name, version), None if champion is None else int(champion)
@@ -124,12 +124,12 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert version.tags["metronome.start"] == "base"
     assert "metronome.continued_from" not in version.tags
 
-    with tracked_run.tracked(
+    with tracked_run.track_run(
         load_config(output / "first/config.toml")
     ):  # killed behind the alias: done again, it says the same
         folder = RunFolder(output / "first")
-        again = tracked_run.register("model", folder.policy)
-        verdict = crown("model", again, folder, load_config(folder.config))
+        again = tracked_run.register_version("model", folder.policy)
+        verdict = update_champion("model", again, folder, load_config(folder.config))
     assert (again, verdict.wins, verdict.reason) == (str(version.version), True, first.reason)
 
     close, version, champion = registered(*finished(output, "close", [1, 2, 2, 0, 2, 1, 1, 1, 2, 0]))
@@ -197,7 +197,7 @@ def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
 def test_evaluations_are_logged_once_with_their_tables(output):
     config, folder = finished(output, "logged", [1, 2, 4])
     for _ in range(2):
-        with tracked_run.tracked(config) as run_id:
+        with tracked_run.track_run(config) as run_id:
             pass
         assert evaluations.log_finished(config) == run_id
     client = mlflow.MlflowClient()
@@ -215,7 +215,7 @@ def test_evaluations_are_logged_once_with_their_tables(output):
 
 def test_the_closing_table_compares_base_and_trained(output):
     _, folder = finished(output, "closing", [1, 2, 4])
-    table = evaluation_texts.closing(folder)
+    table = evaluation_texts.closing_rows(folder)
     assert table["accuracy before"].startswith("avg@4 0.000 [0.000, 0.561]")
     assert "pass@4 1.000" in table["accuracy after"]
     assert "on 3 problems of sums" in table["accuracy after"]
@@ -225,7 +225,7 @@ def test_the_closing_table_compares_base_and_trained(output):
 
 def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_table(output, capsys):
     config, folder = finished(output, "inside", [1, 2, 4])
-    with tracked_run.tracked(config):
+    with tracked_run.track_run(config):
         evaluated = evaluations.InRun(folder)
         evaluated()
         assert "evaluate" not in capsys.readouterr().out  # before and after the run: the task says those
@@ -250,7 +250,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
     assert said.count("version 1: avg@4 0.250") == 1
     assert "took 2.0 s, of which training waited 0.5 s" in said
     assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
-    closing = evaluation_texts.closing(folder)
+    closing = evaluation_texts.closing_rows(folder)
     assert closing["evaluated in the run"] == "1 times, 1 dropped (too late); training waited 3.5 s for it"
 
 

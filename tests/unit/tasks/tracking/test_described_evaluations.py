@@ -21,5 +21,5 @@ ROW = {
 )
 def test_partial_rewards_are_no_accuracy(more, name):
     row = ROW | more
-    assert summary.accuracy(row) == f"{name} avg@1 0.500 [0.400, 0.600] on 4 problems of sums"
+    assert summary.describe_accuracy(row) == f"{name} avg@1 0.500 [0.400, 0.600] on 4 problems of sums"
     assert list(evaluation_texts._before_and_after([row], "")) == [f"{name} before", f"{name} after"]

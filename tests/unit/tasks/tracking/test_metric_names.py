@@ -3,7 +3,7 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tasks.tracking.metric_names import metric_name, numbers
+from tasks.tracking.metric_names import metric_name, metric_values
 
 
 def test_figures_of_a_row():
@@ -16,7 +16,7 @@ def test_figures_of_a_row():
         "flag": True,
         "skipped": {"too long": 4},
     }
-    assert numbers(row) == {
+    assert metric_values(row) == {
         "loss": 0.5,
         "versions_seen_count": 2.0,
         "versions_seen_min": 2.0,

@@ -18,7 +18,7 @@ from engine.run.fence import Fence
 from engine.run.files import append_line, append_lines, read_lines
 from engine.run.folder import RunFolder
 from support.runs import ROOT
-from tasks.fenced import fenced
+from tasks.fenced import write_fenced
 from tasks.tracking import evaluations, mirror, retry, tracked_run
 
 
@@ -79,7 +79,7 @@ class Store:
 def test_what_an_absent_server_misses_is_written_once_when_it_is_back(config, quick, monkeypatch, capsys, when):
     """Also what was written although no answer came."""
     store = Store(monkeypatch)
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
         until(lambda: history(run_id))
         store.away = when
@@ -95,7 +95,7 @@ def test_what_an_absent_server_misses_is_written_once_when_it_is_back(config, qu
 
 
 def test_the_time_of_a_step_is_when_it_ended_also_after_an_outage(config):
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         rows = [{"step": step, "loss": step / 10, "step_s": 2.0} for step in range(4)]
         append_lines(config.folder / "steps.jsonl", map(json.dumps, rows))
         now = time.time()
@@ -106,7 +106,7 @@ def test_the_time_of_a_step_is_when_it_ended_also_after_an_outage(config):
 def test_what_is_missing_at_the_end_is_named(config, quick, monkeypatch, capsys):
     monkeypatch.setattr(tracked_run, "FLUSH_S", 0.2)
     store = Store(monkeypatch)
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
         until(lambda: history(run_id))
         store.away = "before"
@@ -118,14 +118,14 @@ def test_what_is_missing_at_the_end_is_named(config, quick, monkeypatch, capsys)
     checkpoint = config.folder / "checkpoints" / "step-000003"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_SUCCESS.json").write_text(json.dumps({"step": 3, "files": {}}))
-    with tracked_run.tracked(config) as again:
+    with tracked_run.track_run(config) as again:
         pass
     assert again == run_id
     assert history(run_id) == [(0, 0.0), (1, 0.1), (2, 0.2)], "3 is done again"
 
 
 def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quick, capsys):
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         append_line(config.folder / "steps.jsonl", {"step": 0, "no?such": 1.0})
         until(lambda: "refuses metrics of step 0: " in capsys.readouterr().err)
         add_steps(config, 1)
@@ -139,17 +139,17 @@ def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quic
 )
 def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(status, pointless):
     away = requests.HTTPError("no", response=SimpleNamespace(status_code=status))
-    assert retry.refused(away) == pointless
+    assert retry.is_refused(away) == pointless
     codes = mlflow.exceptions.ERROR_CODE_TO_HTTP_STATUS
     for code in (code for code, number in codes.items() if number == status):
         refusal = mlflow.MlflowException("no", error_code=mlflow.protos.databricks_pb2.ErrorCode.Value(code))
-        assert retry.refused(refusal) == pointless
+        assert retry.is_refused(refusal) == pointless
 
 
 def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch):
     monkeypatch.setattr(tracked_run, "FLUSH_S", 0.2)
     hang = threading.Event()
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
         until(lambda: history(run_id))
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: hang.wait(30))
@@ -162,10 +162,10 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch
 def test_a_process_that_was_taken_over_writes_no_step(config, quick):
     folder = RunFolder(config.folder)
     folder.path.mkdir()
-    with fenced(folder), tracked_run.tracked(config) as run_id:
+    with write_fenced(folder), tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
         until(lambda: history(run_id))
-        Fence.begin(folder.path, "flow")
+        Fence.begin_attempt(folder.path, "flow")
         add_steps(config, 1)
     assert history(run_id) == [(0, 0.0)]
 
@@ -178,7 +178,7 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
         append_line(config.folder / f"evaluations/{table}.jsonl", {"prompt_id": "x", "mean": value})
         row |= {"ci_low": 0.1, "ci_high": 0.9, "table": f"evaluations/{table}.jsonl"}
         append_line(config.folder / "evaluations.jsonl", row)
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         for later in range(2):
             evaluations.log_finished(config)
             for table in (config.folder / "evaluations").iterdir():  # as in a copy of the run folder
@@ -187,8 +187,8 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
 
 
 def test_a_long_parameter_is_cut_and_says_so():
-    assert mirror.cut("x" * 6000) == "x" * 6000
-    short = mirror.cut("x" * 6001)
+    assert mirror.cut_parameter("x" * 6000) == "x" * 6000
+    short = mirror.cut_parameter("x" * 6001)
     assert len(short) == 6000
     assert short.endswith("xxx ... (6001 characters; whole in config.toml)")
 
@@ -200,13 +200,13 @@ def run(output):
     model.mkdir()
     (model / "config.json").write_text("{}")
     config = Config(run=Run(name="files", output=str(output)), data=Data(train="d" * 7000), train=Train(steps=40))
-    with tracked_run.tracked(config):
+    with tracked_run.track_run(config):
         folder = RunFolder(config.folder)
         folder.create(config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}), False)
         for step in range(4):
             (folder.responses / f"step-{step:06d}.jsonl").write_text("{}\n")
         (folder.path / "timeline.html").write_text("<html>")
-    with tracked_run.tracked(config.model_copy(update={"train": Train(steps=50)})) as run_id:
+    with tracked_run.track_run(config.model_copy(update={"train": Train(steps=50)})) as run_id:
         pass
     return mlflow.get_run(run_id)
 
@@ -255,7 +255,7 @@ output, attempt, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 mirror.EVERY_S = 0.01
 config = Config(run=Run(name="killed", output=output))
 folder = RunFolder(config.folder)
-with tracked_run.tracked(config):
+with tracked_run.track_run(config):
     print("tracked", flush=True)
     checkpoint = latest_checkpoint(folder.checkpoints)
     first = 0 if checkpoint is None else step_of(checkpoint)

@@ -42,7 +42,7 @@ def config(tmp_path):
 def finished(config):
     """A tracked run with a step and two evaluations; its id."""
     folder = RunFolder(config.folder)
-    with tracked_run.tracked(config) as run_id:
+    with tracked_run.track_run(config) as run_id:
         append_line(folder.steps, {"step": 0, "reward_mean": 0.5, "step_s": 8.0, "wait_ratio": 0.25})
         for step in (0, 5):
             add_evaluation(folder, ROW | {"step": step, "weight_version": step, "avg_at_k": 0.5 + step / 10})
@@ -60,7 +60,7 @@ def test_the_printed_address_opens_the_runs_in_a_chosen_view(config):
     run_id = finished(config)
     run = mlflow.get_run(run_id)
     experiment = mlflow.get_experiment(run.info.experiment_id)
-    rows = pages.rows(config)
+    rows = pages.page_rows(config)
     assert list(rows) == ["MLflow UI", "its page"]
     assert rows["its page"] == (
         f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=metronome"
@@ -88,7 +88,7 @@ def test_a_view_fits_into_a_tag_and_keeps_other_runs_benchmarks(config):
     client = mlflow.MlflowClient()
     experiment = mlflow.get_experiment_by_name("mine").experiment_id
     client.set_experiment_tag(experiment, view.KIND, "chosen_by_a_person")
-    view.show(client, experiment, ["aime24", "aime25", "math500", "sums@9"])
+    view.update_view(client, experiment, ["aime24", "aime25", "math500", "sums@9"])
     tags = client.get_experiment(experiment).tags
     assert tags[view.BENCHMARKS] == "sums_9-9e0a37, aime24, aime25, math500"
     assert len(tags[view.VIEW]) < 5000
@@ -109,10 +109,10 @@ def test_a_view_that_another_run_writes_at_the_same_moment_is_written_again(conf
         write(client, *arguments)
 
     monkeypatch.setattr(mlflow.MlflowClient, "set_experiment_tag", refused_at_first)
-    view.show(client, experiment, ["aime24"])
+    view.update_view(client, experiment, ["aime24"])
     assert client.get_experiment(experiment).tags[view.BENCHMARKS] == "sums_9-9e0a37, aime24"
     with pytest.raises(mlflow.MlflowException):
-        view.show(client, "999999", [])
+        view.update_view(client, "999999", [])
 
 
 def test_a_run_says_what_it_is_and_how_it_ended(config):
@@ -129,7 +129,7 @@ def test_a_run_says_what_it_is_and_how_it_ended(config):
     assert f"    metronome compare {config.folder} OTHER_RUN" in note
 
     client.set_tag(run_id, descriptions.NOTE, "best of the week")  # by a person
-    with tracked_run.tracked(config):
+    with tracked_run.track_run(config):
         pass
     assert mlflow.get_run(run_id).data.tags[descriptions.NOTE] == "best of the week"
 
@@ -146,7 +146,7 @@ def test_an_evaluation_of_a_run_changes_none_of_its_settings(config):
     assert mlflow.get_run(run_id).data.tags[descriptions.NOTE].startswith("Trains `quickstart_model` on")
     assert [name for name in run.data.tags if name.startswith("changed.")] == []
     assert run.data.params["model.path"] == config.model.path
-    with tracked_run.tracked(policy):  # a resume with another model is told
+    with tracked_run.track_run(policy):  # a resume with another model is told
         pass
     assert mlflow.get_run(run_id).data.tags["changed.model.path"] == "policy"
 
@@ -157,14 +157,14 @@ def test_figures_that_repeat_each_other_are_logged_once(config):
     assert names == {
         f"sums_9-9e0a37/{name}" for name in ("problems", "samples", "avg_at_k", "ci_low", "ci_high", "truncated")
     }
-    with tracked_run.tracked(config):
+    with tracked_run.track_run(config):
         add_evaluation(RunFolder(config.folder), ROW | {"step": 6, "samples": 4, "benchmark": "four"})
     assert {"four/pass_at_k", "four/maj_at_k", "four/pass_curve/1"} <= set(mlflow.get_run(run_id).data.metrics)
 
 
 def test_a_server_shows_its_own_pages(config):
     away = config.model_copy(update={"tracking": Tracking(uri="http://127.0.0.1:9")})
-    assert pages.rows(away) == {"MLflow": "http://127.0.0.1:9"}
+    assert pages.page_rows(away) == {"MLflow": "http://127.0.0.1:9"}
 
 
 def test_a_registered_policy_says_what_it_is(config):
@@ -173,5 +173,5 @@ def test_a_registered_policy_says_what_it_is(config):
     text = descriptions.of_policy(folder, config, "It became `champion`: better.")
     assert text.startswith(f"The policy of run night after {config.train.steps} steps. Trains `quickstart_model` on")
     assert "It became `champion`: better." in text
-    assert evaluation_texts.closing(folder)["accuracy after"] in text
+    assert evaluation_texts.closing_rows(folder)["accuracy after"] in text
     assert f"    metronome serve --model {config.folder} --port 8000" in text

@@ -33,8 +33,8 @@ def register(config, name="metronome-nightly", alias=None, start="base"):
     """What a finished run leaves in the registry: a version of the model with the policy's folder,
     and how the run began."""
     (config.folder / tracked_run.RUN_ID).unlink(missing_ok=True)  # each is a night's run of its own
-    with tracked_run.tracked(config):
-        version = tracked_run.register(name, Path(config.model.path))
+    with tracked_run.track_run(config):
+        version = tracked_run.register_version(name, Path(config.model.path))
     client = mlflow.MlflowClient(tracked_run.tracking_uri(config))
     client.set_model_version_tag(name, version, START_TAG, start)
     if alias:

@@ -44,18 +44,18 @@ def add_evaluation(config, row):
 @pytest.fixture(scope="module")
 def run(config):
     """A tracked run of two steps, resumed for a third, then registered."""
-    with tracked_run.tracked(config) as first:
+    with tracked_run.track_run(config) as first:
         for step in range(2):
             append_line(config.folder / "steps.jsonl", report(step))
         add_evaluation(config, {"step": 0, "benchmark": "aime@24", "problems": 4, "skipped": {}, "avg_at_k": 0.5})
     policy = config.folder / "policy"
     policy.mkdir()
     (policy / "config.json").write_text("{}")
-    with tracked_run.tracked(config) as second:
+    with tracked_run.track_run(config) as second:
         append_line(config.folder / "steps.jsonl", report(2))
-        versions = [tracked_run.register("metronome-test", policy) for _ in range(2)]
+        versions = [tracked_run.register_version("metronome-test", policy) for _ in range(2)]
         (policy / "config.json").write_text('{"trained": "on"}')
-        versions.append(tracked_run.register("metronome-test", policy))
+        versions.append(tracked_run.register_version("metronome-test", policy))
     assert first == second, "a resumed run goes on in the same MLflow run"
     assert versions == ["1", "1", "2"], "the same policy is registered once, however often it is tried"
     return mlflow.get_run(first)
@@ -89,14 +89,14 @@ def test_everything_lies_under_the_output_folder(config, run):
 
 def test_a_store_that_mlflow_refuses_is_bad_input(config, tmp_path):
     other = config.model_copy(update={"tracking": Tracking(uri=f"file:{tmp_path}/store")})
-    with pytest.raises(BadInput, match=r"tracking\.uri"), tracked_run.tracked(other):
+    with pytest.raises(BadInput, match=r"tracking\.uri"), tracked_run.track_run(other):
         pass
 
 
 @pytest.mark.parametrize(("error", "status"), [(BadInput, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_a_body_that_raises_marks_the_run(config, error, status):
     other = config.model_copy(update={"run": Run(name=status, output=config.run.output)})
-    with pytest.raises(error), tracked_run.tracked(other) as number:
+    with pytest.raises(error), tracked_run.track_run(other) as number:
         raise error
     assert mlflow.get_run(number).info.status == status
 
@@ -104,18 +104,18 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
 def test_a_resumed_run_whose_input_is_refused_keeps_status_and_tags(config):
     """Unless a step was trained before."""
     other = config.model_copy(update={"run": Run(name="refused", output=config.run.output)})
-    with tracked_run.tracked(other) as number:
+    with tracked_run.track_run(other) as number:
         pass
     before = mlflow.get_run(number)
     longer = other.model_copy(update={"train": Train(steps=9)})
-    with pytest.raises(BadInput), tracked_run.tracked(longer):
+    with pytest.raises(BadInput), tracked_run.track_run(longer):
         raise BadInput("the device is gone")
     refused = mlflow.get_run(number)
     assert refused.info.status == "FINISHED"
     assert refused.data.tags == before.data.tags
 
     def trains_a_step():
-        with tracked_run.tracked(longer):
+        with tracked_run.track_run(longer):
             append_line(longer.folder / "steps.jsonl", report(0))
             raise BadInput("the advantage function returned text")
 
@@ -131,17 +131,17 @@ def test_a_resumed_run_has_every_step_once(config):
     then 3-5 are done (again)."""
     other = config.model_copy(update={"run": Run(name="resumed", output=config.run.output)})
     folder = RunFolder(other.folder)
-    with tracked_run.tracked(other) as first:
+    with tracked_run.track_run(other) as first:
         for step in (0, 1, 3, 4):
             append_line(folder.steps, {"step": step, "loss": float(step)})
-    folder.cut(2)
+    folder.cut_steps(2)
     for step in range(2, 5):
         append_line(folder.steps, {"step": step, "loss": float(step)})
     there = folder.checkpoints / "step-000003"
     there.mkdir(parents=True)
     (there / "_SUCCESS.json").write_text('{"step": 3, "files": {}}')
-    with tracked_run.tracked(other) as second:
-        folder.cut(3)
+    with tracked_run.track_run(other) as second:
+        folder.cut_steps(3)
         for step in range(3, 6):
             append_line(folder.steps, {"step": step, "loss": 10.0 + step})
     assert first == second
@@ -156,8 +156,8 @@ def test_two_crashes_before_the_first_checkpoint_leave_every_step_once(config):
     other = config.model_copy(update={"run": Run(name="crashed-twice", output=config.run.output)})
     folder = RunFolder(other.folder)
     for attempt, steps in ((0, 3), (1, 0), (2, 3)):
-        with tracked_run.tracked(other) as number:
-            folder.cut(0)
+        with tracked_run.track_run(other) as number:
+            folder.cut_steps(0)
             for step in range(steps):
                 append_line(folder.steps, {"step": step, "loss": attempt + step})
     history = mlflow.MlflowClient().get_metric_history(number, "loss")
@@ -169,7 +169,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     place = Checkpoint(path=str(tmp_path))
     other = config.model_copy(update={"run": Run(name="lost", output=config.run.output), "checkpoint": place})
     claim_run_id(other.folder, other, resume=False)
-    with tracked_run.tracked(other) as first:
+    with tracked_run.track_run(other) as first:
         for step in range(3):
             append_line(other.folder / "steps.jsonl", {"step": step, "loss": float(step)})
     published = tmp_path / "lost/step-000002"
@@ -177,7 +177,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": read_run_id(other.folder)}))
     shutil.rmtree(other.folder)
     claim_run_id(other.folder, other, resume=True)
-    with tracked_run.tracked(other) as second:
+    with tracked_run.track_run(other) as second:
         for step in (2, 3):
             append_line(other.folder / "steps.jsonl", {"step": step, "loss": 10.0 + step})
     assert second == first == (other.folder / tracked_run.RUN_ID).read_text()
@@ -187,13 +187,13 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     shutil.rmtree(other.folder)
     anew = other.model_copy(update={"checkpoint": Checkpoint()})
     claim_run_id(anew.folder, anew, resume=False)
-    with tracked_run.tracked(anew) as third:
+    with tracked_run.track_run(anew) as third:
         assert third != first
 
 
 def test_an_evaluation_leaves_its_run_as_it_was(config):
     other = config.model_copy(update={"run": Run(name="evaluated", output=config.run.output)})
-    with tracked_run.tracked(other) as number:
+    with tracked_run.track_run(other) as number:
         pass
     for status in ("FINISHED", "KILLED", "RUNNING"):  # the last: a process that trains
         mlflow.MlflowClient().update_run(number, status)
@@ -216,21 +216,21 @@ def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(confi
         return away(name) if len(calls) < 3 else here(name)
 
     monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
-    with pytest.raises(BadInput, match="connection refused"), tracked_run.tracked(other):
+    with pytest.raises(BadInput, match="connection refused"), tracked_run.track_run(other):
         pass
     assert len(calls) == 1
     monkeypatch.setattr(mlflow, "get_experiment_by_name", here)
-    with tracked_run.tracked(other) as first:
+    with tracked_run.track_run(other) as first:
         pass
     calls.clear()
     monkeypatch.setattr(mlflow, "get_experiment_by_name", back_soon)
-    with tracked_run.tracked(other) as second:
+    with tracked_run.track_run(other) as second:
         assert first == second
     monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
     with pytest.raises(
         retry.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"
     ):
-        with tracked_run.tracked(other):
+        with tracked_run.track_run(other):
             pass
 
 

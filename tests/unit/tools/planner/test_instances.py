@@ -23,9 +23,9 @@ def ends(instance, groups, starts):
         finish = instance.next_finish()
         if waiting and (finish is None or waiting[0][0] < finish):
             at, group = waiting.pop(0)
-            instance.begin(group, at)
+            instance.begin_group(group, at)
             continue
-        group, number = instance.finish(finish)
+        group, number = instance.finish_response(finish)
         found[group.index, number] = finish
     return found
 
@@ -66,7 +66,7 @@ def test_a_prompt_is_computed_once_for_its_group_and_all_wait_for_it():
 
 def test_a_slowdown_stretches_the_rest():
     instance = SimulatedInstance("i", costs(decode_step=0.01))
-    instance.begin(SampledGroup(0, 0, 1, (100,)), 0.0)
+    instance.begin_group(SampledGroup(0, 0, 1, (100,)), 0.0)
     instance.advance(0.4)
     instance.slowdown = 2.0
     assert instance.next_finish() == pytest.approx(0.4 + 2 * 0.6)

@@ -49,8 +49,8 @@ def test_the_lengths_of_a_run_are_those_of_its_responses_and_a_continued_one_cou
 
 def test_steps_draw_whole_groups_and_the_seed_decides_which():
     found = Lengths(((1, (10, 10)), (2, (20, 20))), "given")
-    drawn = found.draw(50, 2, seed=1)
+    drawn = found.draw_groups(50, 2, seed=1)
     assert set(drawn) == {(1, (10, 10)), (2, (20, 20))}
-    assert drawn == found.draw(50, 2, seed=1) != found.draw(50, 2, seed=2)
-    assert {len(responses) for _, responses in found.draw(5, 3, seed=1)} == {3}
+    assert drawn == found.draw_groups(50, 2, seed=1) != found.draw_groups(50, 2, seed=2)
+    assert {len(responses) for _, responses in found.draw_groups(5, 3, seed=1)} == {3}
     assert found.scaled(1.5, 25).groups == ((1, (15, 15)), (2, (25, 25)))

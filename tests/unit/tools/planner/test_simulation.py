@@ -104,12 +104,12 @@ MODES = [
 
 
 @pytest.mark.parametrize("more", MODES, ids=str)
-@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("replica_groups", [1, 2])
 @pytest.mark.parametrize("order", ["arrival", "prompt_order"])
-def test_every_mode_trains_each_group_once_with_accepted_versions(more, units, order):
+def test_every_mode_trains_each_group_once_with_accepted_versions(more, replica_groups, order):
     """An unaccepted version, a second lease and steps that stand still raise."""
     tables = more | {"train": more.get("train", {}) | {"consume": order}}
-    made = config(**tables, instances=3, parallel={"data": units})
+    made = config(**tables, instances=3, parallel={"data": replica_groups})
     found = simulate_run(made, replace(COSTS, verify=0.01, orchestrator_token=1e-5), UNEQUAL, seed=3, steps=5)
     assert len(found.steps) == 4
     sampled = [span for span in found.spans if span["name"] == "rollout"]

@@ -78,11 +78,11 @@ def test_a_trainer_that_was_taken_over_uploads_nothing_and_leaves_what_the_newer
 ):
     place = tmp_path / "published"
     policy, checkpoints = build(checkpoint__path=str(place))
-    checkpoints._fence = Fence.begin(tmp_path)
+    checkpoints._fence = Fence.begin_attempt(tmp_path)
     train(policy, 1)
     go = hold(monkeypatch)
     checkpoints.save(1)
-    Fence.begin(tmp_path)
+    Fence.begin_attempt(tmp_path)
     go.set()
     with pytest.raises(TakenOver):
         checkpoints.finish(30)

@@ -40,7 +40,7 @@ def test_every_tensor_is_in_exactly_one_bucket_of_bounded_size(shapes, limit):
             assert spec.name not in found
             found[spec.name] = tensor.clone()
             assert tensor_checksum(tensor) == known == tensor_checksum(tensors[spec.name])
-        buffers.give(bucket.buffer)
+        buffers.give_back(bucket.buffer)
     assert list(found) == list(tensors)
     assert all(found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in tensors.items())
 
@@ -58,16 +58,16 @@ def test_tensors_are_cast_to_the_instances_dtype_and_transposed_ones_written_row
 
 def test_memory_is_used_again_and_bounded():
     buffers = Buffers(2, 0.05)
-    one = buffers.take(100)
-    two = buffers.take(10)
+    one = buffers.take_buffer(100)
+    two = buffers.take_buffer(10)
     with pytest.raises(DeadlineError, match="no bucket of weights was sent in"):
-        buffers.take(1)
-    buffers.give(one)
-    buffers.give(two)
-    assert buffers.take(10).data_ptr() == two.data_ptr()
-    assert buffers.take(90).data_ptr() == one.data_ptr()
-    buffers.give(one)
-    assert len(buffers.take(300)) == 300
+        buffers.take_buffer(1)
+    buffers.give_back(one)
+    buffers.give_back(two)
+    assert buffers.take_buffer(10).data_ptr() == two.data_ptr()
+    assert buffers.take_buffer(90).data_ptr() == one.data_ptr()
+    buffers.give_back(one)
+    assert len(buffers.take_buffer(300)) == 300
 
 
 @settings(deadline=None, max_examples=30)
@@ -84,7 +84,7 @@ def test_a_file_is_safetensors_and_knows_its_checksums(tmp_path_factory, shapes)
     assert bucket_file.wire_of(path) == wire
     file = BucketFile(path)
     buffer = torch.empty(file.nbytes, dtype=torch.uint8)
-    for spec, tensor in zip(specs_of(wire), file.read(buffer, specs_of(wire)), strict=True):
+    for spec, tensor in zip(specs_of(wire), file.read_tensors(buffer, specs_of(wire)), strict=True):
         assert torch.equal(tensor, tensors[spec.name])
 
 

@@ -53,14 +53,14 @@ def test_reads_what_transformers_wrote(sharded):
     with open_folder(sharded) as files:
         assert files.names == set(expected)
         for name, tensor in expected.items():
-            assert torch.equal(files.read(name), tensor), name
+            assert torch.equal(files.read_tensor(name), tensor), name
 
 
 def test_no_more_than_one_shard_is_in_memory(sharded):
     most = 0
     with open_folder(sharded) as files:
         for name in sorted(files.names):
-            files.read(name)
+            files.read_tensor(name)
             most = max(most, len(mapped(sharded)))
     assert most == 1
     assert not mapped(sharded)
@@ -73,7 +73,7 @@ def test_little_of_a_large_file_is_in_memory(tmp_path, monkeypatch):
     most = 0
     with open_folder(tmp_path) as files:
         for name in names:
-            assert float(files.read(name).sum()) == 2**16
+            assert float(files.read_tensor(name).sum()) == 2**16
             most = max(most, resident(tmp_path))
     assert 2**18 <= most <= 2 * 2**20
 
@@ -81,15 +81,15 @@ def test_little_of_a_large_file_is_in_memory(tmp_path, monkeypatch):
 def test_dtype_is_the_files(tmp_path):
     save_file({"a": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     with open_folder(tmp_path) as files:
-        assert files.read("a").dtype == torch.bfloat16
+        assert files.read_tensor("a").dtype == torch.bfloat16
         with pytest.raises(BadInput, match="tensor b is missing"):
-            files.read("b")
+            files.read_tensor("b")
 
 
 def test_transformers_reads_what_we_wrote(sharded, tmp_path):
     shutil.copy(sharded / "config.json", tmp_path)
     with open_folder(sharded) as files:
-        write_sharded(tmp_path, ((name, files.read(name)) for name in sorted(files.names)), shard_bytes=50_000)
+        write_sharded(tmp_path, ((name, files.read_tensor(name)) for name in sorted(files.names)), shard_bytes=50_000)
     shards = sorted(tmp_path.glob("*.safetensors"))
     index = json.loads((tmp_path / INDEX).read_text())
     assert len(shards) > 2
@@ -123,7 +123,7 @@ def test_shards_are_written_as_tensors_come(tmp_path):
     write_sharded(tmp_path, tensors(), shard_bytes=200)
     assert written == [0, 0, 0, 1, 1, 2]  # 100 bytes each: a full shard goes to disk when the next tensor comes
     with open_folder(tmp_path) as files:
-        assert [float(files.read(f"t{number}")[0]) for number in range(6)] == [0, 1, 2, 3, 4, 5]
+        assert [float(files.read_tensor(f"t{number}")[0]) for number in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_parts_of_several_writers_become_one_folder(sharded, tmp_path):
@@ -132,7 +132,7 @@ def test_parts_of_several_writers_become_one_folder(sharded, tmp_path):
     with open_folder(sharded) as files:
         names = sorted(files.names)
         for part, mine in zip(parts, (names[:11], names[11:]), strict=True):
-            write_sharded(part, ((name, files.read(name)) for name in mine), shard_bytes=50_000)
+            write_sharded(part, ((name, files.read_tensor(name)) for name in mine), shard_bytes=50_000)
     join_folders(tmp_path, parts)
     assert not any(part.exists() for part in parts)
     expected = reference(str(sharded)).state_dict()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.algorithm.advantages import ADVANTAGES
-from engine.trainer.credit import Credit
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.types import BatchScores, Group, Prompt, Score
 from engine.wire.columns import batch_scores, open_group, pack_group
 from support.policies import response
@@ -39,7 +39,7 @@ def test_each_group_gets_its_row_of_the_batchs_advantages_also_over_the_wire(nam
     assert scores == BatchScores(REWARDS, LENGTHS)
     for group in groups():
         there = open_group(pack_group(group), scores)
-        assert torch.equal(Credit(advantage=name).advantages(there), whole[group.index])
+        assert torch.equal(GroupAdvantages(advantage=name).advantages(there), whole[group.index])
 
 
 def with_excluded(group, numbers, value):
@@ -71,35 +71,35 @@ GROUP = Group(
 @pytest.mark.parametrize("numbers", [{0}, {7}, {2, 3}, {0, 1, 2, 3, 4, 5}])
 @pytest.mark.parametrize("value", [0.0, 1e30])
 def test_advantages_beside_excluded_responses_are_those_of_the_others_alone(name, numbers, value):
-    credit = Credit(advantage=name)
-    found = credit.advantages(with_excluded(GROUP, numbers, value))
+    group_advantages = GroupAdvantages(advantage=name)
+    found = group_advantages.advantages(with_excluded(GROUP, numbers, value))
     left = [number for number in range(8) if number not in numbers]
-    assert torch.equal(found[left], credit.advantages(without(GROUP, numbers)))
+    assert torch.equal(found[left], group_advantages.advantages(without(GROUP, numbers)))
     assert not found[sorted(numbers)].any()
 
 
 @pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "group"])
 def test_a_group_of_which_too_few_are_left_has_no_gradient(name):
-    credit = Credit(advantage=name)
+    group_advantages = GroupAdvantages(advantage=name)
     for numbers in (range(8), range(1, 8)):
         group = with_excluded(GROUP, set(numbers), 0.5)
-        assert credit.advantages(group).tolist() == [0.0] * 8
-        assert not credit.unequal(group)
+        assert group_advantages.advantages(group).tolist() == [0.0] * 8
+        assert not group_advantages.unequal(group)
 
 
 def test_an_excluded_response_has_no_weight_and_the_others_keep_theirs():
     group = with_excluded(GROUP, {2, 4}, 1.0)
     for number, one in enumerate(group.responses):
         whole = torch.full((len(one.token_ids),), 1 / len(one.token_ids))
-        assert torch.equal(Credit().weights(group, number), whole * (number not in (2, 4)))
-    assert Credit().tokens(group) == Credit().tokens(GROUP) - 4
-    assert not Credit().tokens(with_excluded(GROUP, set(range(8)), 1.0))
+        assert torch.equal(GroupAdvantages().weights(group, number), whole * (number not in (2, 4)))
+    assert GroupAdvantages().count_tokens(group) == GroupAdvantages().count_tokens(GROUP) - 4
+    assert not GroupAdvantages().count_tokens(with_excluded(GROUP, set(range(8)), 1.0))
 
 
 def test_excluded_scores_do_not_make_a_group_unequal():
     group = replace(GROUP, scores=(Score(1.0),) * 8)
-    assert not Credit().unequal(with_excluded(group, {3}, 0.0))
-    assert Credit().unequal(with_excluded(GROUP, {3}, 0.0))
+    assert not GroupAdvantages().unequal(with_excluded(group, {3}, 0.0))
+    assert GroupAdvantages().unequal(with_excluded(GROUP, {3}, 0.0))
 
 
 @pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "batch"])
@@ -109,9 +109,9 @@ def test_an_excluded_response_moves_no_statistic_of_the_batch(name):
     marked = [with_excluded(one, {1} if one.index == 2 else set(), 77.0) for one in batch]
     scores = batch_scores(list(map(pack_group, marked)))
     assert scores.values[2] == (0.5, None, 1.0)
-    credit = Credit(advantage=name)
+    group_advantages = GroupAdvantages(advantage=name)
     found = torch.stack(
-        [credit.advantages(replace(one, batch=scores)) for one in sorted(marked, key=lambda one: one.index)]
+        [group_advantages.advantages(replace(one, batch=scores)) for one in sorted(marked, key=lambda one: one.index)]
     )
     kept = [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.5, 1.0]]
     centred = [[r - sum(row) / len(row) for r in row] for row in kept] if name.endswith("baseline") else kept
@@ -126,7 +126,7 @@ def test_an_excluded_response_moves_no_statistic_of_the_batch(name):
 def test_groups_that_differ_by_the_penalty_of_long_responses_alone_are_unequal():
     responses = tuple(response([7] * length) for length in (2, 8))
     group = replace(groups()[0], responses=responses, scores=(Score(1.0), Score(1.0)))
-    assert Credit(longest=8, overlong_buffer=4).unequal(group)
-    assert not Credit(longest=8).unequal(group)
+    assert GroupAdvantages(longest=8, overlong_buffer=4).unequal(group)
+    assert not GroupAdvantages(longest=8).unequal(group)
     shaped = replace(group, scores=(Score(0.0), Score(1.0)))  # equal once the penalty of 1 is taken off
-    assert not Credit(longest=8, overlong_buffer=4).unequal(shaped)
+    assert not GroupAdvantages(longest=8, overlong_buffer=4).unequal(shaped)

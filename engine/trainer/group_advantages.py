@@ -21,7 +21,7 @@ from engine.types import BatchScores, Group
 
 
 @dataclass(frozen=True)
-class Credit:
+class GroupAdvantages:
     """How advantages and weights are computed. They depend on nothing but the group, so a group can be trained on
     arrival."""
 
@@ -34,10 +34,10 @@ class Credit:
     mask_truncated: bool = False
 
     @staticmethod
-    def of(config: Config) -> Credit:
+    def of(config: Config) -> GroupAdvantages:
         """Return the settings of a config."""
         algorithm = config.algorithm
-        return Credit(
+        return GroupAdvantages(
             advantage=algorithm.advantage,
             loss=algorithm.loss,
             longest=config.rollout.max_new_tokens,
@@ -111,7 +111,7 @@ class Credit:
         mask = self.mask(group, number)
         return mask / mask.sum().clamp(min=1.0) if loss_of(self.loss).aggregation == "response" else mask
 
-    def tokens(self, group: Group) -> int:
+    def count_tokens(self, group: Group) -> int:
         """Return the number of trained response tokens of the group."""
         return int(sum(self.mask(group, number).sum() for number in range(len(group.responses))))
 
