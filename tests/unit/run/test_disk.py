@@ -34,7 +34,7 @@ try:
         for step in range(10**6):
             append_line(folder.steps, {"step": step, "text": "x" * 1000})
 except DiskError as error:
-    folder.fail(error)
+    folder.write_failure(error)
 try:
     write_atomically(stages, "y" * 10**6)
 except OSError:

@@ -259,7 +259,7 @@ with tracked_run.track_run(config):
     print("tracked", flush=True)
     checkpoint = latest_checkpoint(folder.checkpoints)
     first = 0 if checkpoint is None else step_of(checkpoint)
-    folder.cut(first)
+    folder.cut_steps(first)
     (folder.path / "evaluations").mkdir(exist_ok=True)
     for step in range(first, steps):
         append_line(folder.steps, {"step": step, "loss": attempt + step / 100, "reward": 1.0})
