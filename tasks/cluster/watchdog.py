@@ -236,9 +236,9 @@ def _ask() -> None:
 
 def main() -> None:
     """Sweep forever. While the server does not answer, keep trying."""
-    parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has resumed")
+    parser = argparse.ArgumentParser(description="reschedules crashed runs that no automation has resumed")
     parser.add_argument(
-        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two looks (default: %(default)s)"
+        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two checks (default: %(default)s)"
     )
     parser.add_argument(
         "--after",

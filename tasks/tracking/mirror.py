@@ -389,13 +389,13 @@ class MirrorThread:
             if not self._away:
                 what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
                 complain(
-                    f"warning: MLflow ({shown_store()}) does not take {what}: {first_line(error)}. The run continues; "
-                    "what MLflow lacks is written when it answers"
+                    f"warning: MLflow ({shown_store()}) rejects {what}: {first_line(error)}. The run continues; what "
+                    "MLflow lacks is written when it answers"
                 )
             self._away = True
             return False
         if self._away:
-            complain(f"MLflow ({shown_store()}) answers again; what it lacked is written")
+            complain(f"MLflow ({shown_store()}) is answering again; what it lacked has been written")
         self._away = False
         return True
 
