@@ -25,7 +25,7 @@ WORDS = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "string": "a text",
+    "string": "a string",
     "list": "a list",
     "tuple": "a list",
     "dict": "a table",

@@ -213,7 +213,7 @@ def test_how_many_more_steps_would_decide():
         (8.0, 90, "faster (1.25 times as fast), and better on b"),
         (8.0, 60, "faster (1.25 times as fast), but worse on b"),
         (12.5, 90, "slower (0.80 times as fast), but better on b"),
-        (8.0, 75, "faster (1.25 times as fast), and without any difference seen on b"),
+        (8.0, 75, "faster (1.25 times as fast), and with no visible difference on b"),
         (8.0, 76, "faster (1.25 times as fast), and not shown to be better or worse on b"),
         (
             8.0,
