@@ -271,7 +271,7 @@ class InstanceApp:
         """Sample one response to one prompt of token ids. A text prompt goes to the text routes."""
         if protocol.has_text(request.body):
             if self._text is None:
-                raise Refusal(400, f"prompt is a text: {TOKENS_ONLY}", param="prompt")
+                raise Refusal(400, f"prompt is text: {TOKENS_ONLY}", param="prompt")
             await self._answer_text(request)
             return None
         asked = protocol.parse_completion(request.body, self._backend.limits)

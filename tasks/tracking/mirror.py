@@ -402,7 +402,7 @@ class MirrorThread:
 
 def cut(value: str) -> str:
     """A parameter's value, cut to MLflow's limit with a note at its end."""
-    note = f" ... ({len(value)} characters; whole in config.toml)"
+    note = f" ... ({len(value)} characters; complete in config.toml)"
     return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note
 
 

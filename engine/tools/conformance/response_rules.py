@@ -152,7 +152,7 @@ async def group(engine: TriedEngine) -> str:
     return f"{different} different responses of {GROUP}"
 
 
-@rule("continued", "a response goes on after the tokens that it has (rollout.partial)", required=False)
+@rule("continued", "a response continues after the tokens that it has (rollout.partial)", required=False)
 async def continued(engine: TriedEngine) -> str:
     """Its random numbers must not start over."""
     prompt = engine.reference.prompt
