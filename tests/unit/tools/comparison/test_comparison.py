@@ -135,7 +135,7 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
     found = judge_runs([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
-    assert "on b (not evaluated alike), compared" in found.answer
+    assert "on b (evaluated differently), compared" in found.answer
 
 
 def test_a_part_whose_figures_mlflow_did_not_get_is_in_other():
