@@ -211,7 +211,7 @@ def test_a_flipped_byte_is_found_by_file_name(proxy, tmp_path, name):
     (checkpoint / name).write_bytes(damaged)
     assert files.is_complete(checkpoint)  # by names and sizes
     with pytest.raises(
-        CheckpointError, match=rf"step-000002: {name} does not match that _SUCCESS\.json was written for"
+        CheckpointError, match=rf"step-000002: {name} does not match _SUCCESS\.json"
     ):
         files.check_checkpoint(checkpoint)
     s3, root = fsspec.core.url_to_fs(place)

@@ -257,7 +257,7 @@ def test_a_version_is_published_once_the_steps_before_are_trained(running, clien
     push(client, step)
     with pytest.raises(ServiceConflict, match=f"not every group of step {step} is acknowledged"):
         client.weight_sync_notify(step + 1, running.model)
-    with pytest.raises(ServiceConflict, match=f"version {step} was published last, so {step + 1} is the next"):
+    with pytest.raises(ServiceConflict, match=f"version {step} was published last, so the next is {step + 1}"):
         client.weight_sync_notify(step + 5, running.model)
     consume(client, step)
 

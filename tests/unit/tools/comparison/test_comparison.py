@@ -198,10 +198,14 @@ def test_the_key_that_two_runs_were_meant_to_differ_in_is_no_caution():
 def test_how_many_more_steps_would_decide():
     """The interval's half width, as a log, shrinks with the square root of the steps."""
     ratio = Interval(math.exp(0.1), math.exp(-0.1), math.exp(0.3))
-    assert _more(ratio, 50) == "; about 150 more steps would do"  # half width 0.2: four times the steps
-    assert _more(Interval(math.exp(-0.1), math.exp(-0.3), math.exp(0.1)), 50) == "; about 150 more steps would do"
-    assert _more(Interval(math.exp(0.1), math.exp(-0.001), math.exp(0.201)), 10) == "; about 1 more step would do"
-    assert _more(ratio, 111) == "; about 340 more steps would do"
+    assert _more(ratio, 50) == "; about 150 more steps would be enough"  # half width 0.2: four times the steps
+    assert (
+        _more(Interval(math.exp(-0.1), math.exp(-0.3), math.exp(0.1)), 50) == "; about 150 more steps would be enough"
+    )
+    assert (
+        _more(Interval(math.exp(0.1), math.exp(-0.001), math.exp(0.201)), 10) == "; about 1 more step would be enough"
+    )
+    assert _more(ratio, 111) == "; about 340 more steps would be enough"
     alike = _more(Interval(1.001, 0.9, 1.1), 50)
     assert alike == "; the two are nearly alike: a difference of more than 10% is unlikely"
     assert _more(Interval(1.0, 0.9, 1.1), 50) == alike
