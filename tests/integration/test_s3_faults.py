@@ -210,9 +210,7 @@ def test_a_flipped_byte_is_found_by_file_name(proxy, tmp_path, name):
     damaged[len(damaged) // 2] ^= 0x10
     (checkpoint / name).write_bytes(damaged)
     assert files.is_complete(checkpoint)  # by names and sizes
-    with pytest.raises(
-        CheckpointError, match=rf"step-000002: {name} does not match _SUCCESS\.json"
-    ):
+    with pytest.raises(CheckpointError, match=rf"step-000002: {name} does not match _SUCCESS\.json"):
         files.check_checkpoint(checkpoint)
     s3, root = fsspec.core.url_to_fs(place)
     s3.pipe_file(f"{root}/{checkpoint.name}/{name}", bytes(damaged))
