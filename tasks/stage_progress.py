@@ -151,7 +151,7 @@ def _of_step(found: JsonObject, steps: int) -> StageProgress:
         text += f", {found['arrived']} sampled"
     if (under_way := found.get("evaluation")) is not None:
         text += (
-            f"; evaluating version {under_way['version']}: {under_way['landed']:,} of {under_way['expected']:,} "
+            f"; evaluating version {under_way['version']}: {under_way['finished']:,} of {under_way['expected']:,} "
             "responses"
         )
     return StageProgress(text, (step + found["trained"] / expected) / steps)

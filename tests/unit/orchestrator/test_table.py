@@ -164,7 +164,7 @@ class TableMachine(RuleBasedStateMachine):
         elif all(there.get(column.name) == column.digest for column in row.columns):
             assert not self.table.add_row(row)
         else:
-            with pytest.raises(ServiceConflict, match=f"another group {index} already"):
+            with pytest.raises(ServiceConflict, match=f"already has another group {index} "):
                 self.table.add_row(row)
 
     def fill(self, step):
@@ -194,7 +194,7 @@ class TableMachine(RuleBasedStateMachine):
             assert self.table.add_columns(step, index, columns) == (there is None)
             self.known(step, index, columns)
         else:
-            with pytest.raises(ServiceConflict, match=r"column 'scores' is there already"):
+            with pytest.raises(ServiceConflict, match=r"column 'scores' already exists"):
                 self.table.add_columns(step, index, columns)
 
     @precondition(has_steps)
