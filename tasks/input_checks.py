@@ -15,7 +15,7 @@ from engine.config.recipe import find_file
 from engine.config.rules import ratio_is_one
 from engine.data.prepared import prepare_problems
 from engine.data.problems import Problems
-from engine.data.prompts import encode_problems
+from engine.data.prompts import check_template, encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
@@ -155,14 +155,17 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
         encoded = partial(
             encode_problems,
             tokenizer=tokenizer.hf,
-            template=config.data.prompt_template,
+            data=config.data,
             max_context=context,
             vocabulary=vocabulary,
         )
-        try:
-            encoded(replace(each, rows=each.rows[:TRIED]))
-        except BadInput:
-            encoded(each)
+        check_template(each, config.data)
+        for part in sorted({row.part for row in each.rows}):
+            rows = tuple(row for row in each.rows if row.part == part)
+            try:
+                encoded(replace(each, rows=rows[:TRIED]))
+            except BadInput:
+                encoded(replace(each, rows=rows))
 
 
 @cache

@@ -103,11 +103,15 @@ def encode_prompts(
     code: str,
 ) -> PromptFigures:
     """Figures of the training prompts in tokens. The hashes are only cache keys."""
-    problems = prepared.training_problems(Config.model_validate(settings))
+    config = Config.model_validate(settings)
     tokenizer = Tokenizer(Path(model))
-    template = settings["data"]["prompt_template"]
     encoded = encode_problems(
-        problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary(), clock=clock
+        prepared.training_problems(config),
+        tokenizer.hf,
+        config.data,
+        max_context,
+        vocabulary=tokenizer.vocabulary(),
+        clock=clock,
     )
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
@@ -162,7 +166,7 @@ def _settings(config: Config) -> JsonObject:
     """The tables of a config that `prepared.prepare_problems` reads. The cache key must contain nothing else."""
     return {
         "data": config.data.model_dump(mode="json"),
-        "reward": {"function": "math" if config.reward.function == "math" else "exact"},
+        "reward": {"function": config.reward.function},
         "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
     }
 

@@ -71,7 +71,8 @@ def _values(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{_toml(schema['const'])}`"
-    kind = NAMES.get(schema.get("type", "any"), schema.get("type", "any"))
+    named = schema.get("type", "object" if "$ref" in schema else "any")
+    kind = NAMES.get(named, named)
     if schema.get("type") == "array":
         items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
         return f"list of {_values(items)}" if items else kind

@@ -20,6 +20,9 @@ SAME = (
     "benchmark",
     "problems_hash",
     "prompt_template",
+    "system",
+    "instruction",
+    "chat_template_kwargs",
     "reward",
     "samples",
     "temperature",
@@ -39,6 +42,9 @@ class EvaluationProtocol(TypedDict):
     problems_hash: str
     """Hash of the prompts' ids, 16 hexadecimal digits."""
     prompt_template: str
+    system: str
+    instruction: str
+    chat_template_kwargs: JsonObject
     reward: str
     samples: int
     temperature: float
@@ -100,6 +106,9 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
         "benchmark": benchmark,
         "problems_hash": hashlib.sha256(ids.encode()).hexdigest()[:16],
         "prompt_template": config.data.prompt_template,
+        "system": config.data.system,
+        "instruction": config.data.instruction,
+        "chat_template_kwargs": dict(config.data.chat_template_kwargs),
         "reward": config.reward.function,
         "samples": settings.samples,
         "temperature": settings.temperature,

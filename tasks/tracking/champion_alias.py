@@ -69,7 +69,7 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
         "base_model": str(base),
         "start": begun.start,
         "base_model_hash": content_hash(base),
-        "data": config.data.train,
+        "data": ", ".join(one.path for one in config.data.sets),
         "data_version": data,
         "config_hash": hashlib.sha256(folder.config.read_bytes()).hexdigest(),
         "code_version": code_version(),
