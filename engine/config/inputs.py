@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from engine.config.table import Table
 
@@ -115,7 +116,7 @@ class Data(Table):
     """System message put before a row's messages that have none, in training and evaluation. Needs "chat"."""
     instruction: str = ""
     """Text after the user's last message, on a line of its own unless it begins with white space. Needs "chat"."""
-    chat_template_kwargs: dict[str, JsonValue] = {}
+    chat_template_kwargs: dict[str, Any] = {}
     """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. Needs
     "chat"."""
 
@@ -146,6 +147,7 @@ class Data(Table):
                     f'data.{key} needs data.prompt_template = "chat"; write it into the text of data.prompt_template '
                     "instead"
                 )
+        _check_plain(self.chat_template_kwargs)
         if taken := sorted(TAKEN & self.chat_template_kwargs.keys()):
             raise ValueError(f"data.chat_template_kwargs.{taken[0]}: Metronome itself gives this variable")
         return self
@@ -164,6 +166,17 @@ class Data(Table):
         """The problem sets to train on."""
         given = [self.train] if isinstance(self.train, str) else self.train
         return tuple(one if isinstance(one, TrainingSet) else TrainingSet(path=one) for one in given)
+
+
+def _check_plain(variables: dict[str, Any]) -> None:
+    for name, value in variables.items():
+        try:
+            json.dumps(value)
+        except TypeError:  # a date or a time, which a checkpoint cannot hold
+            raise ValueError(
+                f"data.chat_template_kwargs.{name} = {value}: must be a text, a number, true or false, or a list or a "
+                "table of these"
+            ) from None
 
 
 OnFault = Literal["stop", "zero", "exclude"]

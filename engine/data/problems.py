@@ -18,7 +18,17 @@ from typing import Any
 from engine.config.recipe import find_file
 from engine.data.hub import is_hub_id, read_hub
 from engine.data.problem_files import BYTES, File, JsonNumber, json_kind, parse_file, read_files, spell_value
-from engine.data.row_format import ANSWER, PROBLEM, USUAL, RowFields, RowFormat, find_fields, has_column, identity_text
+from engine.data.row_format import (
+    ANSWER,
+    PROBLEM,
+    USUAL,
+    RowFields,
+    RowFormat,
+    column,
+    find_fields,
+    has_column,
+    identity_text,
+)
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -107,7 +117,7 @@ def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
         source=source,
         content_hash=content_hash,
         rejected=tuple(rejected),
-        notes=(f"{gsm8k} answers of {path} are the number after ####, as in GSM8K",) if gsm8k else (),
+        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({gsm8k} rows)",) if gsm8k else (),
     )
 
 
@@ -184,6 +194,8 @@ def _fault(
     ):
         reason = "" if name == "answer" and unanswered else _wrong(name, value)
         if reason:
+            if isinstance(column(columns, place), list) and name == "problem":
+                expected = "a text, or messages that are texts, one of them the user's"
             names = f"the columns {', '.join(columns) or 'none'}"
             shown = shorten_value(value) if has_column(columns, place) else names
             return place, reason, shown, _EXPECTED.get(reason, expected)
