@@ -173,7 +173,15 @@ def _usable(
             rejected.append(Rejected(where, *fault))
         else:
             plain = json.loads(json.dumps(columns))  # plain floats, which every encoder accepts
-            rows.append(ProblemRow(found.problem, spell_value(answer), plain, where, found.messages))
+            rows.append(
+                ProblemRow(
+                    problem=found.problem,
+                    answer=spell_value(answer),
+                    columns=plain,
+                    where=where,
+                    messages=found.messages,
+                )
+            )
     return rows, rejected
 
 

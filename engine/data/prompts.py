@@ -61,7 +61,9 @@ def encode_problems(
     for row in problems.rows:
         rows.setdefault(prompt_id(row.identity, row.answer), row)  # the first of duplicates is kept
     if data.prompt_template == "chat":
-        texts = [_chat(tokenizer, row, data, clock, problems.source) for row in rows.values()]
+        texts = [
+            _chat(tokenizer=tokenizer, row=row, data=data, clock=clock, source=problems.source) for row in rows.values()
+        ]
     else:
         texts = [_fill(data.prompt_template, row) for row in rows.values()]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import Config
@@ -46,13 +46,14 @@ class RowFormat:
         columns = config.data.columns
         return cls(columns.problem, columns.answer, ":" in config.reward.function)
 
-    def without_missing(self, rows: Iterable[Mapping[str, Any]]) -> RowFormat:
+    def without_missing(self, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
         """The format for a set of these rows. A named column that none of them has is forgotten."""
-        given = list(rows)
-        problem, answer = (
-            name if any(has_column(row, name) for row in given) else "" for name in (self.problem, self.answer)
+        known = {name for name in (self.problem, self.answer) if any(has_column(row, name) for row in rows)}
+        return replace(
+            self,
+            problem=self.problem if self.problem in known else "",
+            answer=self.answer if self.answer in known else "",
         )
-        return RowFormat(problem, answer, self.own_reward)
 
 
 USUAL = RowFormat()
@@ -85,13 +86,21 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
         messages, after = _until_the_user(problem)
         problem = _conversation_text(messages)
     answer_column, answer = _answer(row, layout.answer)
-    gsm8k = problem_column == "question" and answer_column == "answer" and isinstance(answer, str)
-    found = _GSM8K.fullmatch(answer) if gsm8k else None
+    is_gsm8k = problem_column == "question" and answer_column == "answer" and isinstance(answer, str)
+    found = _GSM8K.fullmatch(answer) if is_gsm8k else None
     if found is not None:
         answer = found["answer"].replace(",", "")  # 1,200, as the data set's own evaluation reads it
     elif not answer_column and after:
-        answer_column, answer = problem_column, after
-    return RowFields(problem_column, answer_column, problem, answer, messages, found is not None)
+        answer_column = problem_column
+        answer = after
+    return RowFields(
+        problem_column=problem_column,
+        answer_column=answer_column,
+        problem=problem,
+        answer=answer,
+        messages=messages,
+        gsm8k=found is not None,
+    )
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:

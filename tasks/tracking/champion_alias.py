@@ -11,6 +11,7 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
+from engine.data.problem_statistics import REPORT
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
@@ -19,7 +20,6 @@ from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
 from tasks.code_version import code_version
-from tasks.prepare import REPORT
 from tasks.tracking import descriptions
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import first_line

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -83,7 +84,10 @@ def rendered(messages, model=MODEL, **variables):
 
 
 def scores(spec, prompt, *texts):
-    responses = [Response((), (), (), (), "stop", text, 0, "") for text in texts]
+    empty = Response(
+        token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="stop", text="", seed=0, instance=""
+    )
+    responses = [replace(empty, text=text) for text in texts]
     reward = load_reward(spec)
     found = [reward.call(prompt, one) for one in responses] if reward.per_response else reward.call(prompt, responses)
     return [getattr(score, "value", score) for score in found]
