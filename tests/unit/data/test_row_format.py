@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from dataclasses import replace
 
 import pyarrow
@@ -11,10 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.config.recipe import HOME, load_config
+from engine.data.hub import is_hub_id
 from engine.data.loader import load_prompts
 from engine.data.prepared import prepare_problems, training_problems
 from engine.data.problem_statistics import report_data
+from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
+from engine.data.row_format import RowFormat
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
@@ -55,6 +59,13 @@ def target(prompt, responses):
 def short(prompt, responses):
     return [float(len(one.text) <= prompt.columns["most"]) for one in responses]
 """
+
+
+PUBLISHED = {
+    "agentica-org/DeepScaleR-Preview-Dataset": FORMATS["deepscaler"][0],
+    "BytedTsinghua-SIA/DAPO-Math-17k": VERL,
+}
+"""A row of each set of the hub that a recipe trains on, in its published columns."""
 
 
 @pytest.fixture
@@ -240,3 +251,16 @@ def test_sets_with_weights_are_mixed_in_proportion(write):
     used = write({"problem": "one 3", "answer": "2"}, name="used.jsonl")
     with pytest.raises(BadInput, match=r"data\.train: no row of .*used\.jsonl is left"):
         training_problems(config(f'[{{path = "{paths["one"]}", weight = 3}}, {{path = "{used}", weight = 1}}]'))
+
+
+def test_every_recipe_reads_the_published_rows_of_its_training_set(write):
+    recipes = [load_config(path) for path in sorted((HOME / "infra/recipes").rglob("*.toml")) if _has_data(path)]
+    assert len(recipes) > 5
+    for recipe in recipes:
+        rows = read_problems(write(PUBLISHED[recipe.data.train]), RowFormat.of(recipe))
+        (prompt,) = encode_problems(rows, AutoTokenizer.from_pretrained(MODEL), recipe.data, 1024).prompts
+        assert (prompt.problem, prompt.answer) == ("1+1=", "2")
+
+
+def _has_data(path):
+    return is_hub_id(tomllib.loads(path.read_text()).get("data", {}).get("train", ""))
