@@ -149,10 +149,10 @@ def _check_device(config: Config) -> None:
 
 def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
     """Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, if no token ends a
-    response, or if no prompt of a problem set fits the model."""
+    response of a training, or if no prompt of a problem set fits the model."""
     model = find_file(config.model.path)
     tokenizer = Tokenizer(model, config.rollout.stop)
-    if not tokenizer.stop_ids and not end_of_sequence_ids(model):
+    if problems is not None and not tokenizer.stop_ids and not end_of_sequence_ids(model):
         raise BadInput(
             f"model.path {model}: nothing ends a response: the tokenizer has no end-of-sequence token (eos_token), and "
             "neither generation_config.json nor config.json has eos_token_id; add it there, or name a token in "

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from engine.config.table import Table
 
@@ -120,6 +120,18 @@ class Data(Table):
     """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. Needs
     "chat"."""
 
+    @field_validator("train", mode="before")
+    @classmethod
+    def _check_train(cls, given: Any) -> Any:  # noqa: ANN401
+        for one in given if isinstance(given, list) else [given]:
+            keys = one.keys() if isinstance(one, dict) and isinstance(given, list) else ()
+            if not isinstance(one, str | TrainingSet) and ("path" not in keys or set(keys) - {"path", "weight"}):
+                raise ValueError(
+                    f"data.train = {given!r}: expected a path, or a list of paths or of tables such as "
+                    '{path = "math.jsonl", weight = 2.0}'
+                )
+        return given
+
     @model_validator(mode="before")
     @classmethod
     def _no_default_heldout(cls, given: Any) -> Any:  # noqa: ANN401
@@ -132,8 +144,9 @@ class Data(Table):
     def _check_heldout(self) -> Data:
         if bool(self.heldout) == bool(self.heldout_fraction):
             raise ValueError(
-                "give either data.heldout (a problem set) or, with data.heldout empty, data.heldout_fraction (a "
-                "share of data.train above 0)"
+                f"data.heldout = {self.heldout!r} and data.heldout_fraction = {self.heldout_fraction:g}: give either "
+                "data.heldout (a problem set) or, with data.heldout empty, data.heldout_fraction (a share of "
+                "data.train above 0)"
             )
         return self
 

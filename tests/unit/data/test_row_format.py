@@ -212,6 +212,11 @@ def test_system_instruction_and_variables_are_in_training_and_evaluation(write, 
         ("data.train=[]", r"expected at least one problem set"),
         ('data.train=[{path = "a", weight = 1}, "b"]', r"give each of its sets a weight, or none"),
         ('data.train=[{path = "a", weight = -1}]', r"data\.train.* greater than 0"),
+        (
+            'data.train=[{path = "a", wieght = 1}]',
+            r"wieght.*: expected a path, or a list of paths or of tables such as",
+        ),
+        ("data.train=3", r"data\.train = 3: expected a path"),
     ],
 )
 def test_wrong_keys_are_refused(key, message):
