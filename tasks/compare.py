@@ -132,7 +132,9 @@ def from_mlflow(run_id: str, uri: str = "") -> ComparedRun:
     client = mlflow.MlflowClient(store)
     try:
         found = client.get_run(run_id)
-        steps = _steps(client, run_id, [name for name in found.data.metrics if "/" not in name or name.startswith(REWARD)])
+        steps = _steps(
+            client, run_id, [name for name in found.data.metrics if "/" not in name or name.startswith(REWARD)]
+        )
         evaluations, means = _evaluations(client, found, store)
     except STORE_ERRORS as error:
         raise BadInput(f"MLflow run {run_id} can't be read from {store}: {first_line(error)}") from None

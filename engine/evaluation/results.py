@@ -86,7 +86,7 @@ def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path, confiden
 
 
 def _metric_means(groups: Sequence[Group]) -> dict[str, float]:
-    """"reward/NAME": the mean of each metric of the scores, over the responses that have it."""
+    """ "reward/NAME": the mean of each metric of the scores, over the responses that have it."""
     values: dict[str, list[float]] = {}
     for score in (score for group in groups for score in group.scores if not score.excluded):
         for name, value in score.metrics.items():

@@ -29,8 +29,8 @@ SAME = (
     "max_context",
     "stop",
 )
-"""The keys of the protocol that must be equal in two evaluations to compare them by their scores: all except the seed and
-the threshold of pass@k."""
+"""The keys of the protocol that must be equal in two evaluations to compare their scores: all except the seed and the
+threshold of pass@k."""
 
 
 class EvaluationProtocol(TypedDict):

@@ -98,10 +98,11 @@ class VerifierPool:
         memory: int = 0,
         processes: int = 0,
     ) -> None:
-        """`reward`: reward.function, or all of reward.functions. `timeout_s`: seconds for a call. `on_error`, `on_timeout`: reward.on_error and
-        reward.on_timeout. `start_timeout_s`: seconds for loading the reward. `log`: file for what the reward prints;
-        None: this process's stderr. `variables`: reward.environment. `memory`: limit in bytes for a user's reward; 0:
-        none. `processes`: limit on the processes that each worker's reward may have started at once; 0: none."""
+        """`reward`: reward.function, or all of reward.functions. `timeout_s`: seconds for a call. `on_error`,
+        `on_timeout`: reward.on_error and reward.on_timeout. `start_timeout_s`: seconds for loading the reward. `log`:
+        file for what the reward prints; None: this process's stderr. `variables`: reward.environment. `memory`: limit
+        in bytes for a user's reward; 0: none. `processes`: limit on the processes that each worker's reward may have
+        started at once; 0: none."""
         functions = [WeightedFunction(reward)] if isinstance(reward, str) else reward
         self._functions = tuple(functions)
         self._built_in = all(one.function in BUILT_IN for one in functions)

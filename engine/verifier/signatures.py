@@ -1,4 +1,4 @@
-"""The signatures that a reward may have: Metronome's own, TRL's and verl's. The names of the parameters decide which."""
+"""The signatures that a reward may have: Metronome's own, TRL's and verl's. The parameters' names decide which."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 """Iterable types that are not a list of scores: texts, and types without order or without scores."""
 
 
-def main(
-    socket_fd: int, lifeline_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]
-) -> None:
+def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]) -> None:
     """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
     a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit."""
     start_guardian(socket_fd, processes)

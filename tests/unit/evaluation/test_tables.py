@@ -39,7 +39,8 @@ def recorded(tmp_path):
     def of(version, lengths=((1, "stop"),), scores=()):
         whole = numbered_group(0)
         responses = tuple(
-            replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason) for count, reason in (lengths * len(scores) or lengths)
+            replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason)
+            for count, reason in (lengths * len(scores) or lengths)
         )
         group = replace(whole, responses=responses, scores=scores or whole.scores * len(responses))
         benchmark = EncodedBenchmark("mine", (whole.prompt,), {})

@@ -57,7 +57,9 @@ async def test_the_score_is_the_weighted_sum_and_each_function_a_metric(file):
             ),
             Score(0.2, detail="right: none", correct=False, metrics={"right": 0.0, "theirs": 0.5, "acc": 1.0}),
         ]
-        with pytest.raises(RewardError, match=r"reward.functions = right, theirs, longest, prompt .*: theirs returned nan"):
+        with pytest.raises(
+            RewardError, match=r"reward.functions = right, theirs, longest, prompt .*: theirs returned nan"
+        ):
             await pool.score(PROMPT, [response("broken")])
     async with pool_of(*terms[:2], on_error='"exclude"') as pool:
         assert pool.per_response

@@ -63,7 +63,7 @@ WRONG = {
     "the keys score and reward",
     "return [{'score': 1.0, 'reward': 1.0}, 1]": "a dict with the keys score, reward for response 0",
     "return [{'score': [1.0]}, 1]": r"returned \[1.0\] for response 0",
-    "return [{'score': 1.0, 'all': [1]}, 1]": r"returned \[1\] as the metric all of response 0, expected a number that is",
+    "return [{'score': 1.0, 'all': [1]}, 1]": r"returned \[1\] as the metric all of response 0, expected a number",
     "return [{'score': 1.0, 'a b': 1}, 1]": "returned a metric named 'a b' for response 0; a name has letters, digits",
     "from engine.types import Score; return [1, Score(1, metrics={'x': float('nan')})]": "nan as the metric x of resp",
     "from engine.types import Score; return [1, Score(1, metrics=[1])]": r"returned \[1\] as the metrics of response 1",
