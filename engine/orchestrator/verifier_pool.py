@@ -199,7 +199,7 @@ class VerifierPool:
         return [score] * len(responses)
 
     def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
-        what = f"{_key_and_value(self._functions)}, prompt {prompt.id}: {why}"
+        what = f"reward.function{_shown(self._functions)}, prompt {prompt.id}: {why}"
         if choice == "stop" and not (status == "error" and self._built_in):  # only a response makes it fail
             raise RewardError(what)
         return Score(0.0, status, what, excluded=choice == "exclude")
@@ -354,11 +354,11 @@ class _VerifierProcess:
                 hello = await self._receive()
         except TimeoutError:
             raise DeadlineError(
-                f"{self._name}: {_key_and_value(self._functions)} was not loaded within {self._start_timeout_s:g} s"
+                f"{self._name}: reward.function{_shown(self._functions)} was not loaded within {self._start_timeout_s:g} s"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            what = f"{_key_and_value(self._functions)}: while loading it, its process {self._how_it_ended()}"
+            what = f"reward.function{_shown(self._functions)}: while loading it, its process {self._how_it_ended()}"
             assert self._child is not None, "it is set until `_kill`"
             raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
         if isinstance(hello, RewardRefused):
@@ -413,11 +413,11 @@ class _VerifierProcess:
         return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
 
 
-def _key_and_value(functions: Sequence[WeightedFunction]) -> str:
-    """Return the key with its value, for messages."""
+def _shown(functions: Sequence[WeightedFunction]) -> str:
+    """Return what follows "reward.function" in a message: its value, or the names of reward.functions."""
     if functions[0].name:
-        return f"reward.functions = {', '.join(one.name for one in functions)}"
-    return f'reward.function = "{functions[0].function}"'
+        return f"s = {', '.join(one.name for one in functions)}"
+    return f' = "{functions[0].function}"'
 
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:

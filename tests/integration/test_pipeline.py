@@ -30,7 +30,8 @@ def small(settings):
 
 
 def test_the_whole_pipeline(small, tmp_path):
-    even = small.pop("reward.function")
+    even = small["reward.function"]
+    small["reward.function"] = ""
     small["reward.functions"] = f'[{{function="{even}", weight=0.5}}, {{function="{even}", weight=0.5, name="again"}}]'
     done = subprocess.run(command(small), capture_output=True, text=True, timeout=230, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
