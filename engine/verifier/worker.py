@@ -12,7 +12,6 @@ import fcntl
 import inspect
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 from engine.data.tokenizer import make_decoder
 from engine.errors import BadInput, RewardError
+from engine.reward.scorer import METRIC_NAME
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe_error
@@ -50,8 +50,6 @@ LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite number in fp32, the precision in which rewards are trained."""
 SCORE_KEYS = ("score", "reward")
 """Keys of a dict under one of which a reward returns the score."""
-METRIC_NAME = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
-"""Names that MLflow takes too."""
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 """Iterable types that are not a list of scores: texts, and types without order or without scores."""
 

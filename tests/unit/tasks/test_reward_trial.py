@@ -31,7 +31,7 @@ def tried(tmp_path, tiny_model):
     rows = [{"problem": f"{n}+{n}=", "answer": str(2 * n), "level": n} for n in (1, 2, 3)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(function, *arguments):
+    def run(function, arguments=()):
         keys = [f"data.{name}={tmp_path}/rows.jsonl" for name in ("train", "heldout")]
         keys += [f"model.path={tiny_model}", "data.decontaminate=[]", "reward.timeout_s=1"]
         keys += [f"reward.function={tmp_path}/mine.py:{function}"]
@@ -43,7 +43,7 @@ def tried(tmp_path, tiny_model):
 
 
 def test_each_problem_is_tried_with_its_answer_and_a_wrong_one(tried):
-    code, _, lines = tried("form", "--rows", 2)
+    code, _, lines = tried("form", ["--rows", 2])
     assert code == 0
     assert lines[0] == ["problem", "response", "score", "seconds", "metrics"]
     assert [line[:3] for line in lines[1:]] == [
@@ -58,7 +58,7 @@ def test_each_problem_is_tried_with_its_answer_and_a_wrong_one(tried):
 def test_the_responses_of_a_run_go_to_their_own_problems(tried, tmp_path):
     rows = [{"prompt_id": prompt_id("3+3=", "6"), "response": "it is 6"}, {"response": "it is 2"}]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, _, lines = tried("form", "--rows", 1, "--responses", tmp_path / "some.jsonl")
+    code, _, lines = tried("form", ["--rows", 1, "--responses", tmp_path / "some.jsonl"])
     assert code == 0
     assert sorted(line[:3] for line in lines[1:]) == [
         ["1+1=", "it is 2", "1"],
@@ -68,7 +68,7 @@ def test_the_responses_of_a_run_go_to_their_own_problems(tried, tmp_path):
 
 
 def test_a_reward_that_fails_or_hangs_is_shown_and_ends_with_code_1(tried):
-    code, _, lines = tried("fails", "--rows", 2)
+    code, _, lines = tried("fails", ["--rows", 2])
     assert code == 1
     assert [line[2] for line in lines[1:]] == ["error", "error", "timeout", "timeout"]
     assert "returned nan for response 0" in lines[1][4]
@@ -86,7 +86,7 @@ def test_a_reward_that_fails_or_hangs_is_shown_and_ends_with_code_1(tried):
 )
 def test_bad_input_is_one_message_and_code_2(tried, tmp_path, function, arguments, message):
     (tmp_path / "given.jsonl").write_text('{"response": "2"}\n{"text": "2"}\n')
-    code, error, lines = tried(function, *(str(one).replace("FILE", f"{tmp_path}/given.jsonl") for one in arguments))
+    code, error, lines = tried(function, [one.replace("FILE", f"{tmp_path}/given.jsonl") for one in arguments])
     assert (code, lines) == (2, [])
     assert message in error
     assert error.count("\n") == 1
@@ -94,6 +94,6 @@ def test_bad_input_is_one_message_and_code_2(tried, tmp_path, function, argument
 
 def test_an_unknown_prompt_id_is_named(tried, tmp_path):
     (tmp_path / "given.jsonl").write_text('{"response": "2", "prompt_id": "ffff"}\n')
-    code, error, _ = tried("form", "--responses", tmp_path / "given.jsonl")
+    code, error, _ = tried("form", ["--responses", tmp_path / "given.jsonl"])
     assert code == 2
     assert "rows.jsonl has the prompt_id ffff" in error
