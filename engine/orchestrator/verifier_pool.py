@@ -354,7 +354,8 @@ class _VerifierProcess:
                 hello = await self._receive()
         except TimeoutError:
             raise DeadlineError(
-                f"{self._name}: reward.function{_shown(self._functions)} was not loaded within {self._start_timeout_s:g} s"
+                f"{self._name}: reward.function{_shown(self._functions)} was not loaded within "
+                f"{self._start_timeout_s:g} s"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
