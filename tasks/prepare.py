@@ -148,9 +148,10 @@ def page(found: DataReport) -> str:
 
 def _settings(config: Config) -> JsonObject:
     """The tables of a config that `prepared.prepare_problems` reads. The cache key must contain nothing else."""
+    reward = config.reward
     return {
         "data": config.data.model_dump(mode="json"),
-        "reward": {"function": config.reward.function},
+        "reward": {"function": "math" if reward.uses_math else "own:reward" if reward.is_own else "exact"},
         "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
     }
 

@@ -223,7 +223,7 @@ def file_hashes(config: Config) -> dict[str, str]:
 
 def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
-    train = clean_problems(_training_rows(config), math=config.reward.function == "math")
+    train = clean_problems(_training_rows(config), math=config.reward.uses_math)
     if config.data.heldout:
         return train, heldout_problems(config)
     return split_problems(train, config.data.heldout_fraction)

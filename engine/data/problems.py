@@ -198,7 +198,7 @@ def _fault(
     """Why a row cannot be used (column, reason, found, expected); None if it can be used."""
     for name, place, value, expected in (
         ("problem", found.problem_column, found.problem, "a text"),
-        ("answer", found.answer_column or "answer", answer, "a text or a number"),
+        ("answer", found.answer_column or "answer", answer, "a string or a number"),
     ):
         reason = "" if name == "answer" and unanswered else _wrong(name, value)
         if reason:
@@ -215,8 +215,8 @@ def _fault(
 
 _EXPECTED = {
     "not valid Unicode": "whole characters",
-    "answer is not a finite number": "a finite number, or a text",
-    "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a text",
+    "answer is not a finite number": "a finite number, or a string",
+    "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a string",
 }
 """The expected value by reason, where more than the type matters."""
 

@@ -44,7 +44,7 @@ class RowFormat:
     def of(cls, config: Config) -> RowFormat:
         """The format that a run's configuration describes."""
         columns = config.data.columns
-        return cls(columns.problem, columns.answer, ":" in config.reward.function)
+        return cls(columns.problem, columns.answer, config.reward.is_own)
 
     def without_missing(self, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
         """The format for a set of these rows. A named column that none of them has is forgotten."""
