@@ -93,6 +93,7 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
+    from engine.data.problem_statistics import describe_report
     from engine.wire import record
     from flows.local import train_here
     from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
@@ -108,7 +109,9 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        check_inputs(config, sampling=replay is None)
+        data = check_inputs(config, sampling=replay is None)
+        if data is not None:
+            console.say("prepare data", describe_report(data))
         if resume:
             found.tell()
             config = check_resume(config)
@@ -119,7 +122,7 @@ def train(
         else:
             record.check_record(replay, config)
         check_usable(config)
-        train_here(config, resume, replay, found.recipe)
+        train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
 
 
 @app.command()
@@ -144,6 +147,30 @@ def evaluate(
         check_inputs(config, training=False)
         config = with_model_folder(config)
         evaluate_here(config)
+
+
+@app.command("try-reward")
+def try_reward(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    response: Annotated[
+        list[str], typer.Option("--response", metavar="TEXT", help="a response to score (default: the row's answer)")
+    ] = [],  # noqa: B006
+    responses: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='lines {"response": "..."}, or a run\'s responses/step-N.jsonl'),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="number of problems of data.train to try it on")] = 3,
+) -> None:
+    """Score a few responses as a run would, and show scores, metrics and seconds. Exit code 1: a score is missing."""
+    from tasks.input_checks import with_model_folder
+    from tasks.reward_trial import read_given, run_trial
+
+    with _exit_codes():
+        given = read_given(response, responses)
+        shown, whole = run_trial(with_model_folder(load_config(recipe, overrides)), given, rows)
+        print(shown)
+        raise typer.Exit(0 if whole else 1)
 
 
 @app.command()

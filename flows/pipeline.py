@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow
 
 from engine.config import Config
+from engine.data.problem_statistics import describe_report
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
@@ -25,7 +26,7 @@ from tasks.convert import convert
 from tasks.convert import describe_report as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.flow_entry import Entry
-from tasks.prepare import describe_data, describe_prompts, encode_data, prepare_data
+from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.progress_display import show_progress
 from tasks.publish import publish
 from tasks.register import register
@@ -105,7 +106,7 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
         print_stage("prepare data") as say,
         show_progress("prepare data", stage_progress.since_now("reading and comparing the problems")),
     ):
-        say(describe_data(entry.once("prepare data", lambda: prepare_data(config))))
+        say(describe_report(entry.once("prepare data", lambda: prepare_data(config))))
     with print_stage("base model") as say:
         config = base_model(config)
         say(config.model.path)

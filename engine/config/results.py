@@ -37,6 +37,8 @@ class Evaluate(Table):
     """Further verifiers that score the responses of an evaluation in addition to reward.function, for comparison with
     the figures of others. "math_verify": the library math-verify alone, as verl and TRL use it. They have no influence:
     the champion is chosen by reward.function."""
+    pass_threshold: float = 1.0
+    """Score from which a response counts as correct in pass@k, if the reward does not say so itself (Score.correct)."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
     the run's own instances (docs/evaluation.md). 0: never."""

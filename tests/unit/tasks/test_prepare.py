@@ -6,8 +6,9 @@ import pytest
 from engine.config import Config, Run
 from engine.config.recipe import load_config
 from engine.data import prepared
+from engine.data.problem_statistics import REPORT, describe_report
 from engine.run.files import write_json
-from tasks.prepare import REPORT, _settings, describe_data, prepare, report_page
+from tasks.prepare import _settings, prepare, report_page
 from tasks.tracking import tracked_run
 
 
@@ -26,7 +27,7 @@ def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
     assert found["train"]["rows"] == len(prepared.training_problems(config).rows) == 57
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 3}
     assert (
-        describe_data(found)
+        describe_report(found)
         == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
     )
 
@@ -47,6 +48,7 @@ def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
     base = settings()
     assert settings("train.steps=3", "run.seed=5", "evaluate.samples=2", "run.name=other") == base
     assert settings("reward.function=math") != base
+    assert settings('reward.functions=[{function="math"}, {function="mine.py:f"}]') == settings("reward.function=math")
     assert settings("data.decontaminate=[]") != base
     assert settings("evaluate.benchmark=other.json") != base
     assert Config.model_validate(base).data == config.data
