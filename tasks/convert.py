@@ -12,12 +12,16 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 
+from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.model.shape import content_hash
 from engine.run.commands import conversion_command
+from engine.run.folder import RunFolder
 from engine.run.process import Child
 from engine.types import JsonObject
 from tasks import stage_progress
 from tasks.artifact_cells import markdown
+from tasks.code_version import code_hash
 from tasks.orchestrator_process import last_error
 from tasks.progress_display import showing
 
@@ -43,6 +47,16 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
         raise (BadInput if code_ == 2 else MetronomeError)(last_error(child))
     report: JsonObject = json.loads(log.read_text().strip().rpartition("\n")[2])
     return report
+
+
+def convert_model(config: Config) -> JsonObject:
+    """The report of `convert` on a run's model, from the cache if the model and the code are unchanged."""
+    model = Path(config.model.path)
+    with showing("convert", stage_progress.since_now("reading the model's files")):
+        digest = content_hash(model)
+    log = RunFolder(config.folder).logs / "convert.log"
+    found: JsonObject = convert(str(model), digest, code_hash("model", "platform"), log)
+    return found
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -33,12 +33,10 @@ from engine.errors import (
 )
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
-from engine.types import JsonObject
-from tasks.console import StepLines, duration, say
+from tasks.console import duration, say
 from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
-from tasks.orchestrator_process import run_training
-from tasks.tracking.evaluations import InRun
+from tasks.shown_stages import train_shown
 
 UPDATE_S = 10.0
 """Seconds between updates. Each update is two requests to the Prefect server."""
@@ -160,7 +158,6 @@ def train(config: Config, resume: bool = False) -> int:
     """
     folder = run_folder(config)
     told = folder.last_failure()
-    line = StepLines(config.train.steps)
     again = (task_run.run_count or 1) > 1
     why = last_end(folder) if again else "the start of the flow"
     starts = count_attempt(folder, "training", config.run.resumes, why)
@@ -168,20 +165,11 @@ def train(config: Config, resume: bool = False) -> int:
         pause_s = pause(told, starts)
         say("resume", f"the attempt before ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
         time.sleep(pause_s)
-    evaluated = InRun(folder)
     with Progress(config) as progress:
-
-        def on_step(row: JsonObject) -> None:
-            folder.fence.check()
-            line(row)
-            progress(row)
-            evaluated()
-
         try:
-            run_training(config, resume or again, on_step=on_step)
+            return train_shown(config, resume or again, also=progress)
         except TakenOver:
             raise  # another flow writes the folder now
         except MetronomeError as error:
             folder.fail(error)  # also records a death, which the orchestrator cannot write itself
             raise
-    return config.train.steps
