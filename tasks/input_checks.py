@@ -27,9 +27,8 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
-from tasks import stage_progress
 from tasks.console import say
-from tasks.progress_display import showing
+from tasks.progress_display import showing, since_now
 
 TRIED = 256
 """Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
@@ -43,7 +42,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     """
     folder = RunFolder(config.folder)
     _check_checkpoint_path(config.checkpoint.path)
-    with showing("check", stage_progress.since_now(f"looking for checkpoints in {place_of(config)}")):
+    with showing("check", since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
     check_not_held(folder.lock, f"run folder {folder.path}")
 
@@ -82,7 +81,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
-    with showing("check", stage_progress.since_now("reading the problem sets")):
+    with showing("check", since_now("reading the problem sets")):
         problems = prepare_problems(config).train if training else None
         benchmarks = read_benchmarks(config)
     if problems is not None:
@@ -122,7 +121,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         _check_device(config)
     else:
         check_rollouts(config)
-    with showing("check", stage_progress.since_now("encoding the prompts")):
+    with showing("check", since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
 
 

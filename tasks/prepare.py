@@ -24,8 +24,7 @@ from engine.run.identity import read_run_id, run_began
 from engine.types import JsonObject
 from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
-from tasks.progress_display import showing
-from tasks.stage_progress import since_now
+from tasks.progress_display import showing, since_now
 
 REPORT = "data.json"
 """Name of the file in the run folder that holds the report of `engine.data.problem_statistics.report_data`."""

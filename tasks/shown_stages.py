@@ -7,11 +7,9 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.orchestrator import standalone_evaluation as evaluation
-from engine.orchestrator.evaluation_progress import EvaluationProgress
 from engine.orchestrator.run_events import RunEvents
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
-from tasks import stage_progress
 from tasks.console import StepLines, say
 from tasks.fenced import run_folder
 from tasks.orchestrator_process import run_training
@@ -46,9 +44,9 @@ def evaluate_shown(
 ) -> list[JsonObject]:
     """Evaluate a model folder. Arguments, result and errors are those of
     `engine.orchestrator.standalone_evaluation.evaluate_model`."""
-    progress = EvaluationProgress(notices=RunEvents(say, trained=False))
     instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)
-    with showing("evaluate", stage_progress.evaluation(progress, instances)):
+    progress = evaluation.EvaluationProgress(instances, notices=RunEvents(say, trained=False))
+    with showing("evaluate", progress.progress):
         return evaluation.evaluate_model(
             config=config,
             model=model,

@@ -44,7 +44,7 @@ END_S = 5.0
 """Time limit in seconds of the last update, when training ends."""
 
 
-class Progress:
+class TrainingArtifacts:
     """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run."""
 
     def __init__(self, config: Config) -> None:
@@ -55,7 +55,7 @@ class Progress:
         context = contextvars.copy_context()  # identifies the flow run and task run of the artifacts
         self._thread = threading.Thread(target=context.run, args=(self._tell,), name="progress", daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingArtifacts:
         self._thread.start()
         return self
 
@@ -165,7 +165,7 @@ def train(config: Config, resume: bool = False) -> int:
         pause_s = pause(told, starts)
         say("resume", f"the attempt before ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
         time.sleep(pause_s)
-    with Progress(config) as progress:
+    with TrainingArtifacts(config) as progress:
         try:
             return train_shown(config, resume or again, also=progress)
         except TakenOver:

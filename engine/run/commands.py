@@ -133,9 +133,9 @@ def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
     return python_command("engine.store.transferqueue", *arguments)
 
 
-def conversion_command(model: str) -> list[str]:
-    """Command line that checks the conversion of a model folder."""
-    return python_command("engine.tools.conversion", model)
+def conversion_command(model: str, progress: Path) -> list[str]:
+    """Command line that checks the conversion of a model folder and writes its progress to a file."""
+    return python_command("engine.tools.conversion", model, str(progress))
 
 
 def instance_command(
