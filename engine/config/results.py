@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -33,10 +33,6 @@ class Evaluate(Table):
     max_context: int = Field(default=0, ge=0)
     """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
     0: rollout.max_context. The instances of a running training keep rollout.max_context."""
-    also: list[Literal["math_verify"]] = []
-    """Further verifiers that score the responses of an evaluation beside reward.function, for comparison with figures
-    of others. "math_verify": the library math-verify alone, as verl and TRL use it. They decide nothing: the champion
-    is that of reward.function."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
     the run's own instances (docs/evaluation.md). 0: never."""

@@ -13,6 +13,9 @@ from engine.algorithm.shaping import are_equal_scores
 from engine.errors import MetronomeError
 from engine.wire.columns import Row, open_scores
 
+MOST_BATCHES = 10
+"""Largest number of prompts that a step may use, as a multiple of train.prompts_per_step; verl's value."""
+
 
 class DynamicSampling:
     """Selects the first `wanted` groups with unequal rewards, from at most `limit` prompts numbered from 0."""
@@ -72,8 +75,7 @@ class DynamicSampling:
         return MetronomeError(
             f"step {self._step}: of {self.limit} prompts only {self._kept} have responses with different rewards, but "
             f"train.prompts_per_step = {self.wanted} are needed. algorithm.dynamic_sampling finds too few problems "
-            "that the policy solves sometimes: use problems of a fitting difficulty, a larger rollout.group_size, or "
-            "raise algorithm.dynamic_sampling_batches"
+            "that the policy solves sometimes: use problems of a fitting difficulty, or a larger rollout.group_size"
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record_evaluation
-from engine.orchestrator.evaluation_groups import further_figures, sample_groups
+from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.rollout_service import rollout_service
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
@@ -151,7 +151,7 @@ async def _evaluate(
                 benchmark=one,
                 groups=groups,
                 verifier=service.verifier,
-                more={**figures, **await further_figures(config, groups)},
+                more=figures,
             )
             for one, groups in zip(encoded, sampled, strict=True)
         ]
