@@ -79,7 +79,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     twice = [source for source, count in Counter(run.source for run in runs).items() if count > 1]
     if twice:
-        raise BadInput(f"{twice[0]} is given twice; compare needs different runs")
+        raise BadInput(f"{twice[0]} was given twice; compare needs different runs")
     names = Counter(run.name for run in runs)
     return [
         replace(run, name=f"{run.name} #{place}") if names[run.name] > 1 else run

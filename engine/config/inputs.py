@@ -24,7 +24,7 @@ class Run(Table):
     """Folder that holds run folders, policies from the registry, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
     """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
-    at the same point more often ends as failed. Three outlast a node that is being replaced."""
+    at the same point more often ends as failed. Three survive the replacement of a node."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""
@@ -33,8 +33,8 @@ class Run(Table):
     def _check_name(self) -> Run:
         if not NAME.fullmatch(self.name):
             raise ValueError(
-                f"run.name = {self.name!r}: expected letters, digits, dots, hyphens and underscores, and no dot at "
-                "the beginning"
+                f"run.name = {self.name!r}: expected letters, digits, dots, hyphens and underscores, not starting "
+                "with a dot"
             )
         return self
 
@@ -44,7 +44,7 @@ class DryRun(Table):
 
     joining: int = Field(default=0, ge=0)
     """Number of instances that will be started for the run on other nodes and join it (docs/several_nodes.md). The dry
-    run counts them beside the run's own, as does the check of how many files the orchestrator may open."""
+    run, and the check of how many files the orchestrator may open, add them to the run's own."""
 
 
 class Model(Table):

@@ -54,10 +54,10 @@ class Evaluate(Table):
 
 
 class ServiceLimits(Table):
-    """What programs outside may take and put (docs/service.md)."""
+    """Limits for programs outside the run (docs/service.md)."""
 
     lease_s: PositiveFloat = 300.0
-    """Seconds that a trainer outside has for a window of a service's stage train before the window is given again;
+    """Seconds that an outside trainer has for a window of a service's stage train before the window is leased again;
     with train.prefetch = "on" it has two windows at a time."""
     max_mib: PositiveInt = 1024
     """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, the bodies of

@@ -169,9 +169,9 @@ def table_means(table: Path) -> dict[str, float]:
     try:
         found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table)}
     except (KeyError, ValueError, TypeError) as error:
-        raise BadInput(f"{table}: not a table of an evaluation ({error!r})") from None
+        raise BadInput(f"{table}: not an evaluation table ({error!r})") from None
     if not found:
-        raise BadInput(f"{table}: there is no table of an evaluation")
+        raise BadInput(f"{table}: there is no evaluation table")
     return found
 
 

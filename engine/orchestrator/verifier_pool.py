@@ -211,7 +211,7 @@ class VerifierPool:
         try:
             return await self._ask_idle_worker(request)
         except _WorkerDied as error:
-            raise RewardError(f"{DEATHS} processes died of it, at last: {error}") from None
+            raise RewardError(f"{DEATHS} processes died of it; last error: {error}") from None
 
     async def _ask_idle_worker(self, request: bytes) -> list[Score]:
         # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.

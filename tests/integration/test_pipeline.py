@@ -82,7 +82,7 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
         assert (code, "interrupted" in output) == ((-9, False) if number == "SIGKILL" else (130, True))
         assert "Traceback" not in output
         if number != "SIGKILL":
-            assert "\n  go on with  " in output
+            assert "\n  resume      " in output
             assert json.loads((tmp_path / "small/failure.json").read_text())["message"] == f"ended by {number}"
             assert "trainer-0" in (tmp_path / "small/timeline.html").read_text()
     finally:

@@ -32,7 +32,7 @@ PARTS = {
 }
 """The parts of a step's time, each with its name on the page and the timeline's name for its colour. (The names differ
 because a run may be called "sync".)"""
-ROLLOUT = ("rollout, beside it", "rollout")
+ROLLOUT = ("rollout, at the same time", "rollout")
 NOTES = (
     "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training "
     "and rollouts together. The first step of a run does not count for speed.",

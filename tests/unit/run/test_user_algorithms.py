@@ -148,7 +148,7 @@ def test_a_wrong_advantage_is_named(tmp_path, body, said):
         ("terms.advantages.sum(), terms.advantages > 9", "for 3 tokens it returned gains of shape"),
         ("terms.advantages, terms.advantages > 9", "does not require grad|no finite gradient"),
         ("terms.logprobs / 0, terms.advantages > 9", "no finite gradient"),
-        ("terms.logprobs", "it failed when it was tried"),
+        ("terms.logprobs", "it failed in a trial call"),
     ],
 )
 def test_a_wrong_loss_is_named(tmp_path, gives, said):
@@ -197,5 +197,5 @@ def test_losses_of_batch_scope_are_refused_in_periodic_alone(name):
 
 @pytest.mark.parametrize("setting", ["bapo.low=[0.9, 0.6]", "bapo.high=[0.8, 2.0]", "bapo.high=[3.0, 1.2]"])
 def test_bounds_that_make_no_range_are_refused(setting):
-    with pytest.raises(BadInput, match=r"algorithm\.bapo\.(low|high) = .*expected where the bound starts"):
+    with pytest.raises(BadInput, match=r"algorithm\.bapo\.(low|high) = .*expected the value where the bound starts"):
         load_config(None, [f"algorithm.{setting}"])

@@ -79,7 +79,7 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     folder, run_id, uri = stored
     told = compare([str(folder), run_id], tmp_path / "page.html", uri)
     assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
-    assert "without any difference seen" in told
+    assert "with no visible difference" in told
     assert (tmp_path / "page.html").is_file()
 
 

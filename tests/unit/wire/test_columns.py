@@ -118,7 +118,7 @@ def test_a_column_with_any_flipped_bit_is_refused_by_step_group_and_name(name):
         flipped = bytearray(column.body)
         flipped[at] ^= 1 << at % 8
         damaged = row.with_columns([msgspec.structs.replace(column, body=bytes(flipped))])
-        with pytest.raises(TransferError, match=rf"step 7, group 4: the \d+ bytes of its column '{name}' are not"):
+        with pytest.raises(TransferError, match=rf"step 7, group 4: the \d+ bytes of its column '{name}' differ"):
             open_group(damaged)
 
 
