@@ -146,6 +146,30 @@ def evaluate(
         evaluate_here(config)
 
 
+@app.command("try-reward")
+def try_reward(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    response: Annotated[
+        list[str], typer.Option("--response", metavar="TEXT", help="a response to score (default: the row's answer)")
+    ] = [],  # noqa: B006
+    responses: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='lines {"response": "..."}, or a run\'s responses/step-N.jsonl'),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="number of problems of data.train to try it on")] = 3,
+) -> None:
+    """Score a few responses as a run would, and show scores, metrics and seconds. Exit code 1: a score is missing."""
+    from tasks.input_checks import with_model_folder
+    from tasks.reward_trial import read_given, run_trial
+
+    with _exit_codes():
+        given = read_given(response, responses)
+        shown, whole = run_trial(with_model_folder(load_config(recipe, overrides)), given, rows)
+        print(shown)
+        raise typer.Exit(0 if whole else 1)
+
+
 @app.command()
 def serve(
     recipe: Annotated[str, typer.Argument(help="TOML file (default: the quickstart; with --model the run's own)")] = "",

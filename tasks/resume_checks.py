@@ -36,6 +36,7 @@ DECIDE_PROMPTS = (
     "evaluate.benchmark",
     "evaluate.folder",
     "reward.function",
+    "reward.functions",
     "rollout.max_context",
 )
 """Keys that a resumed run may change only if its prompts stay the same."""

@@ -71,6 +71,8 @@ def _values(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{_toml(schema['const'])}`"
+    if "$ref" in schema:
+        return "table"
     kind = NAMES.get(schema.get("type", "any"), schema.get("type", "any"))
     if schema.get("type") == "array":
         items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]

@@ -33,6 +33,8 @@ class Evaluate(Table):
     max_context: int = Field(default=0, ge=0)
     """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
     0: rollout.max_context. The instances of a running training keep rollout.max_context."""
+    pass_threshold: float = 1.0
+    """Score from which a response counts as correct in pass@k, if the reward does not say so itself (Score.correct)."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
     the run's own instances (docs/evaluation.md). 0: never."""

@@ -27,6 +27,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.table import RowTable
 from engine.orchestrator.weight_sync.publish_requests import PublishRequests
+from engine.reward.scorer import METRIC_NAME
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
 from engine.wire.columns import OWN, Row, open_group, open_ids
@@ -83,6 +84,11 @@ class RowCheck:
             )
         if any(not np.isfinite(score.value) or score.status not in STATUSES for score in group.scores):
             return f"a score is not finite, or its status is not one of {', '.join(STATUSES)}"
+        metrics = [pair for score in group.scores for pair in score.metrics.items()]
+        if any(not np.isfinite(value) or not METRIC_NAME.fullmatch(name) for name, value in metrics):
+            return (
+                "a metric of a score is not finite, or its name has other characters than letters, digits and _ - . /"
+            )
         if wrong := self.problem_of_prompt(group.prompt):
             return wrong
         if self.experts and (wrong := self._problem_of_routes(row.tokens, group.columns[ROUTES], self.experts)):

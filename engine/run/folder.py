@@ -118,7 +118,9 @@ class RunFolder:
     def add_step(self, report: StepReport) -> None:
         """Append one line to steps.jsonl, in one write. Raises TakenOver if another orchestrator writes the run."""
         self.fence.check()
-        append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
+        line = asdict(report)
+        line |= line.pop("reward_metrics") or {}
+        append_line(self.steps, {key: value for key, value in line.items() if value is not None})
 
     def add_evaluation(self, row: Mapping[str, object]) -> None:
         """Append one line to evaluations.jsonl. Raises TakenOver as `add_step` does."""
@@ -138,6 +140,8 @@ class RunFolder:
                 "finish_reason": response.finish_reason,
                 "score": score.value,
                 "status": score.status,
+                "detail": score.detail,
+                **{f"reward/{name}": value for name, value in score.metrics.items()},
             }
             for group in groups[:SAMPLED_GROUPS]
             for response, score in zip(group.responses, group.scores, strict=True)

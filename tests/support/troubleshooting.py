@@ -47,7 +47,7 @@ MESSAGES = {
     "no prompt is left of …": (UNIT + "data/test_prompts.py", ": no prompt is left of"),
     "the chat template of … fails": (UNIT + "data/test_prompts.py", "the chat template of models/gemma"),
     "the tokenizer has no chat template": (UNIT + "data/test_prompts.py", "no chat template"),
-    "reward.function = …: while loading it, its process …": (
+    "reward.function…: while loading it, its process …": (
         UNIT + "orchestrator/test_verifier_pool.py",
         "while loading it, its process",
     ),
@@ -137,7 +137,7 @@ MESSAGES = {
         UNIT + "wire/test_messages.py",
         "no answer from the orchestrator at",
     ),
-    "reward.function = …, prompt …: …": (UNIT + "orchestrator/test_reward_results.py", ", prompt 0123456789abcdef: "),
+    "reward.function…, prompt …: …": (UNIT + "orchestrator/test_reward_results.py", ", prompt 0123456789abcdef: "),
     "--resume: the run has trained … steps already": (
         "tests/integration/test_resume.py",
         "has trained 2 steps already",

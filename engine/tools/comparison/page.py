@@ -126,9 +126,11 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
 
 
 def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    metrics = sorted({key for run in runs for row in run.steps for key in row if key.startswith(run_figures.REWARD)})
     drawn = [
         _chart(runs, "reward_mean", "Mean reward over steps", "step"),
         _chart(runs, "reward_mean", "Mean reward over wall time", "minutes", timed=True),
+        *(_chart(runs, key, f"Mean {key}", "step") for key in metrics if not key.endswith("_std")),
         _chart(runs, "tokens_per_s_per_device", "Trained tokens/s/device", "step", zero=True),
         _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
         _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),

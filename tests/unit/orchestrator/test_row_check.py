@@ -54,6 +54,10 @@ WRONG = {
         "it is incomplete: 1 responses and 1 scores, expected 2",
     ),
     "a score missing": (lambda: replace(made(), scores=made().scores[:1]), "incomplete: 2 responses and 1 scores"),
+    "a metric that is not a number": (
+        lambda: replace(made(), scores=(Score(1.0, metrics={"form": float("nan")}),) * 2),
+        "a metric of a score is not finite",
+    ),
     "an infinite score": (lambda: replace(made(), scores=(Score(float("inf")),) * 2), "a score is not finite"),
     "a foreign token": (lambda: made(token_ids=(5, 10)), "response 0: token 1 is 10, but the vocabulary has 10"),
     "no number as log-probability": (lambda: made(logprobs=(-1.0, float("nan"))), "log-probability 1 is nan"),

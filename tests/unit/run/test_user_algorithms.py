@@ -26,9 +26,9 @@ def written(folder, text):
     return path
 
 
-def shown(name):
-    """The documentation's example that defines `name`, of at most 20 lines."""
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S)
+def shown(name, page="docs/algorithms.md"):
+    """The page's example that defines `name`, of at most 20 lines."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     (example,) = [example for example in examples if f"def {name}(" in example]
     assert example.count("\n") < 20
     return example
@@ -70,7 +70,7 @@ def test_the_documented_gradient_control(tmp_path):
 
 
 def test_the_documented_verifier(tmp_path):
-    reward = load_reward(f"{written(tmp_path, shown('reward'))}:reward")
+    reward = load_reward(f"{written(tmp_path, shown('reward', 'README.md'))}:reward")
     prompt = Prompt("p", "1+1=", "2", (1,))
     responses = [
         Response(

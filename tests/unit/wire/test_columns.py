@@ -72,7 +72,10 @@ def test_every_number_of_every_response_crosses_and_stays_its_own(made, prompt, 
         index=3,
         prompt=Prompt("id", "é", "2", tuple(prompt)),
         responses=tuple(made),
-        scores=tuple(Score(reward + number, "ok", "ñ") for number in range(len(made))),
+        scores=tuple(
+            Score(reward + number, "ok", "ñ", correct=number == 0, metrics={"form": reward / 3})
+            for number in range(len(made))
+        ),
     )
     row = pack_group(group)
     opened = crossed(group)
