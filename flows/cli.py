@@ -93,6 +93,7 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
+    from engine.data.problem_statistics import describe_report
     from engine.wire import record
     from flows.local import train_here
     from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
@@ -108,7 +109,9 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        check_inputs(config, sampling=replay is None)
+        data = check_inputs(config, sampling=replay is None)
+        if data is not None:
+            console.say("prepare data", describe_report(data))
         if resume:
             found.tell()
             config = check_resume(config)
@@ -119,7 +122,7 @@ def train(
         else:
             record.check_record(replay, config)
         check_usable(config)
-        train_here(config, resume, replay, found.recipe)
+        train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
 
 
 @app.command()

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import Config
+from engine.data.problem_statistics import REPORT, DataReport
+from engine.run.files import write_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from tasks import console, summary
@@ -15,12 +17,15 @@ from tasks.shown_stages import evaluate_shown, train_shown
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
 
 
-def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -> None:
-    """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any."""
+def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, data: DataReport | None = None) -> None:
+    """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any. `data`: the
+    report on the problem sets, for the run folder."""
     folder = RunFolder(config.folder)
     # the lock comes before MLflow: a living process may be using the MLflow run
     with hold_lock(folder.lock, f"run folder {folder.path}", 0.0), fenced(folder), tracked_run.tracked(config):
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
+        if data is not None:
+            write_json(folder.path / REPORT, data)
         run = EnteredRun(config, lambda config: train_shown(config, resume, replay), Stages(folder))
         replace(TRAIN, is_stored=False).run(run)
     console.table(f"Run {config.run.name}", summary.outcome(config, {}))

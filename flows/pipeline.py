@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect import flow
 
+from engine.data.problem_statistics import describe_report
 from engine.run.run_start import ContinueFrom
 from flows import QUICKSTART
 from flows.opening import opened
@@ -21,7 +22,7 @@ from tasks.convert import convert_model
 from tasks.convert import describe as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.finished_stages import TRAIN, EnteredRun, RunStage
-from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
+from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
 
@@ -52,7 +53,7 @@ def _announce(run: EnteredRun) -> None:
 BASE = "evaluate version 0"
 POLICY = "evaluate version {steps}"
 STAGES = (
-    RunStage("prepare data", lambda run: prepare_data(run.config), describe),
+    RunStage("prepare data", lambda run: prepare_data(run.config), describe_report),
     RunStage("base model", _use_base_model, str, is_stored=False),
     RunStage(
         "encode", lambda run: encode_data(run.config, run.model), describe_prompts, ("prepare data", "base model")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from engine.data.problem_statistics import DataReport
+from engine.data.problem_statistics import DataReport, describe_report
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
@@ -19,7 +19,7 @@ from tasks.console import say
 from tasks.convert import convert_model
 from tasks.convert import describe as describe_conversion
 from tasks.input_checks import with_model_folder
-from tasks.prepare import describe, prepare_data
+from tasks.prepare import prepare_data
 
 
 @flow(name="prepare", flow_run_name="prepare {recipe}")
@@ -33,7 +33,7 @@ def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
     """
     with story():
         found = prepare_data(configured(recipe, settings, overrides))
-        say("prepare data", describe(found))
+        say("prepare data", describe_report(found))
         return found
 
 
