@@ -28,9 +28,8 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
-from tasks import stage_progress
 from tasks.console import say
-from tasks.progress_display import show_progress
+from tasks.progress_display import show_progress, since_now
 
 TRIED = 256
 """Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
@@ -44,7 +43,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     """
     folder = RunFolder(config.folder)
     _check_checkpoint_path(config.checkpoint.path)
-    with show_progress("check", stage_progress.since_now(f"looking for checkpoints in {place_of(config)}")):
+    with show_progress("check", since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
     check_not_held(folder.lock, f"run folder {folder.path}")
 
@@ -83,7 +82,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
-    with show_progress("check", stage_progress.since_now("reading the problem sets")):
+    with show_progress("check", since_now("reading the problem sets")):
         prepared = prepare_problems(config) if training else None
         benchmarks = read_benchmarks(config)
     problems = prepared.train if prepared is not None else None
@@ -126,7 +125,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         _check_device(config)
     else:
         check_rollouts(config)
-    with show_progress("check", stage_progress.since_now("encoding the prompts")):
+    with show_progress("check", since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
     return report_data(prepared) if prepared is not None else None
 

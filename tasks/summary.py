@@ -15,16 +15,10 @@ from engine.types import JsonObject
 from tasks.tracking import evaluation_texts, pages
 
 
-def outcome_rows(config: Config, published: str, registered: str) -> dict[str, str]:
-    """The rows of the table at the end of a run: accuracy, reward, speed, places."""
+def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
+    """The rows of the table at the end of a run: accuracy, reward, speed, places (`places` are rows among these)."""
     folder = RunFolder(config.folder)
-    return {
-        **evaluation_texts.closing_rows(folder),
-        **training_rows(config),
-        "checkpoint": published,
-        "registered as": registered,
-        **pages.page_rows(config),
-    }
+    return {**evaluation_texts.closing_rows(folder), **training_rows(config), **places, **pages.page_rows(config)}
 
 
 def training_rows(config: Config) -> dict[str, str]:

@@ -104,18 +104,3 @@ def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, 
     with pytest.raises(SystemExit, match="MLflow did not answer"), enter_flow(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
     assert last_end(RunFolder(config.folder)) == "MLflow did not answer"
-
-
-def test_a_run_that_is_trained_further_is_published_registered_and_announced_again(flow_run, recipe):
-    stages = {"train": 2, "publish": "p", "register": "r", "announce": "a"}
-    flow_run("first")
-    config = read_settled_config(recipe(1e-6, "train.steps=2", "run.name=further"))
-    with enter_flow(config, RunStart(), resume=False) as entry:
-        for name, result in stages.items():
-            entry.once(name, lambda result=result: result)
-    for number, steps, done in (("second", 2, stages), ("third", 4, {})):
-        flow_run(number)
-        with enter_flow(
-            read_settled_config(recipe(1e-6, f"train.steps={steps}", "run.name=further")), RunStart(), resume=True
-        ) as entry:
-            assert entry.done == done
