@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.write_fenced import write_fenced
-
 from engine.config import Config
 from engine.data.problem_statistics import REPORT, DataReport
 from engine.run.files import write_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from tasks import console, summary
+from tasks.fenced import write_fenced
 from tasks.finished_stages import TRAIN, EnteredRun, Stages
 from tasks.shown_stages import evaluate_shown, train_shown
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
