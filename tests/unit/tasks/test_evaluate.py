@@ -105,4 +105,4 @@ def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, mon
 
     monkeypatch.setattr(evaluation, "evaluate_model", lambda *_, **__: pytest.fail("sampled"))
     assert evaluate.evaluate_once(config, folder.policy, 3) == found
-    assert "has this evaluation of its version 3 already" in capsys.readouterr().out
+    assert "already has this evaluation of its version 3" in capsys.readouterr().out
