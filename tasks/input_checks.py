@@ -13,6 +13,7 @@ from engine.config import Config
 from engine.config.no_effect import without_effect
 from engine.config.recipe import find_file
 from engine.config.rules import ratio_is_one
+from engine.data.hub import Download, fetch_model, is_model_name
 from engine.data.prepared import prepare_problems
 from engine.data.problems import Problems
 from engine.data.prompts import encode_problems
@@ -71,9 +72,9 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
         check_unclaimed(config)
 
 
-def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> None:
-    """Read the problems, load the reward, read the model's configuration, encode the prompts. Raises BadInput at the
-    first failure.
+def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> Config:
+    """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
+    model of the hub downloaded (`with_local_model`). Raises BadInput at the first failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -114,6 +115,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         )
     for sentence in without_effect(config) if training else ():
         _warn(sentence)
+    config = with_local_model(config)
     if training and sampling:
         listen_address(config.rollout.listen)
         check_instances(config)
@@ -124,6 +126,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         check_rollouts(config)
     with showing("check", stage_progress.since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
+    return config
 
 
 def _check_prompts(config: Config, problems: int) -> None:
@@ -203,7 +206,27 @@ async def _try_reward(config: Config) -> None:
 
 def with_model_folder(config: Config) -> Config:
     """The config with `model.path` as an absolute folder. Raises BadInput if there is no model."""
-    folder = find_file(config.model.path)
+    folder = find_file(with_local_model(config).model.path)
     read_shape(folder)
     model = config.model.model_copy(update={"path": str(folder.resolve())})
     return config.model_copy(update={"model": model})
+
+
+def with_local_model(config: Config) -> Config:
+    """The config with `model.path` as a folder of the hub's cache if it is a name on the Hugging Face hub, else
+    unchanged. Raises BadInput like `fetch_model`."""
+    model = config.model.model_copy(update={"path": local_model(config.model.path)})
+    return config.model_copy(update={"model": model})
+
+
+def local_model(path: str) -> str:
+    """The folder in the hub's cache if a path is the name of a model on the Hugging Face hub, else the path. Shows a
+    download and raises BadInput like `fetch_model`."""
+    if not is_model_name(path):
+        return path
+    download = Download()
+    with showing("download", stage_progress.downloaded(path, download)):
+        folder = fetch_model(path, download)
+    if download.done:
+        say("download", f"{path}: {stage_progress.mib(download.done)} in {folder}")
+    return str(folder)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import Config
+from engine.data.hub import Download
 from engine.orchestrator.evaluation_progress import EvaluationProgress
 from engine.run.checkpoint_files import partial_of
 from engine.run.folder import RunFolder
@@ -71,6 +72,19 @@ def copied(what: str, done: Callable[[], int], size: int) -> Callable[[], StageP
 def fetched(what: str, folder: Path) -> Callable[[], StageProgress | None]:
     """The progress of a download of unknown size into a folder."""
     return lambda: StageProgress(f"{what}: {mib(size_of(folder))} so far")
+
+
+def downloaded(what: str, download: Download) -> Callable[[], StageProgress | None]:
+    """The progress of a download from the Hugging Face hub."""
+
+    def look() -> StageProgress:
+        if not download.total:
+            return StageProgress(f"{what}: asking the Hugging Face hub")
+        return StageProgress(
+            f"{what}: {mib(download.done)} of {mib(download.total)}", min(1.0, download.done / download.total)
+        )
+
+    return look
 
 
 def since_now(what: str) -> Callable[[], StageProgress | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.config.recipe import find_file
-from engine.data.hub import read_hub
+from engine.data.hub import read_hub, set_name
 from engine.data.problem_files import SUFFIXES, parse_file, read_files, spell_value
 from engine.errors import BadInput
 from engine.reward.verifiers import last_boxed
@@ -60,7 +60,7 @@ def benchmark_paths(config: Config) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for given in config.evaluate.benchmarks:
-        name = given.lower() if given.lower() in FORMATS else Path(given).stem
+        name = given.lower() if given.lower() in FORMATS else set_name(given)
         if name in found:
             raise BadInput(f"evaluate.benchmark names {name!r} twice; names of files without suffix must differ too")
         found[name] = _path(given, config)
@@ -140,7 +140,7 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def _fetched(name: str, known: Format, config: Config) -> Path:
     """The benchmark's file under run.output, downloaded from the hub the first time. Raises BadInput."""
     try:
-        rows = read_hub(f"{known.hub}:{known.split}")
+        _, rows = read_hub(f"{known.hub}:{known.split}")
     except BadInput as error:
         places = " or ".join(str(folder) for folder in _folders(config))
         raise BadInput(
