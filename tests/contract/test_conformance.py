@@ -125,6 +125,14 @@ def test_an_engine_that_breaks_a_rule_is_told_by_the_rules_name(embedded, name):
     assert tried(embedded, only=["health", "versions"])[0]
 
 
+def test_a_reply_that_lacks_numbers_breaks_a_rule_and_does_not_end_the_command(embedded):
+    with BrokenEngine(embedded, TOKEN, reply_with(broken.one_logprob_too_few)).serving() as url:
+        holds, lines, _ = tried(url, only=["log-probabilities", "continued"])
+    assert not holds
+    assert [line.split()[1] for line in lines.values()] == ["FAIL", "no"]
+    assert all("24 tokens, 23 log-probabilities" in line for line in lines.values())
+
+
 def test_the_page_has_every_rule_and_no_other():
     text = (ROOT / "docs/conformance.md").read_text()
     named = re.findall(

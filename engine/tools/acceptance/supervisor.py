@@ -1,6 +1,7 @@
 """Runs the parts of the acceptance one after the other, each in a separate process with a deadline.
 
-A part that fails, crashes or hangs does not stop the later ones. This process never touches a device.
+A part that fails, crashes or hangs does not stop the later ones. This process never touches a device. pytest could not
+take its place: pytest-timeout does not end a call into a driver that holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -139,15 +140,8 @@ def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s:
         return replace(result, reason=f"not through after {deadline_s:.0f} s, at: {notes.doing}; {how}")
     if notes.end is None:
         return replace(result, reason=f"crashed, at: {notes.doing}; it {child.how_it_ended()}")
-    status = notes.end["status"]
-    if status == "failed":
-        return replace(result, reason=notes.end["reason"], remedy=notes.end["remedy"] or part.remedy)
-    return replace(
-        result,
-        status="skipped" if status == "skipped" else "ok",
-        reason=notes.end["reason"],
-        remedy=notes.end["remedy"],
-    )
+    remedy = notes.end["remedy"] or (part.remedy if notes.end["status"] == "failed" else "")
+    return replace(result, **{**notes.end, "remedy": remedy})
 
 
 def _end(child: Child) -> bool:

@@ -47,7 +47,6 @@ async def log_probabilities(engine: TriedEngine) -> str:
         reply = await sampled(engine, temperature=temperature)
         choice = reply.choices[0]
         given = choice.logprobs.token_logprobs
-        demand(len(given) == len(choice.token_ids), f"{len(choice.token_ids)} tokens, {len(given)} log-probabilities")
         wrong = reply_check.problem_of_logprobs(np.array(given, np.float64)) if given else "there are none"
         demand(not wrong, wrong)
         expected = engine.reference.logprobs(engine.reference.prompt, choice.token_ids, temperature)
@@ -66,7 +65,9 @@ async def prompt_log_probabilities(engine: TriedEngine) -> str:
 
 
 def near(engine: TriedEngine, given: list[float], expected: list[float], what: str) -> float:
-    """Return the largest difference. Demand that it, or with bfloat16 the mean difference, is within UNMEASURED."""
+    """Return the largest difference. Demand one for each token, and that the largest, or with bfloat16 the mean, is
+    within UNMEASURED."""
+    demand(len(given) == len(expected), f"{len(expected)} tokens, {len(given)} log-probabilities")
     apart = [abs(one - other) for one, other in zip(given, expected, strict=True)]
     dtype = engine.reference.dtype
     limit = UNMEASURED[dtype]

@@ -19,34 +19,12 @@ from engine.tools.conformance.rules import ProtocolRule
 from engine.tools.conformance.tried_engine import EngineCalls, TriedEngine
 from engine.wire.access_token import access_token
 
-RULES: Sequence[ProtocolRule] = (
-    http_rules.health,
-    http_rules.token,
-    http_rules.errors,
-    http_rules.limits,
-    http_rules.load,
-    response_rules.tokens,
-    response_rules.log_probabilities,
-    response_rules.prompt_log_probabilities,
-    response_rules.versions,
-    response_rules.digest,
-    response_rules.finish_reason,
-    response_rules.seeds,
-    response_rules.unseeded,
-    response_rules.group,
-    control_rules.pause,
-    control_rules.abort,
-    control_rules.disconnect,
-    update_rules.world_size,
-    update_rules.base_weights,
-    update_rules.weight_update,
-    update_rules.checksum,
-    update_rules.whole_update,
-    update_rules.update_order,
-    response_rules.continued,
-    update_rules.staged,
+MODULES = (http_rules, response_rules, control_rules, update_rules)
+RULES: Sequence[ProtocolRule] = sorted(
+    (rule for module in MODULES for rule in vars(module).values() if isinstance(rule, ProtocolRule)),
+    key=lambda rule: not rule.required,
 )
-"""All rules, in the order in which they are tried."""
+"""All rules, in the order in which they are tried: as they are defined, and those that are not required at the end."""
 RULE_S = 10
 """Time limit of a rule, as a multiple of the deadline of a call."""
 

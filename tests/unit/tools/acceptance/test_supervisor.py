@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engine.errors import BadInput
-from engine.tools.acceptance import part, supervisor
+from engine.tools.acceptance import device_parts, part, supervisor
 from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartSkipped, notes_of
 from engine.tools.acceptance.report import PartResult
 from engine.tools.acceptance.supervisor import ACCEPTANCE, NAMES, AcceptancePart, check, run_part
@@ -83,7 +83,7 @@ def test_how_a_part_ends_is_told(tmp_path, monkeypatch, error, expected):
         task.notes.doing("something")
         raise error
 
-    monkeypatch.setitem(part.PARTS, "devices", fails)
+    monkeypatch.setattr(device_parts, "devices", fails)
     part.main("devices", tmp_path, ["platform.device=cpu"])
     last = json.loads(notes_of(tmp_path, "devices").read_text().splitlines()[-1])
     assert last == {"end": expected}
@@ -174,7 +174,8 @@ def test_an_unknown_part_is_refused(tmp_path):
 
 
 def test_every_part_has_a_function_a_deadline_and_a_remedy():
-    assert tuple(part.PARTS) == NAMES
+    assert tuple(part.MODULES) == NAMES
+    assert all(callable(part.function_of(name)) for name in NAMES)
     assert all(one.deadline_s > 0 and one.remedy for one in ACCEPTANCE)
 
 
