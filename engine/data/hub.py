@@ -150,7 +150,9 @@ def read_hub(path: str) -> tuple[str, list[tuple[str, JsonObject]]]:
     wanted = dataset_of(path)
     datasets.disable_progress_bars()
     disable_progress_bars()
-    with _refusing(f"problem set {path}", wanted.name, wanted.revision, "datasets/", datasets.exceptions.DatasetsError):
+    with _refusing(
+        f"problem set {path}", f"datasets/{wanted.name}", wanted.revision, datasets.exceptions.DatasetsError
+    ):
         commit = None
         if not constants.HF_HUB_OFFLINE:
             found = huggingface_hub.HfApi().dataset_info(wanted.name, revision=wanted.revision, timeout=REACH_S)
@@ -249,9 +251,7 @@ def _counting(download: Download) -> type[tqdm[Any]]:
 
 
 @contextmanager
-def _refusing(
-    what: str, name: str, revision: str | None, kind: str = "", also: type[Exception] = OSError
-) -> Iterator[None]:
+def _refusing(what: str, page: str, revision: str | None, also: type[Exception] = OSError) -> Iterator[None]:
     """Turn an error of the hub's libraries, or one of the class `also`, into BadInput."""
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import httpx
@@ -259,7 +259,7 @@ def _refusing(
     try:
         yield
     except (OSError, ValueError, RuntimeError, httpx.HTTPError, errors.RevisionResolutionError, also) as error:
-        raise BadInput(f"{what}: {_why(error, revision, f'{constants.ENDPOINT}/{kind}{name}')}") from None
+        raise BadInput(f"{what}: {_why(error, revision, f'{constants.ENDPOINT}/{page}')}") from None
 
 
 def _why(error: Exception, revision: str | None, page: str) -> str:

@@ -166,7 +166,7 @@ def at_hub(hub, cache, *command, **variables):
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env=environment,
     )

@@ -111,9 +111,13 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
     for known, shape in KNOWN.items():
         if known.lower() == name:
             return shape, "published config.json"
+    there = ""
     if is_model_name(path):
-        return read_shape(fetch_shape(path), weights=False), "config.json on the hub"
+        try:
+            return read_shape(fetch_shape(path), weights=False), "config.json on the hub"
+        except BadInput as error:
+            there = f"; {error}"
     raise BadInput(
         f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-        f"{', '.join(KNOWN)}. A folder that only has config.json is enough"
+        f"{', '.join(KNOWN)}. A folder that only has config.json is enough{there}"
     )
