@@ -168,7 +168,7 @@ def test_an_address_that_is_none_is_refused(url):
 def test_no_engine_and_no_model_and_an_engine_in_use_are_named(embedded, tmp_path):
     with pytest.raises(BadInput, match="no engine answers there"):
         tried("http://127.0.0.1:1")
-    with pytest.raises(BadInput, match="no Hugging Face folder on this machine"):
+    with pytest.raises(BadInput, match="not a Hugging Face folder on this machine"):
         tried(embedded, model=str(tmp_path))
     with BrokenEngine(
         embedded, TOKEN, answered("/load", {"running": 0, "waiting": 0, "generated_tokens": 0, "weight_version": 4})

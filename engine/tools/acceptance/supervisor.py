@@ -135,9 +135,9 @@ def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s:
         remedy=part.remedy,
     )
     if late:
-        hangs = "" if gone else f"process {child.pid} could not be ended, it hangs in the driver; "
+        hangs = "" if gone else f"process {child.pid} could not be killed: it hangs in the driver; "
         how = f"{_busy()}{hangs}it {child.how_it_ended()}"
-        return replace(result, reason=f"not through after {deadline_s:.0f} s, at: {notes.doing}; {how}")
+        return replace(result, reason=f"not finished after {deadline_s:.0f} s, at: {notes.doing}; {how}")
     if notes.end is None:
         return replace(result, reason=f"crashed, at: {notes.doing}; it {child.how_it_ended()}")
     remedy = notes.end["remedy"] or (part.remedy if notes.end["status"] == "failed" else "")
@@ -166,7 +166,7 @@ def _too_late(part: AcceptancePart, total_s: float) -> PartResult:
         part=part.name,
         status="skipped",
         seconds=0.0,
-        reason=f"the {total_s / 60:.0f} minutes of all parts are over",
+        reason=f"the {total_s / 60:.0f} minutes for all parts are used up",
         remedy=f'metronome doctor --device --only "{part.name}"',
     )
 

@@ -23,19 +23,19 @@ async def sampled(engine: TriedEngine, **body: Any) -> SampledReply:  # noqa: AN
     """Return a response of TOKENS tokens, unless `body` asks for another number. Demand that they are valid tokens."""
     reply = await engine.complete(**{"max_tokens": TOKENS, **body})
     ids = reply.choices[0].token_ids
-    demand(len(reply.choices) == 1, f"{len(reply.choices)} choices, one was asked for")
+    demand(len(reply.choices) == 1, f"{len(reply.choices)} choices, expected one")
     demand(bool(ids), "a response without tokens")
     wrong = [token for token in ids if not 0 <= token < engine.reference.vocabulary]
-    demand(not wrong, f"token {wrong[:1]} is none of the {engine.reference.vocabulary} of the vocabulary")
+    demand(not wrong, f"token {wrong[:1]} is not one of the {engine.reference.vocabulary} of the vocabulary")
     return reply
 
 
-@rule("tokens", "a response is one choice with token ids of the vocabulary, as many as were asked for")
+@rule("tokens", "a response is one choice with token ids of the vocabulary, as many as were requested")
 async def tokens(engine: TriedEngine) -> str:
     """With ignore_eos, only the limit ends a response."""
     for count in (1, TOKENS):
         ids = (await sampled(engine, max_tokens=count)).choices[0].token_ids
-        demand(len(ids) == count, f"{len(ids)} tokens, {count} were asked for, without an end of sequence")
+        demand(len(ids) == count, f"{len(ids)} tokens, {count} were requested, without an end of sequence")
     return f"{count} tokens of {engine.reference.vocabulary}"
 
 
@@ -73,7 +73,7 @@ def near(engine: TriedEngine, given: list[float], expected: list[float], what: s
     limit = UNMEASURED[dtype]
     which = "largest" if dtype == "float32" else "mean"
     found = max(apart) if dtype == "float32" else sum(apart) / len(apart)
-    demand(found <= limit, f"{what}: {which} difference from the model's {found:.3g}, at most {limit:g} is right")
+    demand(found <= limit, f"{what}: {which} difference from the model's {found:.3g}, expected at most {limit:g}")
     return max(apart)
 
 
@@ -153,7 +153,7 @@ async def group(engine: TriedEngine) -> str:
     return f"{different} different responses of {GROUP}"
 
 
-@rule("continued", "a response goes on after the tokens that it has (rollout.partial)", required=False)
+@rule("continued", "a response continues after the tokens that it has (rollout.partial)", required=False)
 async def continued(engine: TriedEngine) -> str:
     """Its random numbers must not start over."""
     prompt = engine.reference.prompt

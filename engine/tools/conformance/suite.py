@@ -127,7 +127,7 @@ async def _model(engine: EngineCalls, given: str) -> Path:
     if not (folder / "config.json").is_file():
         said = f"--model {given}" if given else f"the engine names the model {named!r}"
         raise BadInput(
-            f"{said}: that is no Hugging Face folder on this machine; give the one that it serves by --model"
+            f"{said}: that is not a Hugging Face folder on this machine; give the one that it serves with --model"
         )
     return folder
 
@@ -141,5 +141,5 @@ async def _check_unused(engine: TriedEngine) -> None:
     if load.running + load.waiting > 0 or load.weight_version != 0:
         raise BadInput(
             f"{engine.url} is in use: it has {load.running + load.waiting} requests and weight version "
-            f"{load.weight_version}. The rules change its weights: give an engine that was just started"
+            f"{load.weight_version}. The rules change its weights: give a freshly started engine"
         )

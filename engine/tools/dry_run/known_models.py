@@ -119,5 +119,5 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
             there = f"; {error}"
     raise BadInput(
         f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-        f"{', '.join(KNOWN)}. A folder that only has config.json is enough{there}"
+        f"{', '.join(KNOWN)}. A folder with only config.json is enough{there}"
     )

@@ -39,7 +39,7 @@ def test_a_part_that_hangs_is_ended_at_its_deadline_and_says_where(tmp_path):
     found = run(tmp_path, code, AcceptancePart("hung", 2.0, "check the driver"))
     assert time.monotonic() - began < 20
     assert found.status == "failed"
-    assert found.reason.startswith("not through after 2 s, at: rank 1 of nccl; ")
+    assert found.reason.startswith("not finished after 2 s, at: rank 1 of nccl; ")
     assert "the log" in found.reason
     assert (found.lines, found.remedy) == (("before",), "check the driver")
 
@@ -66,7 +66,7 @@ def test_a_part_that_exits_without_a_word(tmp_path):
 
 def test_the_deadline_of_all_parts_counts_too(tmp_path):
     found = run(tmp_path, "time.sleep(600)", left_s=0.5)
-    assert found.reason.startswith("not through after 0 s, at: starting")
+    assert found.reason.startswith("not finished after 0 s, at: starting")
 
 
 ENDS = (
