@@ -34,10 +34,8 @@ def main() -> None:
     config = load_config("infra/recipes/quickstart.toml")
     model = arguments.model or QUICKSTART_MODEL
     tokenizer = Tokenizer(model)
-    problems = read_problems(config.data.train)
-    prompts = encode_problems(problems, tokenizer.hf, config.data.prompt_template, config.rollout.max_context).prompts[
-        :32
-    ]
+    problems = read_problems(config.data.sets[0].path)
+    prompts = encode_problems(problems, tokenizer.hf, config.data, config.rollout.max_context).prompts[:32]
     slots = config.rollout.concurrency * config.rollout.group_size
     rates: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():

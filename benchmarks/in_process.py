@@ -41,7 +41,9 @@ class InProcess:
         self._engine = Engine(
             self._model, config.rollout.concurrency * config.rollout.group_size, config.rollout.max_context
         )
-        self._loader = PromptLoader(self.prompts(config.data.train), config.run.seed, config.train.prompts_per_step)
+        self._loader = PromptLoader(
+            self.prompts(config.data.sets[0].path), config.run.seed, config.train.prompts_per_step
+        )
         self._ready: dict[int, list[Group]] = {}
         self.sent_bytes = 0
         """Always 0, because the engine takes the policy's own tensors."""

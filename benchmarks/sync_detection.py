@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine import platform
+from engine.config.inputs import Data
 from engine.config.recipe import HOME, load_config
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
@@ -64,7 +65,7 @@ def main() -> None:
 def prompts(model: Path, data: str, template: str) -> list[Sequence[int]]:
     """The token ids of the prompts, as a run has them."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    encoded = encode_problems(read_problems(data), tokenizer, template, 2048)
+    encoded = encode_problems(read_problems(data), tokenizer, Data(prompt_template=template), 2048)
     return [prompt.token_ids for prompt in encoded.prompts]
 
 

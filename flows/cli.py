@@ -93,6 +93,7 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
+    from engine.data.problem_statistics import describe_report
     from engine.wire import record
     from flows.local import train_here
     from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
@@ -108,7 +109,9 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        config = check_inputs(config, sampling=replay is None)
+        config, data = check_inputs(config, sampling=replay is None)
+        if data is not None:
+            console.say("prepare data", describe_report(data))
         if resume:
             found.tell()
             config = check_resume(config)
@@ -119,7 +122,7 @@ def train(
         else:
             record.check_record(replay, config)
         check_usable(config)
-        train_here(config, resume, replay, found.recipe)
+        train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
 
 
 @app.command()
@@ -142,7 +145,7 @@ def evaluate(
         given = [f"model.path={model_folder(local_model(model))[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load_config(recipe, [*overrides, *given])
-        config = with_model_folder(check_inputs(config, training=False))
+        config = with_model_folder(check_inputs(config, training=False)[0])
         evaluate_here(config)
 
 
@@ -217,7 +220,7 @@ def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: 
 
     with _exit_codes():
         config = load_config(recipe, overrides)
-        config = with_model_folder(check_inputs(config, training=False))
+        config = with_model_folder(check_inputs(config, training=False)[0])
         serve_programs(config, partial(console.say, "service"))
 
 
@@ -353,7 +356,7 @@ def plan(
     with _exit_codes():
         config = load_config(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
         if measured or autotune:
-            config = with_model_folder(check_inputs(config))
+            config = with_model_folder(check_inputs(config)[0])
         make_plan(
             config,
             [*runs, *(measure(config) if measured else [])],

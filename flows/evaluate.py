@@ -48,7 +48,7 @@ def evaluate(
         given = [f"run.name={run}"] if run else []
         with crashed_without_tracking():
             config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
-            config = with_model_folder(check_inputs(config, training=False))
+            config = with_model_folder(check_inputs(config, training=False)[0])
             folder = RunFolder(config.folder)
             name_flow_run(f"evaluation of {config.run.name}")
             chosen = Path(config.model.path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import Config
+from engine.data.problem_statistics import REPORT, DataReport
+from engine.run.files import write_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.types import JsonObject
@@ -15,8 +17,9 @@ from tasks.shown_evaluation import evaluate_shown
 from tasks.tracking import evaluation_texts, evaluations, pages, registered_policies, tracked_run
 
 
-def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -> None:
-    """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any."""
+def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, data: DataReport | None = None) -> None:
+    """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any. `data`: the
+    report on the problem sets, for the run folder."""
     folder = RunFolder(config.folder)
     line = console.StepLines(config.train.steps)
     evaluated = evaluations.InRun(folder)
@@ -30,6 +33,8 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -
     locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
     with locked, fenced(folder), tracked_run.tracked(config), console.stage("train") as say:
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
+        if data is not None:
+            write_json(folder.path / REPORT, data)
         run_training(config, resume, replay, on_step)
         say(f"{config.train.steps} steps")
     rows = {**evaluation_texts.closing(folder), **summary.training(config), **pages.rows(config)}

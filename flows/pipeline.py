@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow
 
 from engine.config import Config
+from engine.data.problem_statistics import describe_report
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
@@ -25,7 +26,7 @@ from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.flow_entry import Entry
-from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
+from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.progress_display import showing
 from tasks.publish import publish
 from tasks.register import register
@@ -105,7 +106,7 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
         stage("prepare data") as say,
         showing("prepare data", stage_progress.since_now("reading and comparing the problems")),
     ):
-        say(describe(entry.once("prepare data", lambda: prepare_data(config))))
+        say(describe_report(entry.once("prepare data", lambda: prepare_data(config))))
     with stage("base model") as say:
         config = base_model(config)
         say(config.model.path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from engine.data.problem_statistics import DataReport
+from engine.data.problem_statistics import DataReport, describe_report
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
@@ -22,7 +22,7 @@ from tasks.console import say
 from tasks.convert import convert as convert_task
 from tasks.convert import describe as describe_conversion
 from tasks.input_checks import with_model_folder
-from tasks.prepare import describe, prepare_data
+from tasks.prepare import prepare_data
 
 
 @flow(name="prepare", flow_run_name="prepare {recipe}")
@@ -36,7 +36,7 @@ def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
     """
     with story():
         found = prepare_data(configured(recipe, settings, overrides))
-        say("prepare data", describe(found))
+        say("prepare data", describe_report(found))
         return found
 
 

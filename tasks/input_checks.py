@@ -15,12 +15,13 @@ from engine.config.recipe import find_file
 from engine.config.rules import ratio_is_one
 from engine.data.hub import Download, fetch_model, is_model_name
 from engine.data.prepared import prepare_problems
+from engine.data.problem_statistics import DataReport, report_data
 from engine.data.problems import Problems
-from engine.data.prompts import encode_problems
+from engine.data.prompts import check_template, encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
-from engine.model.shape import read_shape
+from engine.model.shape import end_of_sequence_ids, read_shape
 from engine.orchestrator.checks import check_instances, check_rollouts, check_training
 from engine.orchestrator.server import check_listens, listen_address
 from engine.orchestrator.verifier_pool import VerifierPool
@@ -72,9 +73,10 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
         check_unclaimed(config)
 
 
-def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> Config:
+def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, DataReport | None]:
     """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
-    model of the hub downloaded (`with_local_model`). Raises BadInput at the first failure.
+    model of the hub downloaded (`with_local_model`), and the report on the problem sets of a training. Raises BadInput
+    at the first failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -84,8 +86,9 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
     with showing("check", stage_progress.since_now("reading the problem sets")):
-        problems = prepare_problems(config).train if training else None
+        prepared = prepare_problems(config) if training else None
         benchmarks = read_benchmarks(config)
+    problems = prepared.train if prepared is not None else None
     if problems is not None:
         _check_prompts(config, len(problems.rows))
     for benchmark in benchmarks:
@@ -128,7 +131,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         check_rollouts(config)
     with showing("check", stage_progress.since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
-    return config
+    return config, report_data(prepared) if prepared is not None else None
 
 
 def _check_prompts(config: Config, problems: int) -> None:
@@ -150,9 +153,16 @@ def _check_device(config: Config) -> None:
 
 
 def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
-    """Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, or if no prompt of a
-    problem set fits the model."""
-    tokenizer = Tokenizer(find_file(config.model.path), config.rollout.stop)
+    """Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, if no token ends a
+    response of a training, or if no prompt of a problem set fits the model."""
+    model = find_file(config.model.path)
+    tokenizer = Tokenizer(model, config.rollout.stop)
+    if problems is not None and not tokenizer.stop_ids and not end_of_sequence_ids(model):
+        raise BadInput(
+            f"model.path {model}: nothing ends a response: the tokenizer has no end-of-sequence token (eos_token), and "
+            "neither generation_config.json nor config.json has eos_token_id; add it there, or name a token in "
+            "rollout.stop"
+        )
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
     sets = [(each, evaluated) for each in benchmarks]
@@ -160,14 +170,17 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
         encoded = partial(
             encode_problems,
             tokenizer=tokenizer.hf,
-            template=config.data.prompt_template,
+            data=config.data,
             max_context=context,
             vocabulary=vocabulary,
         )
-        try:
-            encoded(replace(each, rows=each.rows[:TRIED]))
-        except BadInput:
-            encoded(each)
+        check_template(each, config.data)
+        for part in sorted({row.part for row in each.rows}):
+            rows = tuple(row for row in each.rows if row.part == part)
+            try:
+                encoded(replace(each, rows=rows[:TRIED]))
+            except BadInput:
+                encoded(replace(each, rows=rows))
 
 
 @cache

@@ -15,7 +15,7 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.config import Config
 from engine.data import prepared
-from engine.data.problem_statistics import DataReport, report_data
+from engine.data.problem_statistics import REPORT, DataReport, report_data
 from engine.data.problems import format_counts
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
@@ -24,9 +24,6 @@ from engine.run.identity import read_run_id, run_began
 from engine.types import JsonObject
 from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
-
-REPORT = "data.json"
-"""Name of the file in the run folder that holds the report of `engine.data.problem_statistics.report_data`."""
 
 COMPARED = (
     "source",
@@ -103,11 +100,15 @@ def encode_prompts(
     code: str,
 ) -> PromptFigures:
     """Figures of the training prompts in tokens. The hashes are only cache keys."""
-    problems = prepared.training_problems(Config.model_validate(settings))
+    config = Config.model_validate(settings)
     tokenizer = Tokenizer(Path(model))
-    template = settings["data"]["prompt_template"]
     encoded = encode_problems(
-        problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary(), clock=clock
+        prepared.training_problems(config),
+        tokenizer.hf,
+        config.data,
+        max_context,
+        vocabulary=tokenizer.vocabulary(),
+        clock=clock,
     )
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
@@ -117,19 +118,6 @@ def encode_prompts(
         "tokens_median": median(lengths),
         "tokens_max": max(lengths),
     }
-
-
-def describe(found: DataReport) -> str:
-    """A report in one line for the console."""
-    train = found["train"]
-    heldout = found["heldout"]
-    skips = f"; skipped {format_counts(train['skipped'])}" if train["skipped"] else ""
-    notes = "".join(f"; {note}" for note in found["notes"])
-    lengths = train["problem_characters"]
-    return (
-        f"{train['rows']} problems of {lengths['median']:.0f} characters ({lengths['min']:.0f}-{lengths['max']:.0f}), "
-        f"{heldout['rows']} held out{skips}{notes}"
-    )
 
 
 def describe_prompts(found: PromptFigures) -> str:
@@ -160,9 +148,10 @@ def page(found: DataReport) -> str:
 
 def _settings(config: Config) -> JsonObject:
     """The tables of a config that `prepared.prepare_problems` reads. The cache key must contain nothing else."""
+    reward = config.reward
     return {
         "data": config.data.model_dump(mode="json"),
-        "reward": {"function": "math" if config.reward.uses_math else "exact"},
+        "reward": {"function": "math" if reward.uses_math else "own:reward" if reward.is_own else "exact"},
         "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.data.loader import PromptLoader
+from engine.data.loader import load_prompts
 from engine.data.prepared import training_problems
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
@@ -157,12 +157,11 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
     encoded = encode_problems(
         training_problems(config),
         tokenizer,
-        config.data.prompt_template,
+        config.data,
         config.rollout.max_context,
         clock=run_began(known_number(config)),
     )
-    loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
-    if loader.fingerprint == state["prompts"]:
+    if load_prompts(encoded, config).fingerprint == state["prompts"]:
         return
     changed = [key for key in DECIDE_PROMPTS if _value(config, key) != _value_of(state["config"], key)]
     raise BadInput(

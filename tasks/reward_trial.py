@@ -81,14 +81,14 @@ def _chosen_prompts(
     problems = prepare_problems(config).train
     named = {one.prompt_id for one in given if one.prompt_id}
     first = rows if not given or any(not one.prompt_id for one in given) else 0
-    ids = [prompt_id(row.problem, row.answer) for row in problems.rows]
+    ids = [prompt_id(row.identity, row.answer) for row in problems.rows]
     if missing := named.difference(ids):
         raise BadInput(f"--responses: no problem of {problems.source} has the prompt_id {min(missing)}")
     chosen = [row for number, row in enumerate(problems.rows) if number < first or ids[number] in named]
     return encode_problems(
         replace(problems, rows=tuple(chosen)),
         tokenizer=tokenizer.hf,
-        template=config.data.prompt_template,
+        data=config.data,
         max_context=config.rollout.max_context,
     ).prompts
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from engine.config.table import Table
 
@@ -64,13 +65,39 @@ class Model(Table):
     memory. vLLM has it from release 0.32 on, so not yet on NPUs."""
 
 
-class Data(Table):
-    """The problem sets. A set has DeepScaleR's columns (problem, answer, solution). It is a .json, .jsonl or .parquet
-    file or a folder of them, on disk or s3://, or a dataset of the Hugging Face hub (owner/name,
-    owner/name:split or owner/name:config/split@revision)."""
+TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+"""Variables of a chat template that are never the user's."""
 
-    train: str = "data/addition_train.jsonl"
-    """Problem set to train on. A relative path is tried from the current folder, then from Metronome's own."""
+
+class TrainingSet(Table):
+    """One of several problem sets to train on."""
+
+    path: str
+    weight: PositiveFloat | None = None
+    """Share of the set's prompts among those of an epoch, relative to the other sets' weights."""
+
+
+class DataColumns(Table):
+    """The columns of problem and answer, if the rows are of no known format (docs/data.md, Formats of rows). A dot
+    leads into an object or a list: "reward_model.ground_truth", "prompt.0.content". A set without such a column is read
+    by its known names."""
+
+    problem: str = ""
+    """Column with the problem: a text, or a list of messages."""
+    answer: str = ""
+    """Column with the answer."""
+
+
+class Data(Table):
+    """The problem sets, with rows as DeepScaleR, GSM8K, TRL, verl or OpenAI have them (docs/data.md, Formats of rows).
+    A set is a .json, .jsonl or .parquet file or a folder of them, on disk or s3://, or a dataset of the Hugging Face
+    hub (owner/name, owner/name:split or owner/name:config/split@revision)."""
+
+    train: str | list[str | TrainingSet] = "data/addition_train.jsonl"
+    """Problem set to train on. A relative path is tried from the current folder, then from Metronome's own. A list of
+    sets is trained on as one set; if each is a table `{path = "…", weight = 2.0}`, an epoch has prompts of each set in
+    proportion to its weight."""
+    columns: DataColumns = DataColumns()
     heldout: str = "data/addition_heldout.jsonl"
     """Problem set that is never trained on, and that is evaluated where `evaluate.benchmark` is empty. Empty:
     `heldout_fraction` of `train` is held out instead."""
@@ -84,8 +111,28 @@ class Data(Table):
     """Whether programs outside put the groups of each step (docs/service.md), instead of the run sampling responses to
     the prompts of `train`."""
     prompt_template: str = "{problem}"
-    """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around one user
-    message."""
+    """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around the row's
+    messages, or around the problem as one user message. `{NAME}` in a text stands for another column of the row, unless
+    it is the argument of a LaTeX command; `{{NAME}}` stands for the text {NAME}."""
+    system: str = ""
+    """System message put before a row's messages that have none, in training and evaluation. Needs "chat"."""
+    instruction: str = ""
+    """Text after the user's last message, on a line of its own unless it begins with white space. Needs "chat"."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. Needs
+    "chat"."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _check_train(cls, given: Any) -> Any:  # noqa: ANN401
+        for one in given if isinstance(given, list) else [given]:
+            keys = one.keys() if isinstance(one, dict) and isinstance(given, list) else ()
+            if not isinstance(one, str | TrainingSet) and ("path" not in keys or set(keys) - {"path", "weight"}):
+                raise ValueError(
+                    f"data.train = {given!r}: expected a path, or a list of paths or of tables such as "
+                    '{path = "math.jsonl", weight = 2.0}'
+                )
+        return given
 
     @model_validator(mode="before")
     @classmethod
@@ -99,8 +146,9 @@ class Data(Table):
     def _check_heldout(self) -> Data:
         if bool(self.heldout) == bool(self.heldout_fraction):
             raise ValueError(
-                "give either data.heldout (a problem set) or, with data.heldout empty, data.heldout_fraction (a "
-                "share of data.train above 0)"
+                f"data.heldout = {self.heldout!r} and data.heldout_fraction = {self.heldout_fraction:g}: give either "
+                "data.heldout (a problem set) or, with data.heldout empty, data.heldout_fraction (a share of "
+                "data.train above 0)"
             )
         return self
 
@@ -108,7 +156,42 @@ class Data(Table):
     def _check_template(self) -> Data:
         if self.prompt_template != "chat" and "{problem}" not in self.prompt_template:
             raise ValueError('data.prompt_template must contain "{problem}" or be "chat"')
+        for key in ("system", "instruction", "chat_template_kwargs"):
+            if getattr(self, key) and self.prompt_template != "chat":
+                raise ValueError(
+                    f'data.{key} needs data.prompt_template = "chat"; write it into the text of data.prompt_template '
+                    "instead"
+                )
+        _check_plain(self.chat_template_kwargs)
+        if taken := sorted(TAKEN & self.chat_template_kwargs.keys()):
+            raise ValueError(f"data.chat_template_kwargs.{taken[0]}: Metronome itself gives this variable")
         return self
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> Data:
+        if not self.sets:
+            raise ValueError("data.train = []: expected at least one problem set")
+        weighted = [one for one in self.sets if one.weight is not None]
+        if weighted and len(weighted) < len(self.sets):
+            raise ValueError("data.train: give each of its sets a weight, or none")
+        return self
+
+    @property
+    def sets(self) -> tuple[TrainingSet, ...]:
+        """The problem sets to train on."""
+        given = [self.train] if isinstance(self.train, str) else self.train
+        return tuple(one if isinstance(one, TrainingSet) else TrainingSet(path=one) for one in given)
+
+
+def _check_plain(variables: dict[str, Any]) -> None:
+    for name, value in variables.items():
+        try:
+            json.dumps(value)
+        except TypeError:  # a date or a time, which a checkpoint cannot hold
+            raise ValueError(
+                f"data.chat_template_kwargs.{name} = {value}: must be a text, a number, true or false, or a list or a "
+                "table of these"
+            ) from None
 
 
 OnFault = Literal["stop", "zero", "exclude"]
@@ -193,3 +276,8 @@ class Reward(Table):
     def uses_math(self) -> bool:
         """Whether the built-in reward "math" grades answers."""
         return any(one.function == "math" for one in self.named)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether every function is the user's own, so that no built-in reward reads an answer."""
+        return all(":" in one.function for one in self.named)

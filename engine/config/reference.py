@@ -76,7 +76,8 @@ def _values(schema: dict[str, Any]) -> str:
     kind = NAMES.get(schema.get("type", "any"), schema.get("type", "any"))
     if schema.get("type") == "array":
         items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
-        return f"list of {_values(items)}" if items else kind
+        inner = f"({_values(items)})" if "anyOf" in items else _values(items)
+        return f"list of {inner}" if items else kind
     return " ".join([kind, *(f"{word} {schema[bound]:g}" for bound, word in BOUNDS.items() if bound in schema)])
 
 

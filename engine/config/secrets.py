@@ -43,10 +43,11 @@ def _addresses(config: Tree) -> Iterator[tuple[str, str]]:
     yield "tracking.uri", config.tracking.uri
     yield "checkpoint.path", config.checkpoint.path
     yield "model.path", config.model.path
-    yield "data.train", config.data.train
+    for one in config.data.sets:
+        yield "data.train", one.path
     yield "data.heldout", config.data.heldout
-    for one in config.data.decontaminate:
-        yield "data.decontaminate", one
-    for one in config.evaluate.benchmarks:
-        yield "evaluate.benchmark", one
+    for path in config.data.decontaminate:
+        yield "data.decontaminate", path
+    for path in config.evaluate.benchmarks:
+        yield "evaluate.benchmark", path
     yield "evaluate.folder", config.evaluate.folder

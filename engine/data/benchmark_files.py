@@ -1,30 +1,18 @@
-"""Benchmarks by name or file: where their files are searched, which columns they have, and how they are converted to
-the columns problem and answer."""
+"""Benchmarks by name or file, and where their files are searched."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config
 from engine.config.recipe import find_file
 from engine.data.hub import read_hub, set_name
-from engine.data.problem_files import SUFFIXES, parse_file, read_files, spell_value
+from engine.data.problem_files import SUFFIXES
 from engine.errors import BadInput
-from engine.reward.verifiers import last_boxed
 from engine.run.files import write_atomically
-from engine.types import JsonObject
-
-PROBLEM = ("problem", "question")
-"""Names of the column with the problem's text, in order of preference."""
-ANSWER = ("answer", "final_answer")
-"""Names of the column with the gold answer; a list of several answers is joined by commas."""
-SOLUTION = ("solution",)
-r"""Names of the column whose last \boxed{…} is the answer if there is no answer column."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +32,7 @@ FORMATS: dict[str, Format] = {
     "aime24": Format("HuggingFaceH4/aime_2024", "train", 30, ("aime24", "aime_2024", "aime2024")),
     "aime25": Format("math-ai/aime25", "test", 30, ("aime25", "aime_2025", "aime2025")),
     "amc": Format("math-ai/amc23", "test", 40, ("amc", "amc23", "amc_2023")),
+    "gsm8k": Format("openai/gsm8k", "test", 1319, ("gsm8k", "gsm8k_test")),
     "math500": Format("HuggingFaceH4/MATH-500", "test", 500, ("math500", "math_500", "MATH-500")),
     "minerva": Format("math-ai/minervamath", "test", 272, ("minerva", "minerva_math", "minervamath")),
     "olympiadbench": Format("math-ai/olympiadbench", "test", 674, ("olympiadbench", "olympiad_bench", "OlympiadBench")),
@@ -75,12 +64,12 @@ def _path(given: str, config: Config) -> str:
                 f"evaluate.benchmark: {given}: no such file or folder, and no benchmark of this name; the names are "
                 + ", ".join(FORMATS)
             )
-        return _normal(given, config)
+        return given
     cached = _cache(config) / f"{given.lower()}.jsonl"
     path = next(_candidates(known, config), None) or (
         cached if cached.is_file() else _fetched(given.lower(), known, config)
     )
-    return _normal(str(path), config)
+    return str(path)
 
 
 def _candidates(known: Format, config: Config) -> Iterator[Path]:
@@ -96,45 +85,13 @@ def _candidates(known: Format, config: Config) -> Iterator[Path]:
 def _folders(config: Config) -> list[Path]:
     if config.evaluate.folder:
         return [Path(config.evaluate.folder).expanduser()]
-    local = [path for path in (config.data.train, config.data.heldout) if path and "://" not in path]
+    sets = [*(one.path for one in config.data.sets), config.data.heldout]
+    local = [path for path in sets if path and "://" not in path]
     return list(dict.fromkeys(find_file(path).parent for path in local))
 
 
 def _cache(config: Config) -> Path:
     return Path(config.run.output) / "benchmarks"
-
-
-def _normal(path: str, config: Config) -> str:
-    """A file with the columns problem and answer: the given path, or a converted copy."""
-    if "://" in path or not (found := find_file(path)).is_file():
-        return path  # `read_problems` reads it, or reports what is wrong
-    (file,) = read_files(path)
-    rows = [row for _, row in parse_file(file)]
-    if not rows or all("problem" in row and "answer" in row for row in rows):
-        return path
-    copy = _cache(config) / hashlib.sha256(file.content).hexdigest()[:12] / f"{found.stem}.jsonl"
-    _write(copy, rows)
-    return str(copy)
-
-
-def brought_to_form(row: Mapping[str, Any]) -> JsonObject:
-    r"""The row with the columns problem and answer in addition to its own.
-
-    The answer is the text of the answer column (a list is joined by commas), else the last \boxed{…} of the solution.
-    """
-    problem = next((row[key] for key in PROBLEM if row.get(key)), None)
-    answer = next((row[key] for key in ANSWER if row.get(key) not in (None, "", [])), None)
-    if isinstance(answer, list):
-        answer = ", ".join(map(spell_value, answer))
-    if answer is None:
-        solution = next((row[key] for key in SOLUTION if isinstance(row.get(key), str)), "")
-        answer = last_boxed(solution)
-    return {**row, "problem": problem, "answer": answer}
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(json.dumps(brought_to_form(row)) + "\n" for row in rows))
 
 
 def _fetched(name: str, known: Format, config: Config) -> Path:
@@ -148,5 +105,6 @@ def _fetched(name: str, known: Format, config: Config) -> Path:
             f"{', '.join(SUFFIXES)}, and the hub gives none: {error}"
         ) from None
     path = _cache(config) / f"{name}.jsonl"
-    _write(path, [row for _, row in rows])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json.dumps(row) + "\n" for _, row in rows))
     return path

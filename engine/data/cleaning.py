@@ -59,11 +59,11 @@ def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Itera
     different answers is dropped."""
     answers: dict[str, dict[str, str]] = {}
     for row in rows:
-        answers.setdefault(text_key(row.problem), {}).setdefault(_answer_key(row.answer), row.answer)
+        answers.setdefault(text_key(row.identity), {}).setdefault(_answer_key(row.answer), row.answer)
     contradicted = {key: found for key, each in answers.items() if math and (found := _different(list(each.values())))}
     first: dict[tuple[str, str], str] = {}
     for row in rows:
-        key = text_key(row.problem)
+        key = text_key(row.identity)
         earlier = first.setdefault((key, "" if math else _answer_key(row.answer)), row.where)
         if key in contradicted:
             rejected.append(

@@ -13,19 +13,35 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 
+from engine.config import Config
+from engine.data.prompts import EncodedPrompts
+from engine.errors import BadInput
 from engine.types import Prompt
 
 
 class PromptLoader:
     """Batches of prompts, in a new random order each epoch. A batch may cross the end of an epoch, so no prompt is
-    dropped."""
+    dropped.
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, batch_size: int) -> None:
+    With `parts` the prompts are those of several sets, one after another: (number of prompts, weight) of each. An epoch
+    then has about as many prompts as all sets together, those of a set in proportion to its weight, and at least one.
+    They are the next ones of the set's own random order, which begins anew when it is used up. So every prompt of a set
+    is used equally often, and `epoch` is the set's own.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, batch_size: int, parts: Sequence[tuple[int, float]] = ()
+    ) -> None:
         if not prompts or batch_size < 1:
             raise ValueError(f"a loader needs prompts and a batch size above 0, not {len(prompts)} and {batch_size}")
         self._prompts = tuple(prompts)
         self._seed = seed
         self._batch_size = batch_size
+        self._parts = tuple((size, size) for size in [len(prompts)])
+        if parts:
+            total = sum(weight for _, weight in parts)
+            self._parts = tuple((size, max(1, round(len(prompts) * weight / total))) for size, weight in parts)
+        self._length = sum(used for _, used in self._parts)
 
     def batch(self, step: int) -> list[Prompt]:
         """The `batch_size` prompts of a step (counted from 0)."""
@@ -39,6 +55,8 @@ class PromptLoader:
         for prompt in self._prompts:
             digest.update(f"{prompt.id}\0{len(prompt.token_ids)}\0".encode())
             digest.update(array("i", prompt.token_ids).tobytes())
+        if len(self._parts) > 1:
+            digest.update(repr(self._parts).encode())
         return digest.hexdigest()
 
     def tokens(self) -> Iterator[int]:
@@ -47,12 +65,15 @@ class PromptLoader:
 
     def epoch_of(self, step: int, index: int) -> int:
         """The epoch (counted from 0) of the prompt at `index` of the step's batch."""
-        return (step * self._batch_size + index) // len(self._prompts)
+        return self.at(step * self._batch_size + index)[0]
 
     def at(self, position: int) -> tuple[int, Prompt]:
         """The prompt at a position of the endless order (counted from 0), with its epoch."""
-        epoch, place = divmod(position, len(self._prompts))
-        return epoch, self._prompts[_order(self._seed, epoch, len(self._prompts))[place]]
+        epoch, place = divmod(position, self._length)
+        if len(self._parts) == 1:
+            return epoch, self._prompts[_order(self._seed, epoch, self._length)[place]]
+        own_epoch, index = _mixture(self._seed, epoch, self._parts)[place]
+        return own_epoch, self._prompts[index]
 
 
 def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int) -> int:
@@ -60,11 +81,39 @@ def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int
     return _hash("response", run_seed, epoch, prompt_id, response_index)
 
 
+def load_prompts(encoded: EncodedPrompts, config: Config) -> PromptLoader:
+    """The loader of a run's prompts. Raises BadInput if a set with a weight has none."""
+    sets = config.data.sets
+    parts = [(encoded.parts.get(number, 0), one.weight) for number, one in enumerate(sets)]
+    weighted = [(size, weight) for size, weight in parts if weight is not None]
+    for (size, _), one in zip(weighted, sets, strict=False):
+        if not size:
+            raise BadInput(f"data.train: no prompt of {one.path} is left, or all are in the sets before it; remove it")
+    return PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step, weighted)
+
+
 @lru_cache(maxsize=4)  # a batch covers more than a few epochs only if it is far larger than the set
 def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
     order = list(range(count))
     random.Random(_hash("order", seed, epoch)).shuffle(order)
     return tuple(order)
+
+
+@lru_cache(maxsize=4)
+def _mixture(seed: int, epoch: int, parts: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """(the set's own epoch, index of the prompt) for each place of an epoch. `parts`: (prompts, prompts in an epoch) of
+    each set."""
+    places: list[tuple[int, int]] = []
+    first = 0
+    for number, (size, used) in enumerate(parts):
+        for own_epoch in range(epoch * used // size, -(-(epoch + 1) * used // size)):
+            order = list(range(size))
+            random.Random(_hash("order", seed, own_epoch, number)).shuffle(order)
+            begin = max(0, epoch * used - own_epoch * size)
+            places += [(own_epoch, first + index) for index in order[begin : (epoch + 1) * used - own_epoch * size]]
+        first += size
+    random.Random(_hash("order", seed, epoch)).shuffle(places)
+    return tuple(places)
 
 
 def _hash(*parts: int | str) -> int:

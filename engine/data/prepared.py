@@ -23,8 +23,17 @@ from dataclasses import dataclass, replace
 from engine.config import Config
 from engine.data.benchmark_files import benchmark_paths
 from engine.data.cleaning import clean_problems, text_key, with_rows
-from engine.data.problems import ProblemRow, Problems, Rejected, content_hash, read_problems, shorten_value
+from engine.data.problems import (
+    ProblemRow,
+    Problems,
+    Rejected,
+    content_hash,
+    count_reasons,
+    read_problems,
+    shorten_value,
+)
 from engine.data.prompts import prompt_id
+from engine.data.row_format import RowFormat, has_column
 from engine.errors import BadInput
 
 
@@ -173,12 +182,17 @@ def prepare_problems(config: Config) -> Prepared:
     train, heldout = _sides(config)
     sets, notes = _evaluation_sets(config, train, heldout)
     overlaps = _overlaps(train, [row for problems in sets for row in problems.rows])
+    left = _without(train, overlaps)
+    parts = {row.part for row in left.rows}
+    for number, one in enumerate(config.data.sets):
+        if one.weight is not None and number not in parts:
+            raise BadInput(f"data.train: no row of {one.path} is left to train on; the first: {left.rejected[0]}")
     return Prepared(
-        train=_without(train, overlaps),
+        train=left,
         heldout=heldout,
         against=tuple(problems.source for problems in sets),
         overlaps=overlaps,
-        notes=notes,
+        notes=(*train.notes, *notes),
     )
 
 
@@ -189,13 +203,15 @@ def training_problems(config: Config) -> Problems:
 
 def heldout_problems(config: Config) -> Problems:
     """The problems that a run is evaluated on if `evaluate.benchmark` is empty."""
-    return read_problems(config.data.heldout) if config.data.heldout else _sides(config)[1]
+    if not config.data.heldout:
+        return _sides(config)[1]
+    return read_problems(config.data.heldout, RowFormat.of(config))
 
 
 def problems_version(problems: Problems) -> str:
     """SHA-256 (hex) over problem and answer of each row, in order. The same rows in another file have the same
     version."""
-    ids = (prompt_id(row.problem, row.answer) for row in problems.rows)
+    ids = (prompt_id(row.identity, row.answer) for row in problems.rows)
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()
 
 
@@ -207,16 +223,40 @@ def file_hashes(config: Config) -> dict[str, str]:
 
 def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
-    data = config.data
-    train = clean_problems(read_problems(data.train), math=config.reward.uses_math)
-    return (train, read_problems(data.heldout)) if data.heldout else split_problems(train, data.heldout_fraction)
+    train = clean_problems(_training_rows(config), math=config.reward.uses_math)
+    if config.data.heldout:
+        return train, heldout_problems(config)
+    return split_problems(train, config.data.heldout_fraction)
+
+
+def _training_rows(config: Config) -> Problems:
+    """The rows of the sets of `data.train`, one set after another."""
+    layout = RowFormat.of(config)
+    sets = [read_problems(one.path, layout) for one in config.data.sets]
+    rows = tuple(replace(row, part=part) for part, one in enumerate(sets) for row in one.rows)
+    for key, name in (("problem", layout.problem), ("answer", layout.answer)):
+        if name and not any(has_column(row.columns, name) for row in rows):
+            raise BadInput(
+                f"data.columns.{key} = {name!r}: data.train has no such column; its first row has "
+                + ", ".join(rows[0].columns)
+            )
+    if len(sets) == 1:
+        return sets[0]
+    rejected = tuple(row for one in sets for row in one.rejected)
+    return Problems(
+        rows=rows,
+        skipped=count_reasons(rejected),
+        source=", ".join(one.source for one in sets),
+        content_hash=hashlib.sha256("\n".join(one.content_hash for one in sets).encode()).hexdigest(),
+        rejected=rejected,
+        notes=tuple(note for one in sets for note in one.notes),
+    )
 
 
 def _paths(config: Config) -> list[str]:
+    train = [one.path for one in config.data.sets]
     named = [path for path in config.data.decontaminate if path != BENCHMARK]
-    return list(
-        dict.fromkeys(filter(None, [config.data.train, config.data.heldout, *benchmark_paths(config).values(), *named]))
-    )
+    return list(dict.fromkeys(filter(None, [*train, config.data.heldout, *benchmark_paths(config).values(), *named])))
 
 
 def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tuple[list[Problems], tuple[str, ...]]:
@@ -225,7 +265,8 @@ def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tupl
     wanted = config.data.decontaminate
     evaluated = list(benchmark_paths(config).values())
     paths = [path for name in wanted for path in (evaluated if name == BENCHMARK else [name])]
-    sets = ([heldout] if BENCHMARK in wanted else []) + [read_problems(path) for path in dict.fromkeys(paths)]
+    layout = RowFormat.of(config)
+    sets = ([heldout] if BENCHMARK in wanted else []) + [read_problems(path, layout) for path in dict.fromkeys(paths)]
     same = [problems for problems in sets if problems is not heldout or config.data.heldout]
     same = [problems for problems in same if problems.content_hash == train.content_hash]
     notes = dict.fromkeys(

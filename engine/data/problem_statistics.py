@@ -9,10 +9,13 @@ from statistics import quantiles
 from typing import Any, TypedDict
 
 from engine.data.prepared import Prepared, problems_version
-from engine.data.problems import ProblemRow, Problems
+from engine.data.problems import ProblemRow, Problems, format_counts
 
 DIFFICULTY = ("difficulty", "level")
 """Names of the column with the difficulty of a problem. The first that a row has is used."""
+
+REPORT = "data.json"
+"""Name of the file in the run folder that holds the report of `report_data`."""
 
 LISTED = 1000
 """Number of rejected rows that a report lists one by one; all are counted."""
@@ -69,6 +72,19 @@ def report_data(prepared: Prepared) -> DataReport:
         "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
         "notes": list(prepared.notes),
     }
+
+
+def describe_report(found: DataReport) -> str:
+    """A report in one line for the console."""
+    train = found["train"]
+    heldout = found["heldout"]
+    skips = f"; skipped {format_counts(train['skipped'])}" if train["skipped"] else ""
+    notes = "".join(f"; {note}" for note in found["notes"])
+    lengths = train["problem_characters"]
+    return (
+        f"{train['rows']} problems of {lengths['median']:.0f} characters ({lengths['min']:.0f}-{lengths['max']:.0f}), "
+        f"{heldout['rows']} held out{skips}{notes}"
+    )
 
 
 def describe_set(problems: Problems) -> SetFigures:

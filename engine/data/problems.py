@@ -1,4 +1,4 @@
-"""Reads problem sets with DeepScaleR's columns (problem, answer, and any others) from JSON, JSON lines or Parquet.
+"""Reads problem sets (a problem, an answer, and any other columns) from JSON, JSON lines or Parquet.
 
 A broken file raises one `BadInput` with file and line. A row that cannot be used is left out and recorded with its
 reason and place.
@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -18,6 +18,17 @@ from typing import Any
 from engine.config.recipe import find_file
 from engine.data.hub import is_hub_id, read_hub
 from engine.data.problem_files import BYTES, File, JsonNumber, json_kind, parse_file, read_files, spell_value
+from engine.data.row_format import (
+    ANSWER,
+    PROBLEM,
+    USUAL,
+    RowFields,
+    RowFormat,
+    column,
+    find_fields,
+    has_column,
+    identity_text,
+)
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -30,7 +41,7 @@ class ProblemRow:
     """One usable row of a problem set."""
 
     problem: str
-    """The problem's text, unchanged from the file."""
+    """The problem's text, unchanged from the file. Of a conversation, the user's message, or its turns with roles."""
     answer: str
     """The gold answer. A number in the file becomes text without an exponent (5 → "5", 142.0 → "142.0", 1e-05 →
     "0.00001")."""
@@ -38,6 +49,15 @@ class ProblemRow:
     """Every column of the row, including problem and answer, with the types of JSON."""
     where: str = field(default="", compare=False)
     """File and row, for messages: "math.json, row 3"; rows and lines count from 1."""
+    messages: tuple[JsonObject, ...] = ()
+    """The messages of a row whose prompt is a conversation; the last is the user's."""
+    part: int = 0
+    """The number of the row's set in `data.train`, from 0."""
+
+    @property
+    def identity(self) -> str:
+        """The text by which two rows have the same problem."""
+        return identity_text(self.problem, self.messages)
 
 
 @dataclass(frozen=True)
@@ -73,25 +93,31 @@ class Problems:
     name; for a dataset of the hub, over its rows as JSON lines."""
     rejected: tuple[Rejected, ...] = ()
     """The rows that `skipped` counts, in order."""
+    notes: tuple[str, ...] = ()
+    """How rows were read, where that is not plain from their columns."""
 
 
-def read_problems(path: str) -> Problems:
+def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
     """Read a .json (array or lines), .jsonl or .parquet file, or a folder of such files, on this machine or on s3://,
-    or a dataset of the hub.
+    or a dataset of the hub. `layout`: where its rows have problem and answer.
 
     Relative paths are looked up as in `recipe.find_file`. Raises BadInput for a missing or malformed file (with its
     line), an unknown suffix, an address that cannot be reached, or a set without a usable row.
     """
     source, raw, content_hash = _raw(path)
-    rows, rejected = _usable(raw)
+    layout = layout.without_missing([columns for _, columns in raw])
+    fields = [find_fields(columns, layout) for _, columns in raw]
+    rows, rejected = _usable(raw, fields, layout.own_reward)
     if not rows:
         raise BadInput(f"problem set {path}: no usable row among {len(raw)}{_why(raw, rejected)}")
+    gsm8k = sum(one.gsm8k for one in fields)
     return Problems(
         rows=tuple(rows),
         skipped=count_reasons(rejected),
         source=source,
         content_hash=content_hash,
         rejected=tuple(rejected),
+        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({gsm8k} rows)",) if gsm8k else (),
     )
 
 
@@ -135,26 +161,53 @@ def _hash(files: list[File]) -> str:
     return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
 
 
-def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[ProblemRow], list[Rejected]]:
+def _usable(
+    raw: Sequence[tuple[str, JsonObject]], fields: Sequence[RowFields], own_reward: bool
+) -> tuple[list[ProblemRow], list[Rejected]]:
     rows: list[ProblemRow] = []
     rejected: list[Rejected] = []
-    for where, columns in raw:
-        fault = _fault(columns)
+    unanswered = own_reward and not any(one.answer_column for one in fields)
+    for (where, columns), found in zip(raw, fields, strict=True):
+        answer = _any_answer(found.answer, unanswered) if own_reward else found.answer
+        fault = _fault(columns, found, answer, unanswered)
         if fault:
             rejected.append(Rejected(where, *fault))
         else:
             plain = json.loads(json.dumps(columns))  # plain floats, which every encoder accepts
-            rows.append(ProblemRow(columns["problem"], spell_value(columns["answer"]), plain, where))
+            rows.append(
+                ProblemRow(
+                    problem=found.problem,
+                    answer=spell_value(answer),
+                    columns=plain,
+                    where=where,
+                    messages=found.messages,
+                )
+            )
     return rows, rejected
 
 
-def _fault(columns: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
+def _any_answer(value: Any, unanswered: bool) -> Any:  # noqa: ANN401
+    """The answer for a user's reward, which also reads objects, lists and truth values, as JSON."""
+    if unanswered:
+        return ""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
+
+
+def _fault(
+    columns: Mapping[str, Any], found: RowFields, answer: object, unanswered: bool
+) -> tuple[str, str, str, str] | None:
     """Why a row cannot be used (column, reason, found, expected); None if it can be used."""
-    for name, expected in (("problem", "a text"), ("answer", "a string or a number")):
-        reason = _wrong(name, columns.get(name))
+    for name, place, value, expected in (
+        ("problem", found.problem_column, found.problem, "a text"),
+        ("answer", found.answer_column or "answer", answer, "a string or a number"),
+    ):
+        reason = "" if name == "answer" and unanswered else _wrong(name, value)
         if reason:
-            found = shorten_value(columns[name]) if name in columns else f"the columns {', '.join(columns) or 'none'}"
-            return name, reason, found, _EXPECTED.get(reason, expected)
+            if isinstance(column(columns, place), list) and name == "problem":
+                expected = "a text, or messages that are texts, one of them the user's"
+            names = f"the columns {', '.join(columns) or 'none'}"
+            shown = shorten_value(value) if has_column(columns, place) else names
+            return place, reason, shown, _EXPECTED.get(reason, expected)
     for name, value in columns.items():
         if _has_bytes(value):
             return name, "bytes", shorten_value(value), "no picture, sound or other bytes: the model reads text only"
@@ -203,8 +256,12 @@ def _lone_surrogate(text: str) -> bool:
 
 
 def _why(raw: list[tuple[str, JsonObject]], rejected: list[Rejected]) -> str:
+    expected = (
+        f"a problem in one of the columns {', '.join(PROBLEM)} and its answer in one of {', '.join(ANSWER)}, solution, "
+        "or the names of others in data.columns.problem and data.columns.answer"
+    )
     if not raw:
-        return "; expected rows with the columns problem and answer"
+        return f"; expected rows with {expected}"
     columns = ", ".join(raw[0][1]) or "none"
     skips = format_counts(count_reasons(rejected))
-    return f" ({skips}); expected the columns problem and answer, the first row has {columns}"
+    return f" ({skips}); the first row has the columns {columns}; expected {expected}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from engine.config.inputs import Data
+from engine.data.problem_files import spell_value
 from engine.data.problems import ProblemRow, Problems, format_counts
+from engine.data.row_format import SYSTEM, column, has_column
 from engine.data.tokenizer import render_chat
 from engine.errors import BadInput
 from engine.types import Prompt
@@ -26,12 +30,14 @@ class EncodedPrompts:
     skipped: Mapping[str, int]
     """Reason → number of rows left out, during reading ("no answer" …) or here ("duplicate", "over-long", "no
     token")."""
+    parts: Mapping[int, int]
+    """Number of a set in `data.train` → number of its prompts."""
 
 
 def encode_problems(
     problems: Problems,
     tokenizer: PreTrainedTokenizerBase,
-    template: str,
+    data: Data,
     max_context: int,
     *,
     vocabulary: int | None = None,
@@ -39,29 +45,33 @@ def encode_problems(
 ) -> EncodedPrompts:
     """Put every problem into the template and tokenize it.
 
-    `template` is a text with `{problem}`, to which no special tokens are added, or "chat" for the tokenizer's chat
-    template with one user message. `max_context` is the limit of prompt and response together, in tokens. `vocabulary`
-    is the number of tokens that the model has; None if there is no model yet. `clock` is the time given to a chat
-    template that asks for it; None: the present. Raises BadInput if no prompt is left, if a prompt has a token that the
-    model lacks, or if the tokenizer has no chat template, or one that fails.
+    `data`: has the template and what it adds. No special tokens are added to a text. `max_context` is the limit of
+    prompt and response together, in tokens. `vocabulary` is the number of tokens that the model has; None if there is
+    no model yet. `clock` is the time given to a chat template that asks for it; None: the present. Raises BadInput if
+    no prompt is left, if a prompt has a token that the model lacks, if the tokenizer has no chat template, or one that
+    fails, and like `check_template`.
     """
-    if template == "chat" and not tokenizer.chat_template:
+    if data.prompt_template == "chat" and not tokenizer.chat_template:
         raise BadInput(
             'data.prompt_template = "chat": the tokenizer has no chat template; '
             "give a text with {problem} in it instead"
         )
+    check_template(problems, data)
     rows: dict[str, ProblemRow] = {}
     for row in problems.rows:
-        rows.setdefault(prompt_id(row.problem, row.answer), row)  # the first of duplicates is kept
-    if template == "chat":
-        texts = [_chat(tokenizer, row.problem, clock, problems.source) for row in rows.values()]
-    else:  # not str.format, because problems and templates contain braces
-        texts = [template.replace("{problem}", row.problem) for row in rows.values()]
+        rows.setdefault(prompt_id(row.identity, row.answer), row)  # the first of duplicates is kept
+    if data.prompt_template == "chat":
+        texts = [
+            _chat(tokenizer=tokenizer, row=row, data=data, clock=clock, source=problems.source) for row in rows.values()
+        ]
+    else:
+        texts = [_fill(data.prompt_template, row) for row in rows.values()]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    prompts, skipped = _fitting(rows, texts, ids, max_context)
+    fitting, skipped = _fitting(rows, texts, ids, max_context)
     skipped.update(problems.skipped)
     skipped["duplicate"] += len(problems.rows) - len(rows)
     skipped = +skipped  # removes zeros
+    prompts = [prompt for _, prompt in fitting]
     if not prompts:
         raise BadInput(
             f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
@@ -69,7 +79,55 @@ def encode_problems(
         )
     if vocabulary is not None:
         _check_ids(prompts, vocabulary, problems.source)
-    return EncodedPrompts(tuple(prompts), dict(skipped))
+    return EncodedPrompts(tuple(prompts), dict(skipped), Counter(part for part, _ in fitting))
+
+
+_PLACEHOLDER = re.compile(r"(?P<command>\\[A-Za-z]+)?(?P<open>\{?)\{(?P<name>[A-Za-z_][\w.-]*)\}(?P<close>\}?)")
+"""A name in braces in a template, with the LaTeX command of which it is the argument, and second braces around it."""
+
+
+def check_template(problems: Problems, data: Data) -> None:
+    """Raise BadInput if the template is a text, and a row is a conversation or lacks a column that the text names."""
+    template = data.prompt_template
+    if template == "chat":
+        return
+    if (row := next((row for row in problems.rows if row.messages), None)) is not None:
+        raise BadInput(
+            f"{row.where}: the problem is a list of messages, which only the tokenizer's chat template can render: set "
+            'data.prompt_template = "chat", or name a column with a text in data.columns.problem (for example '
+            '"prompt.0.content")'
+        )
+    names = {found["name"] for found in _PLACEHOLDER.finditer(template) if _is_column(found)} - {"problem"}
+    for name in sorted(names):
+        row = next((row for row in problems.rows if _wrong_value(column(row.columns, name))), None)
+        if row is not None:
+            what = "is no text or number" if has_column(row.columns, name) else "is no column"
+            raise BadInput(
+                f"data.prompt_template: {{{name}}} {what} of {row.where}, which has {', '.join(row.columns)}; write "
+                f"{{{{{name}}}}} for the text {{{name}}} itself"
+            )
+
+
+def _is_column(found: re.Match[str]) -> bool:
+    """Whether a name in braces stands for the problem or for a column."""
+    doubled = found["open"] and found["close"]
+    return found["name"] == "problem" or not (found["command"] or doubled)
+
+
+def _wrong_value(value: object) -> bool:
+    return not isinstance(value, str | int | float)
+
+
+def _fill(template: str, row: ProblemRow) -> str:
+    """The template with its columns filled in. Not by str.format, because problems and templates contain braces."""
+
+    def value(found: re.Match[str]) -> str:
+        if not _is_column(found):
+            return found[0] if found["command"] else f"{{{found['name']}}}"
+        text = row.problem if found["name"] == "problem" else spell_value(column(row.columns, found["name"]))
+        return f"{found['command'] or ''}{found['open']}{text}{found['close']}"
+
+    return _PLACEHOLDER.sub(value, template)
 
 
 def _check_ids(prompts: Sequence[Prompt], vocabulary: int, source: str) -> None:
@@ -86,20 +144,27 @@ def prompt_id(problem: str, answer: str) -> str:
     return hashlib.sha256(f"{problem}\0{answer}".encode()).hexdigest()[:16]
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, problem: str, clock: datetime | None, source: str) -> str:
+def _chat(tokenizer: PreTrainedTokenizerBase, row: ProblemRow, data: Data, clock: datetime | None, source: str) -> str:
+    messages = list(row.messages) or [{"role": "user", "content": row.problem}]
+    if data.instruction:
+        line = data.instruction if data.instruction[0].isspace() else f"\n{data.instruction}"
+        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + line}
+    if data.system and messages[0]["role"] not in SYSTEM:
+        messages.insert(0, {"role": "system", "content": data.system})
     try:
-        return render_chat(tokenizer, [{"role": "user", "content": problem}], {}, clock)
+        return render_chat(tokenizer, messages, data.chat_template_kwargs, clock)
     except BadInput as error:
         raise BadInput(
-            f'data.prompt_template = "chat": {error} (for the problem {problem[:60]!r} of {source}); fix the '
+            f'data.prompt_template = "chat": {error} (for the problem {row.problem[:60]!r} of {source}); fix the '
             "template, or give a text with {problem} in it instead"
         ) from None
 
 
 def _fitting(
     rows: Mapping[str, ProblemRow], texts: Sequence[str], ids: Sequence[Sequence[int]], max_context: int
-) -> tuple[list[Prompt], Counter[str]]:
-    prompts: list[Prompt] = []
+) -> tuple[list[tuple[int, Prompt]], Counter[str]]:
+    """The prompts that fit, each with the number of its set, and the number of others by reason."""
+    prompts: list[tuple[int, Prompt]] = []
     skipped: Counter[str] = Counter()
     for (key, row), text, tokens in zip(rows.items(), texts, ids, strict=True):
         if not tokens:
@@ -107,14 +172,13 @@ def _fitting(
         elif len(tokens) >= max_context:
             skipped["over-long"] += 1
         else:
-            prompts.append(
-                Prompt(
-                    id=key,
-                    problem=row.problem,
-                    answer=row.answer,
-                    token_ids=tuple(tokens),
-                    columns=row.columns,
-                    text=text,
-                )
+            prompt = Prompt(
+                id=key,
+                problem=row.problem,
+                answer=row.answer,
+                token_ids=tuple(tokens),
+                columns=row.columns,
+                text=text,
             )
+            prompts.append((row.part, prompt))
     return prompts, skipped

@@ -103,7 +103,7 @@ def make_decoder(tokenizer: LoadTokenizer) -> Decode:
 
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     clock: datetime | None = None,
     *,

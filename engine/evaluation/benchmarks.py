@@ -12,6 +12,7 @@ from engine.data.hub import set_name
 from engine.data.prepared import heldout_problems
 from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode_problems
+from engine.data.row_format import RowFormat
 from engine.data.tokenizer import Tokenizer
 from engine.run.identity import read_run_id, run_began
 from engine.types import Prompt
@@ -41,7 +42,8 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
 
     Raises BadInput like `benchmark_paths` and `read_problems`.
     """
-    named = [Benchmark(name, read_problems(path)) for name, path in benchmark_paths(config).items()]
+    layout = RowFormat.of(config)
+    named = [Benchmark(name, read_problems(path, layout)) for name, path in benchmark_paths(config).items()]
     return named or [Benchmark(set_name(config.data.heldout) or "heldout", heldout_problems(config))]
 
 
@@ -67,13 +69,13 @@ def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer
     """The benchmarks' prompts, at most `evaluate.problems` of each. A chat template that asks for the time gets the
     time when the run began: the run of the folder, else the run whose policy the model is. Without either it gets the
     present."""
-    template = config.data.prompt_template
+    data = config.data
     context = config.rollout.max_context
     most = config.evaluate.problems or None
     vocabulary = tokenizer.vocabulary()
     clock = run_began(read_run_id(config.folder) or read_run_id(Path(config.model.path).parent))
     encoded = [
-        (one.name, encode_problems(one.problems, tokenizer.hf, template, context, vocabulary=vocabulary, clock=clock))
+        (one.name, encode_problems(one.problems, tokenizer.hf, data, context, vocabulary=vocabulary, clock=clock))
         for one in benchmarks
     ]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

@@ -20,6 +20,9 @@ SAME = (
     "benchmark",
     "problems_hash",
     "prompt_template",
+    "system",
+    "instruction",
+    "chat_template_kwargs",
     "reward",
     "samples",
     "temperature",
@@ -40,6 +43,9 @@ class EvaluationProtocol(TypedDict):
     problems_hash: str
     """Hash of the prompts' ids, 16 hexadecimal digits."""
     prompt_template: str
+    system: str
+    instruction: str
+    chat_template_kwargs: JsonObject
     reward: str
     pass_threshold: float
     samples: int
@@ -102,6 +108,9 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
         "benchmark": benchmark,
         "problems_hash": hashlib.sha256(ids.encode()).hexdigest()[:16],
         "prompt_template": config.data.prompt_template,
+        "system": config.data.system,
+        "instruction": config.data.instruction,
+        "chat_template_kwargs": dict(config.data.chat_template_kwargs),
         "reward": config.reward.label,
         "pass_threshold": settings.pass_threshold,
         "samples": settings.samples,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from engine.config import Config
-from engine.data.loader import PromptLoader
+from engine.data.loader import PromptLoader, load_prompts
 from engine.data.problems import Problems
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
@@ -89,9 +89,9 @@ def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> P
     encoded = encode_problems(
         problems,
         tokenizer.hf,
-        config.data.prompt_template,
+        config.data,
         config.rollout.max_context,
         vocabulary=tokenizer.vocabulary(),
         clock=run_began(read_run_id(config.folder)),
     )
-    return PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
+    return load_prompts(encoded, config)

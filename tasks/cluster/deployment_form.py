@@ -40,7 +40,8 @@ def with_defaults(schema: Any, values: Mapping[str, Any]) -> JsonObject | None: 
     fields = _fields(whole)
     for field in fields.values():
         if field["title"] not in OWN:
-            field["default"] = values[field["title"]]
+            value = values[field["title"]]
+            field["default"] = None if isinstance(value, list) else value  # a field of the form is one text or number
     whole["properties"][FIELDS]["default"] = {name: field.get("default") for name, field in fields.items()}
     return whole
 

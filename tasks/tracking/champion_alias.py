@@ -11,6 +11,7 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
+from engine.data.problem_statistics import REPORT
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
@@ -19,7 +20,6 @@ from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
 from tasks.code_version import code_version
-from tasks.prepare import REPORT
 from tasks.tracking import descriptions
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import first_line
@@ -69,7 +69,7 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
         "base_model": str(base),
         "start": begun.start,
         "base_model_hash": content_hash(base),
-        "data": config.data.train,
+        "data": ", ".join(one.path for one in config.data.sets),
         "data_version": data,
         "config_hash": hashlib.sha256(folder.config.read_bytes()).hexdigest(),
         "code_version": code_version(),

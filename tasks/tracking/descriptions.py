@@ -77,10 +77,11 @@ def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:
 def _what(config: Config) -> str:
     train = config.train
     start = read_start(config.folder)
+    data = ", ".join(f"`{one.path}`" for one in config.data.sets)
     source = f"`{start.continued_from or model_name(Path(config.model.path))}`"
     recipe = f", recipe `{start.recipe}`" if start.recipe else ""
     return (
-        f"Trains {source} on `{config.data.train}` with the reward `{config.reward.label}`: {train.steps} steps of "
+        f"Trains {source} on {data} with the reward `{config.reward.label}`: {train.steps} steps of "
         f"{train.prompts_per_step} prompts x {config.rollout.group_size} responses, advantage "
         f"`{config.algorithm.advantage}`, loss `{config.algorithm.loss}`, mode `{train.mode}`{recipe}."
     )

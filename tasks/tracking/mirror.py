@@ -43,7 +43,7 @@ DIGEST = 32
 
 
 def log_datasets(client: mlflow.MlflowClient, run_id: str, found: Mapping[str, Any]) -> None:
-    """Log a report of `tasks.prepare.prepare_data` (data.json) in the contexts "training" and "evaluation".
+    """Log a report of `problem_statistics.report_data` (data.json) in the contexts "training" and "evaluation".
 
     The digest is the version, which is a hash of the rows. The full hashes and the counts are tags.
     """
@@ -81,7 +81,7 @@ def log_base_model(client: mlflow.MlflowClient, run: Run, path: Path) -> None:
 
 
 def _source(source: str) -> DatasetSource:
-    whole = source.partition(" (held out")[0]
+    whole = source.partition(" (held out")[0].partition(", ")[0]  # of several sets the first
     if "://" not in whole and not Path(whole).exists():
         found = dataset_of(whole) if is_hub_id(whole) else HubDataset(whole)
         return HuggingFaceDatasetSource(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlflow
@@ -39,11 +40,15 @@ def registered_name(recipe: str, config: Config) -> str:
     share metronome-RECIPE-DATA. A run's config.toml counts as the run's recipe."""
     begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
     name = begun.registered or f"metronome-{Path(recipe).stem}"
-    data = config.data.train
-    if find_file(data).resolve() == find_file(load_config(recipe).data.train).resolve():
+    data = [one.path for one in config.data.sets]
+    if _files(data) == _files([one.path for one in load_config(recipe).data.sets]):
         return name
-    stem = Path(data.partition(":")[0] if "://" not in data else data).stem
-    return f"{name}-{cleaned(stem, '[^A-Za-z0-9_.-]+', '-')}"
+    stems = [Path(path.partition(":")[0] if "://" not in path else path).stem for path in data]
+    return f"{name}-{cleaned('-'.join(stems), '[^A-Za-z0-9_.-]+', '-')}"
+
+
+def _files(paths: Sequence[str]) -> list[Path]:
+    return [find_file(path).resolve() for path in paths]
 
 
 def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:

@@ -3,6 +3,7 @@
 import pytest
 from safetensors.numpy import load_file
 
+from engine.config.inputs import Data
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
@@ -56,7 +57,7 @@ def expected(settings):
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model.path"])
     prompts = encode_problems(
-        read_problems(settings["data.train"]), tokenizer, "{problem}", settings["rollout.max_context"]
+        read_problems(settings["data.train"]), tokenizer, Data(), settings["rollout.max_context"]
     ).prompts
     loader = PromptLoader(prompts, 0, WANTED)
     position = 0

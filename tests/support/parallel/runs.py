@@ -75,7 +75,10 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
             synced=True,
         ) as service:
             encoded = encode_problems(
-                read_problems(config.data.train), service.tokenizer.hf, "{problem}", config.rollout.max_context
+                read_problems(config.data.sets[0].path),
+                service.tokenizer.hf,
+                config.data,
+                config.rollout.max_context,
             )
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()

@@ -108,3 +108,37 @@ def test_the_fingerprint_tells_a_prompts_tokens_from_the_next_prompt():
     name = int.from_bytes(b"abc\0", "little")
     two = [Prompt("x", "", "", (1,)), Prompt("abc", "", "", (2,))]
     assert PromptLoader(two, 0, 2).fingerprint != PromptLoader([Prompt("x", "", "", (1, name, 2))], 0, 2).fingerprint
+
+
+@given(
+    seed=seeds,
+    parts=st.lists(st.tuples(sizes, st.floats(0.1, 10)), min_size=2, max_size=3),
+    batch=sizes,
+    step=st.integers(0, 30),
+)
+def test_a_mixture_has_each_set_in_proportion_and_each_of_its_prompts_equally_often(seed, parts, batch, step):
+    count = sum(size for size, _ in parts)
+    loader = PromptLoader(prompts(count), seed, batch, parts)
+    wanted = [max(1, round(count * weight / sum(one for _, one in parts))) for _, weight in parts]
+    length = sum(wanted)
+    stream = [loader.at(place) for place in range(3 * length)]
+    numbers = [int(prompt.problem) for _, prompt in stream]
+    first = 0
+    for (size, _), used in zip(parts, wanted, strict=True):
+        for epoch in range(3):
+            of_epoch = numbers[epoch * length : (epoch + 1) * length]
+            assert sum(first <= number < first + size for number in of_epoch) == used
+        times = [numbers.count(number) for number in range(first, first + size)]
+        assert max(times) - min(times) <= 1
+        first += size
+    assert len({(epoch, prompt.id) for epoch, prompt in stream}) == len(stream)  # each has seeds of its own
+    assert loader.batch(step) == PromptLoader(prompts(count), seed, batch, parts).batch(step)
+    assert [loader.epoch_of(step, index) for index in range(batch)] == [
+        loader.at(step * batch + index)[0] for index in range(batch)
+    ]
+
+
+def test_one_set_with_a_weight_is_in_the_order_of_one_without():
+    assert ids(PromptLoader(prompts(6), 7, 6, [(6, 2.5)]), 3) == ids(PromptLoader(prompts(6), 7, 6), 3)
+    mixed = {PromptLoader(prompts(6), 7, 6, [(3, weight), (3, 1)]).fingerprint for weight in (1, 2)}
+    assert len({*mixed, PromptLoader(prompts(6), 7, 6).fingerprint}) == 3

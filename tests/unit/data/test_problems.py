@@ -144,7 +144,7 @@ def test_content_hash_is_of_the_contents(tmp_path):
         ("a.csv", "problem,answer", r"can't read \.csv; expected \.json, \.jsonl, \.parquet"),
         ("a.json", "[]", "no usable row among 0; expected rows"),
         ("a.jsonl", "", "no usable row among 0"),
-        ("a.jsonl", '{"question": "p", "solution": "1"}', "1 × no problem.*the first row has question, solution"),
+        ("a.jsonl", '{"query": "p", "gold": "1"}', "1 × no problem.*the first row has the columns query, gold"),
     ],
 )
 def test_unusable_file(tmp_path, name, text, message):
@@ -163,7 +163,7 @@ def test_missing_file_folder_and_scheme(tmp_path):
 
 def test_each_rejected_row_says_where_what_and_what_would_be_right(tmp_path):
     text = "\n".join(
-        map(json.dumps, [GOOD, {"problem": "p", "answer": ["1"]}, {"problem": 5, "answer": "1"}, {"question": "q"}])
+        map(json.dumps, [GOOD, {"problem": "p", "answer": ["1"]}, {"problem": 5, "answer": "1"}, {"query": "q"}])
     )
     path = write(tmp_path / "a.jsonl", text)
     problems = read_problems(path)
@@ -171,7 +171,7 @@ def test_each_rejected_row_says_where_what_and_what_would_be_right(tmp_path):
     assert [str(rejected) for rejected in problems.rejected] == [
         f'{path}, line 2: answer: answer is an array (found ["1"]; expected a string or a number)',
         f"{path}, line 3: problem: problem is a number (found 5; expected a text)",
-        f"{path}, line 4: problem: no problem (found the columns question; expected a text)",
+        f"{path}, line 4: problem: no problem (found the columns query; expected a text)",
     ]
 
 

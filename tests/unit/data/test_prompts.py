@@ -7,12 +7,15 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from engine.config.inputs import Data
 from engine.config.recipe import HOME
 from engine.data.problems import ProblemRow, Problems
 from engine.data.prompts import encode_problems, prompt_id
 from engine.data.tokenizer import render_chat
 from engine.errors import BadInput
 
+PLAIN = Data()
+CHAT = Data(prompt_template="chat")
 CHARACTERS = "0123456789+= {}abcdefghijklmnopqrstuvwxyz<>/\n"
 
 
@@ -36,15 +39,15 @@ def spelled(text: str) -> tuple[int, ...]:
 
 
 def test_text_template_adds_nothing(tokenizer):
-    prompt = encode_problems(problems(("1+1=", "2")), tokenizer, "{problem}", 64).prompts[0]
+    prompt = encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64).prompts[0]
     assert prompt.token_ids == spelled("1+1=")
     assert prompt.id == prompt_id("1+1=", "2")
     assert (prompt.problem, prompt.answer, prompt.columns["n"]) == ("1+1=", "2", 0)
 
 
 def test_template_may_hold_other_braces(tokenizer):
-    encoded = encode_problems(problems(("{1}", "2")), tokenizer, "{x} {problem}\n{problem}", 64)
-    assert encoded.prompts[0].token_ids == spelled("{x} {1}\n{1}")
+    encoded = encode_problems(problems(("{1}", "2")), tokenizer, Data(prompt_template="{} {problem}\n{problem}"), 64)
+    assert encoded.prompts[0].token_ids == spelled("{} {1}\n{1}")
 
 
 def test_chat_template(tokenizer):
@@ -52,7 +55,7 @@ def test_chat_template(tokenizer):
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    encoded = encode_problems(problems(("1+1=", "2")), tokenizer, "chat", 64)
+    encoded = encode_problems(problems(("1+1=", "2")), tokenizer, CHAT, 64)
     assert encoded.prompts[0].token_ids == spelled("<user>1+1=</user><assistant>")
     direct = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_dict=False
@@ -70,10 +73,10 @@ def test_a_template_that_asks_for_the_time_is_told_the_clock(tokenizer):
         "{% if strftime_now is defined %}{{ day('%d/%m/') }}{{ strftime_now('%Y') }}{% endif %} = "
         "{{ messages[0].content }}"
     )
-    (prompt,) = encode_problems(problems(("1+1=", "2")), tokenizer, "chat", 64, clock=CLOCK).prompts
+    (prompt,) = encode_problems(problems(("1+1=", "2")), tokenizer, CHAT, 64, clock=CLOCK).prompts
     assert prompt.text == "26/07/2024 = 1+1="
     assert prompt.token_ids == spelled(prompt.text)
-    (present,) = encode_problems(problems(("1+1=", "2")), tokenizer, "chat", 64).prompts
+    (present,) = encode_problems(problems(("1+1=", "2")), tokenizer, CHAT, 64).prompts
     year, _, rest = present.text[6:].partition(" = ")
     assert (int(year) > 2024, rest) == (True, "1+1=")
 
@@ -102,7 +105,7 @@ def test_templates_are_rendered_as_by_transformers(tokenizer, name):
 @pytest.mark.parametrize("template", ["Q: {problem}\n<think>", "chat"])
 def test_a_prompt_knows_its_text_with_what_the_template_puts_before_the_answer(tokenizer, template):
     tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}\n<think>"
-    (prompt,) = encode_problems(problems(("1+1=", "2")), tokenizer, template, 64).prompts
+    (prompt,) = encode_problems(problems(("1+1=", "2")), tokenizer, Data(prompt_template=template), 64).prompts
     assert prompt.text == ("<bos>1+1=\n<think>" if template == "chat" else "Q: 1+1=\n<think>")
 
 
@@ -128,7 +131,7 @@ def test_a_template_that_fails_is_named_with_its_row(tokenizer, template, reason
     tokenizer.chat_template = template
     tokenizer.name_or_path = "models/gemma"
     with pytest.raises(BadInput) as refused:
-        encode_problems(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, "chat", 64, clock=CLOCK)
+        encode_problems(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, CHAT, 64, clock=CLOCK)
     row = "2+2=" if reason == "no twos" else "1+1="
     for part in ('data.prompt_template = "chat"', "the chat template of models/gemma", reason, f"{row!r} of set.json"):
         assert part in str(refused.value)
@@ -136,12 +139,12 @@ def test_a_template_that_fails_is_named_with_its_row(tokenizer, template, reason
 
 def test_chat_without_a_chat_template(tokenizer):
     with pytest.raises(BadInput, match="no chat template"):
-        encode_problems(problems(("1+1=", "2")), tokenizer, "chat", 64)
+        encode_problems(problems(("1+1=", "2")), tokenizer, CHAT, 64)
 
 
 def test_over_long_and_duplicates_are_counted_and_order_is_kept(tokenizer):
     rows = (("1+1=", "2"), ("12345678", "1"), ("1+2=", "3"), ("1+1=", "2"), ("1+1=", "3"))
-    encoded = encode_problems(problems(*rows, skipped={"no answer": 4}), tokenizer, "{problem}", 8)
+    encoded = encode_problems(problems(*rows, skipped={"no answer": 4}), tokenizer, PLAIN, 8)
     assert [(p.problem, p.answer, p.columns["n"]) for p in encoded.prompts] == [
         ("1+1=", "2", 0),
         ("1+2=", "3", 2),
@@ -152,14 +155,14 @@ def test_over_long_and_duplicates_are_counted_and_order_is_kept(tokenizer):
 
 def test_no_prompt_left(tokenizer):
     with pytest.raises(BadInput, match=r"set\.json: no prompt is left of 2 rows \(2 × over-long\).*max_context is 4"):
-        encode_problems(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, "{problem}", 4)
+        encode_problems(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, PLAIN, 4)
 
 
 def test_a_token_that_the_model_lacks_is_refused(tokenizer):
     last = max(spelled("1+1="))
-    assert encode_problems(problems(("1+1=", "2")), tokenizer, "{problem}", 64, vocabulary=last + 1).prompts
+    assert encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64, vocabulary=last + 1).prompts
     with pytest.raises(BadInput, match=rf"gives token {last} in the prompt '1\+1=' of set\.json.*vocab_size is {last}"):
-        encode_problems(problems(("1+1=", "2")), tokenizer, "{problem}", 64, vocabulary=last)
+        encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64, vocabulary=last)
 
 
 def test_id_is_a_fixed_function_of_problem_and_answer():

@@ -202,3 +202,17 @@ def test_shipped_recipes_load():
     for path in (HOME / "infra/recipes").glob("*.toml"):
         assert load_config(path).train.mode == "periodic", path
     assert Path(load_config("infra/recipes/quickstart.toml").data.train).name == "addition_train.jsonl"
+
+
+def test_train_says_which_rows_are_left_out(tmp_path, problems):
+    (tmp_path / "bad.msgpack").write_bytes(b"no record")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(f'{{"question": "{n}+1=", "answer": "One more\\n#### {n + 1}"}}\n' for n in range(2, 7)) + "{}\n"
+    )
+    given = [f"run.output={tmp_path / 'runs'}", f"data.train={rows}", f"data.heldout={problems}"]
+    command = ["train", "--replay", str(tmp_path / "bad.msgpack"), *(part for one in given for part in ("--set", one))]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "5 problems of 4 characters (4-4), 1 held out; skipped 1 × no problem; the answers of " in done.output
+    assert "what follows ####, as in GSM8K (5 rows)" in done.output

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 from transformers import AutoConfig
@@ -285,3 +286,33 @@ def test_a_store_that_is_not_installed_is_refused_with_the_command_that_installs
     monkeypatch.setattr("engine.orchestrator.checks.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r'pip install "metronome\[transferqueue\]" into'):
         check_training(config)
+
+
+def test_a_model_that_nothing_ends_is_refused(settings, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "endless")
+    (model / "generation_config.json").unlink()
+    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        kept = {name: value for name, value in json.loads((model / name).read_text()).items() if name != key}
+        (model / name).write_text(json.dumps(kept))
+    with pytest.raises(BadInput, match=r"endless: nothing ends a response: .*name a token in rollout\.stop"):
+        check_inputs(config_of(settings | {"model.path": str(model)}))
+    check_inputs(config_of(settings | {"model.path": str(model), "rollout.stop": '["#"]'}))
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ({"problem": "1+1=", "answer": "2"}, r"data\.prompt_template: \{kind\} is no column of .*line 301"),
+        (
+            {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2", "kind": "sum"},
+            "line 301: .* list of messages",
+        ),
+    ],
+)
+def test_every_row_must_fit_the_template_before_the_start(settings, tmp_path, last, message):
+    rows = [{"problem": f"{n}+0=", "answer": str(n), "kind": "sum"} for n in range(300)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, last]))
+    given = {"data.train": str(path), "data.heldout": "", "data.heldout_fraction": "0.1"}
+    with pytest.raises(BadInput, match=message):
+        check_inputs(config_of(settings | given | {"data.prompt_template": "{kind}: {problem}"}))

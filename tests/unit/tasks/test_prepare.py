@@ -6,8 +6,9 @@ import pytest
 from engine.config import Config, Run
 from engine.config.recipe import load_config
 from engine.data import prepared
+from engine.data.problem_statistics import REPORT, describe_report
 from engine.run.files import write_json
-from tasks.prepare import REPORT, _settings, describe, page, prepare
+from tasks.prepare import _settings, page, prepare
 from tasks.tracking import tracked_run
 
 
@@ -26,7 +27,7 @@ def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
     assert found["train"]["rows"] == len(prepared.training_problems(config).rows) == 57
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 3}
     assert (
-        describe(found)
+        describe_report(found)
         == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
     )
 

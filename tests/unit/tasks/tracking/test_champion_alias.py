@@ -13,6 +13,7 @@ import pytest
 
 from engine.config import Config
 from engine.config.recipe import load_config
+from engine.data.problem_statistics import REPORT
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
 from engine.orchestrator.in_run_evaluation import dropped_file
@@ -22,7 +23,6 @@ from engine.run.run_start import RunStart
 from engine.types import Group, Prompt, Response, Score
 from tasks import code_version
 from tasks.code_version import OURS, tree_hash
-from tasks.prepare import REPORT
 from tasks.tracking import evaluation_texts, evaluations, tracked_run
 from tasks.tracking.champion_alias import crown
 

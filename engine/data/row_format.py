@@ -1,0 +1,187 @@
+"""Where a row of a problem set has its problem and its answer.
+
+Known are the columns of DeepScaleR (problem, answer, solution), of GSM8K (question, answer), of TRL (prompt, and an
+answer under any of its usual names), of verl (prompt, reward_model.ground_truth) and of OpenAI (messages).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import Config
+from engine.data.problem_files import spell_value
+from engine.reward.verifiers import last_boxed
+from engine.types import JsonObject
+
+PROBLEM = ("problem", "question", "prompt", "messages")
+"""Names of the column with the problem, in order of preference."""
+ANSWER = ("answer", "final_answer", "ground_truth", "reward_model.ground_truth")
+"""Names of the column with the gold answer; a list in `final_answer` is joined by commas, as in OlympiadBench."""
+SOLUTION = "solution"
+r"""Name of the column whose last \boxed{…} is the answer if no answer column has one. Its whole text is the answer if
+it has no box and the row has no answer column."""
+SYSTEM = ("system", "developer")
+"""Roles of a message that gives instructions rather than a turn of the conversation."""
+_GSM8K = re.compile(r"(?:.*\n)?#### *(?P<answer>[^\n#]*[^\s#])\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the rows of the sets of a run are read."""
+
+    problem: str = ""
+    """Column of the problem (`data.columns.problem`)."""
+    answer: str = ""
+    """Column of the answer (`data.columns.answer`)."""
+    own_reward: bool = False
+    """Whether a user's reward reads the answer: it may be anything, or be missing from every row."""
+
+    @classmethod
+    def of(cls, config: Config) -> RowFormat:
+        """The format that a run's configuration describes."""
+        columns = config.data.columns
+        return cls(columns.problem, columns.answer, config.reward.is_own)
+
+    def without_missing(self, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
+        """The format for a set of these rows. A named column that none of them has is forgotten."""
+        known = {name for name in (self.problem, self.answer) if any(has_column(row, name) for row in rows)}
+        return replace(
+            self,
+            problem=self.problem if self.problem in known else "",
+            answer=self.answer if self.answer in known else "",
+        )
+
+
+USUAL = RowFormat()
+"""Columns by their usual names, and answers that a built-in reward reads."""
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """What was found in a row. A problem or answer that is missing is None."""
+
+    problem_column: str
+    answer_column: str
+    problem: Any
+    answer: Any
+    messages: tuple[JsonObject, ...] = ()
+    """The messages of a prompt that is a conversation, up to the last message of the user."""
+    gsm8k: bool = False
+    """Whether the answer is what follows #### in GSM8K's column."""
+
+
+def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
+    """Find problem and answer of a row by the columns' names."""
+    present = [name for name in PROBLEM if has_column(row, name)]
+    filled = [name for name in present if not _is_empty(column(row, name))]
+    problem_column = layout.problem or next(iter(filled or present), "problem")
+    problem = column(row, problem_column)
+    messages: tuple[JsonObject, ...] = ()
+    after = ""
+    if isinstance(problem, list) and problem and all(isinstance(one, dict) and "role" in one for one in problem):
+        messages, after = _until_the_user(problem)
+        problem = _conversation_text(messages)
+    answer_column, answer = _answer(row, layout.answer)
+    is_gsm8k = problem_column == "question" and answer_column == "answer" and isinstance(answer, str)
+    found = _GSM8K.fullmatch(answer) if is_gsm8k else None
+    if found is not None:
+        answer = found["answer"].replace(",", "")  # 1,200, as the data set's own evaluation reads it
+    elif not answer_column and after:
+        answer_column = problem_column
+        answer = after
+    return RowFields(
+        problem_column=problem_column,
+        answer_column=answer_column,
+        problem=problem,
+        answer=answer,
+        messages=messages,
+        gsm8k=found is not None,
+    )
+
+
+def has_column(row: Mapping[str, Any], path: str) -> bool:
+    """Whether a row has the column, which may be empty."""
+    return _step(row, path) is not _ABSENT
+
+
+def column(row: Mapping[str, Any], path: str) -> Any:  # noqa: ANN401
+    """The value of a column; a dot leads into an object, or to the place in a list. None if there is none."""
+    found = _step(row, path)
+    return None if found is _ABSENT else found
+
+
+_ABSENT = object()
+
+
+def _step(value: Any, path: str) -> Any:  # noqa: ANN401
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
+    first, dot, rest = path.partition(".")
+    if isinstance(value, Mapping):
+        inner = value.get(first, _ABSENT)
+    elif isinstance(value, list) and first.lstrip("-").isdigit() and -len(value) <= int(first) < len(value):
+        inner = value[int(first)]
+    else:
+        return _ABSENT
+    return _step(inner, rest) if dot else inner
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value == "" or value == []
+
+
+def _answer(row: Mapping[str, Any], named: str) -> tuple[str, Any]:
+    """(column, value); ("", None) if the row has no such column."""
+    if named:
+        return named, column(row, named)
+    present = [name for name in ANSWER if has_column(row, name)]
+    for name in present:
+        value = column(row, name)
+        if not _is_empty(value):
+            joins = name == "final_answer" and isinstance(value, list)
+            return name, ", ".join(map(spell_value, value)) if joins else value
+    solution = row.get(SOLUTION)
+    if isinstance(solution, str) and (found := last_boxed(solution) or ("" if present else solution)):
+        return SOLUTION, found
+    if present:
+        return present[0], column(row, present[0])
+    return (SOLUTION, solution) if SOLUTION in row else ("", None)
+
+
+def _until_the_user(given: list[JsonObject]) -> tuple[tuple[JsonObject, ...], str]:
+    """The messages up to the last one of the user, and the text of the assistant's message that follows."""
+    messages = [_message(one) for one in given]
+    users = [place for place, one in enumerate(messages) if one["role"] == "user"]
+    last = users[-1] if users else -1
+    after = next((one["content"] for one in messages[last + 1 :] if users and one["role"] == "assistant"), "")
+    return tuple(messages[: last + 1]), after if isinstance(after, str) else ""
+
+
+def _message(given: JsonObject) -> JsonObject:
+    """A message without the keys that a Parquet file fills with null. Parts that are texts are joined."""
+    message = {key: value for key, value in given.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        message["content"] = "".join(str(part.get("text", "")) for part in content)
+    return message
+
+
+def _conversation_text(messages: Sequence[JsonObject]) -> Any:  # noqa: ANN401
+    """The user's message, or several turns with their roles, without instructions of the system. A message whose
+    content is no text is returned as it is, and None if there is no turn."""
+    odd = next((one for one in messages if not isinstance(one.get("content"), str)), None)
+    turns = [one for one in messages if one["role"] not in SYSTEM]
+    if odd is not None or not turns:
+        return odd
+    if len(turns) == 1:
+        return turns[0]["content"]
+    return "\n\n".join(f"{one['role']}: {one['content']}" for one in turns)
+
+
+def identity_text(problem: str, messages: tuple[JsonObject, ...]) -> str:
+    """The text by which two problems are the same: the problem itself, or all messages if there are several."""
+    return problem if len(messages) < 2 else json.dumps(messages, ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,271 @@
+"""Each format of the field, from a file and a configuration to the tokens of a prompt and to a reward."""
+
+import json
+import re
+import shutil
+import tomllib
+from dataclasses import replace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from engine.config.recipe import HOME, load_config
+from engine.data.hub import is_hub_id
+from engine.data.loader import load_prompts
+from engine.data.prepared import prepare_problems, training_problems
+from engine.data.problem_statistics import report_data
+from engine.data.problems import read_problems
+from engine.data.prompts import encode_problems
+from engine.data.row_format import RowFormat
+from engine.data.tokenizer import Tokenizer
+from engine.errors import BadInput
+from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
+from engine.run.folder import dump_config
+from engine.types import Response
+from engine.verifier.reward_function import load_reward
+
+MODEL = HOME / "data/quickstart_model"
+ASKED = {"role": "user", "content": "1+1="}
+SYSTEM = {"role": "system", "content": "Be brief."}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [SYSTEM, ASKED],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train"},
+}
+CHAT = ["data.prompt_template=chat"]
+FORMATS = {
+    "deepscaler": ({"problem": "1+1=", "answer": "2", "solution": "so \\boxed{3}"}, [ASKED]),
+    "solution": ({"problem": "1+1=", "answer": "", "solution": "so \\boxed{2}"}, [ASKED]),
+    "gsm8k": ({"question": "1+1=", "answer": "One and one, <<1+1=2>>2\n#### 2"}, [ASKED]),
+    "trl": ({"prompt": [ASKED], "ground_truth": "2", "kind": "sum"}, [ASKED]),
+    "trl-text": ({"prompt": "1+1=", "solution": "2"}, [ASKED]),
+    "verl": (VERL, [SYSTEM, ASKED]),
+    "openai": ({"messages": [SYSTEM, ASKED, {"role": "assistant", "content": "2"}]}, [SYSTEM, ASKED]),
+    "openai-answer": ({"messages": [ASKED, {"role": "assistant", "content": "no idea"}], "answer": 2}, [ASKED]),
+    "openai-parts": ({"messages": [{**ASKED, "content": [{"type": "text", "text": "1+1="}]}], "answer": "2"}, [ASKED]),
+}
+
+
+REWARDS = """
+import json
+
+def target(prompt, responses):
+    return [float(json.loads(prompt.answer)["target"] == int(one.text)) for one in responses]
+
+def short(prompt, responses):
+    return [float(len(one.text) <= prompt.columns["most"]) for one in responses]
+"""
+
+
+PUBLISHED = {
+    "agentica-org/DeepScaleR-Preview-Dataset": FORMATS["deepscaler"][0],
+    "BytedTsinghua-SIA/DAPO-Math-17k": VERL,
+}
+"""A row of each set of the hub that a recipe trains on, in its published columns."""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(*rows, name="set.jsonl"):
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return written
+
+
+def config(path, *keys):
+    return load_config(None, [f"data.train={path}", f"model.path={MODEL}", *keys])
+
+
+def encode(made):
+    return encode_problems(training_problems(made), AutoTokenizer.from_pretrained(made.model.path), made.data, 1024)
+
+
+def rendered(messages, model=MODEL, **variables):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **variables))
+
+
+def scores(spec, prompt, *texts):
+    empty = Response(
+        token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="stop", text="", seed=0, instance=""
+    )
+    responses = [replace(empty, text=text) for text in texts]
+    reward = load_reward(spec)
+    found = [reward.call(prompt, one) for one in responses] if reward.per_response else reward.call(prompt, responses)
+    return [getattr(score, "value", score) for score in found]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_of_each_format_is_rendered_and_scored_without_configuration(write, form, suffix):
+    row, messages = FORMATS[form]
+    (prompt,) = encode(config(write(row, name=f"set{suffix}"), *CHAT, "reward.function=math")).prompts
+    assert prompt.token_ids == rendered(messages)
+    assert (prompt.problem, prompt.answer, dict(prompt.columns)) == ("1+1=", "2", row)
+    assert scores("math", prompt, "It is \\boxed{2}", "It is \\boxed{3}") == [1.0, 0.0]
+
+
+def test_gsm8ks_answers_are_said(write):
+    path = write({"question": "How far?", "answer": "far\n#### 1,200"}, {"question": "1+1=", "answer": "#hash"})
+    prepared = prepare_problems(config(path))
+    assert [row.answer for row in prepared.train.rows] == ["1200", "#hash"]
+    assert report_data(prepared)["notes"][0] == f"the answers of {path} are what follows ####, as in GSM8K (1 rows)"
+    other = write({"problem": "How far?", "answer": "far\n#### 1,200"}, name="other.jsonl")
+    assert training_problems(config(other)).rows[0].answer == "far\n#### 1,200"  # not GSM8K's columns
+
+
+def test_columns_are_named_for_any_other_row(write):
+    row = {"task": {"text": "1+1="}, "gold": 2, "problem": "not this"}
+    (prompt,) = encode(config(write(row), "data.columns.problem=task.text", "data.columns.answer=gold")).prompts
+    assert (prompt.problem, prompt.answer) == ("1+1=", "2")
+    (plain,) = encode(config(write(VERL), "data.columns.problem=prompt.-1.content")).prompts
+    assert (plain.text, plain.answer) == ("1+1=", "2")
+    with pytest.raises(BadInput, match=r"answer = 'golden': data\.train has no such column; .* task, gold"):
+        training_problems(config(write(row | {"answer": 1}), "data.columns.answer=golden"))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [SYSTEM], "answer": "2"}, "no problem .*expected a text, or messages .* user's"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"}, "problem is an object"),
+        ({"prompt": [ASKED]}, r"answer: no answer \(found the columns prompt"),
+        ({"prompt": [ASKED], "answer": {"target": 2}}, "answer is an object"),
+    ],
+)
+def test_a_row_that_is_no_conversation_with_an_answer_is_left_out(write, row, message):
+    found = training_problems(config(write(row, FORMATS["trl"][0])))
+    assert len(found.rows) == 1
+    assert re.search(message, str(found.rejected[0]))
+
+
+def test_a_reward_of_ones_own_takes_any_answer_or_none(write, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARDS)
+    spec = f"{reward}:target"
+    row = {**VERL, "reward_model": {"style": "rule", "ground_truth": {"target": 2, "numbers": [1, 1]}}}
+    (prompt,) = encode(config(write(row), *CHAT, f"reward.function={spec}")).prompts
+    assert scores(spec, prompt, "2", "3") == [1.0, 0.0]
+    spec = f"{reward}:short"
+    (prompt,) = encode(config(write({"prompt": [ASKED], "most": 3}), *CHAT, f"reward.function={spec}")).prompts
+    assert (prompt.answer, scores(spec, prompt, "abc", "abcd")) == ("", [1.0, 0.0])
+
+
+def test_conversations_differ_by_all_their_messages(write):
+    earlier = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    path = write(*({"prompt": one, "answer": "2"} for one in ([ASKED], [SYSTEM, ASKED], [*earlier, ASKED], [ASKED])))
+    found = training_problems(config(path, "reward.function=math"))
+    assert [row.problem for row in found.rows] == ["1+1=", "1+1=", "user: 2+2=\n\nassistant: 4\n\nuser: 1+1="]
+    assert found.skipped == {"duplicate": 1}
+    ids = [prompt.id for prompt in encode(config(path, *CHAT)).prompts]
+    assert len(set(ids)) == 3
+    plain = write({"problem": "1+1=", "answer": "2"}, name="plain.jsonl")
+    assert encode(config(plain)).prompts[0].id == ids[0]  # a problem is the same in every format
+
+
+def test_messages_need_the_chat_template(write):
+    with pytest.raises(BadInput, match=r"line 1: the problem is a list of messages.*prompt_template = \"chat\""):
+        encode(config(write(VERL)))
+
+
+def test_system_instruction_and_variables_are_in_training_and_evaluation(write, tmp_path):
+    rows = [{"problem": "1+1=", "answer": "2"}, {"prompt": [SYSTEM, {**ASKED, "content": "2+2="}], "answer": "4"}]
+    path = write(*rows)
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    with (model / "chat_template.jinja").open("a") as template:
+        template.write("{% if enable_thinking is false %}<think></think>{% endif %}")
+    added = [
+        "data.system=You add.",
+        r"data.instruction=Use \boxed{}.",
+        "data.chat_template_kwargs.enable_thinking=false",
+    ]
+    made = config(path, *CHAT, *added, f"data.heldout={path}", f"model.path={model}")
+    one, other = encode(made).prompts
+    asked = [{"role": "user", "content": f"{text}\nUse \\boxed{{}}."} for text in ("1+1=", "2+2=")]
+    system = {"role": "system", "content": "You add."}
+    assert one.token_ids == rendered([system, asked[0]], model, enable_thinking=False)
+    assert other.token_ids == rendered([SYSTEM, asked[1]], model, enable_thinking=False)
+    assert one.text.endswith("<think></think>")
+    (benchmark,) = encode_benchmarks(made, read_benchmarks(made), Tokenizer(model))
+    assert benchmark.prompts == (one, other)
+    as_is = config(path, *CHAT, r'data.instruction=" Go."')
+    assert encode(as_is).prompts[0].token_ids == rendered([{**ASKED, "content": "1+1= Go."}])
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("data.system=You add.", r'data.system needs data.prompt_template = "chat"'),
+        ("data.chat_template_kwargs.messages=1", r"data\.chat_template_kwargs\.messages: Metronome itself"),
+        ("data.chat_template_kwargs.day=2026-11-26", r"data\.chat_template_kwargs.* must be"),
+        ("data.chat_template_kwargs=3", r"data\.chat_template_kwargs = 3: must be a table"),
+        ("data.columns.answr=x", r"did you mean data\.columns\.answer\?"),
+        ("data.train=[]", r"expected at least one problem set"),
+        ('data.train=[{path = "a", weight = 1}, "b"]', r"give each of its sets a weight, or none"),
+        ('data.train=[{path = "a", weight = -1}]', r"data\.train.* greater than 0"),
+        (
+            'data.train=[{path = "a", wieght = 1}]',
+            r"wieght.*: expected a path, or a list of paths or of tables such as",
+        ),
+        ("data.train=3", r"data\.train = 3: expected a path"),
+    ],
+)
+def test_wrong_keys_are_refused(key, message):
+    with pytest.raises(BadInput, match=message):
+        load_config(None, [*([] if "data.system" in key else CHAT), key])
+
+
+def test_other_columns_are_filled_into_a_template(write):
+    path = write({"problem": "1+{x}=", "answer": "2", "kind": "sum", "extra": {"n": 1.0}})
+    template = r"""{kind} {extra.n} {{kind}} \text{kind} {} {"a": {problem}}"""
+    (prompt,) = encode(config(path, f"data.prompt_template='{template}'")).prompts
+    assert prompt.text == r"""sum 1.0 {kind} \text{kind} {} {"a": 1+{x}=}"""
+    with pytest.raises(BadInput, match=r"\{knd\} is no column of .*line 1, which has problem, .* \{\{knd\}\}"):
+        encode(config(path, "data.prompt_template={problem} {knd}"))
+
+
+def test_sets_without_weights_are_one_set_and_each_has_its_format(write, tmp_path):
+    one = write({"problem": "1+1=", "answer": "2"}, name="one.jsonl")
+    other = write({"question": "2+2=", "answer": "#### 4"}, {"question": "1+1=", "answer": "#### 2"}, name="two.jsonl")
+    made = config(json.dumps([one, other]), *CHAT)
+    loader = load_prompts(encode(made), made)
+    assert sorted(loader.at(place)[1].problem for place in range(2)) == ["1+1=", "2+2="]
+    dump_config(made, tmp_path / "config.toml")
+    assert load_config(tmp_path / "config.toml").data == made.data
+
+
+def test_sets_with_weights_are_mixed_in_proportion(write):
+    names = {"one": 10, "two": 30}
+    paths = {
+        name: write(*({"problem": f"{name} {n}", "answer": "2"} for n in range(count)), name=f"{name}.jsonl")
+        for name, count in names.items()
+    }
+    made = config(f'[{{path = "{paths["one"]}", weight = 3}}, {{path = "{paths["two"]}", weight = 1}}]')
+    loader = load_prompts(encode(made), made)
+    epoch = [loader.at(place)[1].problem.split()[0] for place in range(40)]
+    assert (epoch.count("one"), epoch.count("two")) == (30, 10)
+    used = write({"problem": "one 3", "answer": "2"}, name="used.jsonl")
+    with pytest.raises(BadInput, match=r"data\.train: no row of .*used\.jsonl is left"):
+        training_problems(config(f'[{{path = "{paths["one"]}", weight = 3}}, {{path = "{used}", weight = 1}}]'))
+
+
+def test_every_recipe_reads_the_published_rows_of_its_training_set(write):
+    recipes = [load_config(path) for path in sorted((HOME / "infra/recipes").rglob("*.toml")) if _has_data(path)]
+    assert len(recipes) > 5
+    for recipe in recipes:
+        rows = read_problems(write(PUBLISHED[recipe.data.train]), RowFormat.of(recipe))
+        (prompt,) = encode_problems(rows, AutoTokenizer.from_pretrained(MODEL), recipe.data, 1024).prompts
+        assert (prompt.problem, prompt.answer) == ("1+1=", "2")
+
+
+def _has_data(path):
+    return is_hub_id(tomllib.loads(path.read_text()).get("data", {}).get("train", ""))
