@@ -210,7 +210,7 @@ def run_config(arguments: argparse.Namespace):  # noqa: ANN201
     """The configuration of the run."""
     from engine.config import Config
 
-    other_store = {"queue": {"store": arguments.store, "unauthenticated": True, "timeout_s": 120}}
+    other_store = {"queue": {"store": arguments.store, "unauthenticated": True}}
     return Config(
         **(other_store if arguments.store != "orchestrator" else {}),
         model={"path": str(model_folder())},
@@ -223,7 +223,7 @@ def run_config(arguments: argparse.Namespace):  # noqa: ANN201
             "max_context": arguments.length + PROMPT,
             "timeout_s": 600,
         },
-        train={"mode": "sync", "prompts_per_step": arguments.prompts, "timeout_s": 600},
+        train={"mode": "sync", "prompts_per_step": arguments.prompts, "timeout_s": 2400},
     )
 
 

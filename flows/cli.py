@@ -15,9 +15,9 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
-from tasks import console, interruption, stage_progress
+from tasks import console, interruption
 from tasks.dry_run import dry_run
-from tasks.progress_display import showing
+from tasks.progress_display import showing, since_now
 from tasks.resume import Resumed
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
@@ -67,7 +67,7 @@ def run(
         check_inputs(config)
         check_address(config)
         with local_server(Path(config.run.output)) as server:
-            with showing("start", stage_progress.since_now("starting Prefect")):
+            with showing("start", since_now("starting Prefect")):
                 from flows.pipeline import pipeline  # takes seconds, during which the server starts
 
                 log_prefect_to(Path(config.run.output) / "prefect.log")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import Config
@@ -9,36 +10,25 @@ from engine.data.problem_statistics import REPORT, DataReport
 from engine.run.files import write_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
-from engine.types import JsonObject
 from tasks import console, summary
 from tasks.fenced import fenced
-from tasks.orchestrator_process import run_training
-from tasks.shown_evaluation import evaluate_shown
-from tasks.tracking import evaluation_texts, evaluations, pages, registered_policies, tracked_run
+from tasks.finished_stages import TRAIN, EnteredRun, Stages
+from tasks.shown_stages import evaluate_shown, train_shown
+from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
 
 
 def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, data: DataReport | None = None) -> None:
     """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any. `data`: the
     report on the problem sets, for the run folder."""
     folder = RunFolder(config.folder)
-    line = console.StepLines(config.train.steps)
-    evaluated = evaluations.InRun(folder)
-
-    def on_step(row: JsonObject) -> None:
-        folder.fence.check()
-        line(row)
-        evaluated()
-
     # the lock comes before MLflow: a living process may be using the MLflow run
-    locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
-    with locked, fenced(folder), tracked_run.tracked(config), console.stage("train") as say:
+    with hold_lock(folder.lock, f"run folder {folder.path}", 0.0), fenced(folder), tracked_run.tracked(config):
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
         if data is not None:
             write_json(folder.path / REPORT, data)
-        run_training(config, resume, replay, on_step)
-        say(f"{config.train.steps} steps")
-    rows = {**evaluation_texts.closing(folder), **summary.training(config), **pages.rows(config)}
-    console.table(f"Run {config.run.name}", rows)
+        run = EnteredRun(config, lambda config: train_shown(config, resume, replay), Stages(folder))
+        replace(TRAIN, is_stored=False).run(run)
+    console.table(f"Run {config.run.name}", summary.outcome(config, {}))
 
 
 def evaluate_here(config: Config) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from engine.config import Config
 from engine.config.recipe import load_config
@@ -13,28 +12,16 @@ from engine.run.run_start import ContinueFrom
 from flows.settings import Settings
 from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.flow_names import name_flow_run, name_of
-from tasks.flow_entry import Entry, begun_by_this_flow, crashed_without_tracking, entered, settled
+from tasks.cluster.other_nodes import other_nodes
+from tasks.finished_stages import EnteredRun
+from tasks.flow_entry import begun_by_this_flow, crashed_without_tracking, entered, settled
 from tasks.input_checks import check_address, check_inputs, check_run_folder
 from tasks.resume import Resumed, resumed
 from tasks.resume_checks import check_resume
 from tasks.tracking.flow_links import tracked_flow
 from tasks.tracking.registered_policies import started_from
 from tasks.tracking.tracked_run import check_usable
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A run that has started."""
-
-    config: Config
-    folder: RunFolder
-    entry: Entry
-    recipe: str
-    """What another flow reads to repeat the run: the recipe, or for a resumed run its own config.toml."""
-    overrides: list[str]
-    """The settings, overrides and seed of the run, in the form of `--set`."""
-    registered: str
-    """Name of the registered model to which the policy belongs."""
+from tasks.train import train
 
 
 @contextmanager
@@ -45,7 +32,7 @@ def opened(
     continue_from: ContinueFrom,
     resume: bool,
     pool_instances: int = 0,
-) -> Iterator[Opened]:
+) -> Iterator[EnteredRun]:
     """During the body, the run folder is locked, the devices are held and the run is tracked in MLflow.
 
     Raises BadInput before anything slow starts.
@@ -64,14 +51,20 @@ def opened(
     if not again:
         check_address(config)
         check_usable(config)
-    with entered(config, begun, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
+    with entered(config, begun, resume) as finished, hold_npus(npus(config, pool_instances)), tracked_flow(config):
         folder = RunFolder(config.folder)
         name_flow_run(name_of(folder))
-        yield Opened(
+
+        def train_on_nodes(config: Config) -> int:
+            with other_nodes(config, pool_instances):
+                return train(config, finished.resumed)
+
+        yield EnteredRun(
             config=config,
-            folder=folder,
-            entry=entry,
+            train=train_on_nodes,
+            finished=finished,
             recipe=str(folder.config.resolve()) if resume else recipe,
             overrides=[*given, f"run.seed={config.run.seed}"],
             registered=begun.registered,
+            pool_instances=pool_instances,
         )

@@ -2,35 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 
-from engine.config import Config
 from engine.data.problem_statistics import describe_report
-from engine.model.shape import content_hash
-from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
-from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
-from tasks import console, stage_progress, summary
+from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
 from tasks.cluster.flow_log import story
-from tasks.cluster.other_nodes import other_nodes
-from tasks.code_version import code_hash
-from tasks.console import stage
-from tasks.convert import convert
+from tasks.convert import convert_model
 from tasks.convert import describe as describe_conversion
 from tasks.evaluate import evaluate
-from tasks.flow_entry import Entry
+from tasks.finished_stages import TRAIN, EnteredRun, RunStage
 from tasks.prepare import describe_prompts, encode_data, prepare_data
-from tasks.progress_display import showing
 from tasks.publish import publish
 from tasks.register import register
-from tasks.train import train
+
+
+def _use_base_model(run: EnteredRun) -> str:
+    run.config = base_model(run.config)
+    return run.config.model.path
+
+
+def _evaluate(run: EnteredRun, model: Path, version: int) -> Mapping[str, Any]:
+    return evaluate(run.config, model, version, run.pool_instances)
+
+
+def _register(run: EnteredRun) -> str:
+    return f"{run.registered} version {register(run.registered, run.policy)}"
+
+
+def _announce(run: EnteredRun) -> None:
+    training_finished(
+        recipe=run.recipe,
+        run=run.config.run.name,
+        policy=run.policy,
+        overrides=run.overrides,
+        pool_instances=run.pool_instances,
+    )
+
+
+BASE = "evaluate version 0"
+POLICY = "evaluate version {steps}"
+STAGES = (
+    RunStage("prepare data", lambda run: prepare_data(run.config), describe_report),
+    RunStage("base model", _use_base_model, str, is_stored=False),
+    RunStage(
+        "encode", lambda run: encode_data(run.config, run.model), describe_prompts, ("prepare data", "base model")
+    ),
+    RunStage("convert", lambda run: convert_model(run.config), describe_conversion, ("base model",)),
+    RunStage(BASE, lambda run: _evaluate(run, run.model, 0), summary.accuracy, ("base model",)),
+    TRAIN,
+    RunStage("publish", lambda run: publish(run.config), str, ("train",)),
+    RunStage(POLICY, lambda run: _evaluate(run, run.policy, run.config.train.steps), summary.accuracy, ("train",)),
+    RunStage("register", _register, str, ("train", POLICY)),
+    RunStage("announce", _announce, None, ("publish",)),
+)
+"""The stages of a run, in order."""
+
+
+def stages_for(name: str) -> list[RunStage]:
+    """A stage and the stages that it needs, directly or by others."""
+    wanted = {name}
+    for stage in reversed(STAGES):
+        wanted.update(stage.needs if stage.name in wanted else ())
+    return [stage for stage in STAGES if stage.name in wanted]
+
+
+def run_stages(
+    stages: Sequence[RunStage],
+    entering: AbstractContextManager[EnteredRun],
+    rows: Callable[[EnteredRun], dict[str, str]],
+) -> dict[str, str]:
+    """Enter a run (`flows.opening.opened`), run those of the stages that are not finished, and print and return the
+    rows of the table at the end."""
+    with story():
+        with entering as run:
+            steps = run.config.train.steps
+            if run.finished.done.get("train", steps) != steps:  # train.steps was raised
+                again = [stage for stage in STAGES if TRAIN in stages_for(stage.name)]
+                run.finished.forget(*(stage.stored_name(run) for stage in again))
+            for stage in stages:
+                stage.run(run)
+        found = rows(run)
+        console.table(f"Run {run.config.run.name}", found)
+        return found
 
 
 @flow(name="metronome")
@@ -58,74 +122,20 @@ def pipeline(
         resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
-    with story():
-        with opened(
+    return run_stages(
+        STAGES,
+        opened(
             recipe=recipe,
             overrides=overrides,
             settings=settings,
             continue_from=continue_from,
             resume=resume,
             pool_instances=on_rollout_pool,
-        ) as run:
-            entry = run.entry
-            folder = run.folder
-            config = _before_training(run.config, entry, on_rollout_pool)
-            with other_nodes(config, on_rollout_pool), stage("train") as say:
-                say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
-            with stage("publish") as say:
-                say(published := entry.once("publish", lambda: publish(config)))
-            _evaluate(
-                config=config,
-                model=folder.policy,
-                version=config.train.steps,
-                entry=entry,
-                on_rollout_pool=on_rollout_pool,
-            )
-            with stage("register") as say:
-                name = run.registered
-                say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
-            entry.once(
-                "announce",
-                lambda: training_finished(
-                    recipe=run.recipe,
-                    run=config.run.name,
-                    policy=folder.policy,
-                    overrides=run.overrides,
-                    pool_instances=on_rollout_pool,
-                ),
-            )
-        rows = summary.outcome(config, published, registered)
-        console.table(f"Run {config.run.name}", rows)
-        return rows
+        ),
+        _outcome,
+    )
 
 
-def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
-    """Run the stages before training, up to the evaluation of the untrained model. Return the config with the model's
-    folder."""
-    with (
-        stage("prepare data") as say,
-        showing("prepare data", stage_progress.since_now("reading and comparing the problems")),
-    ):
-        say(describe_report(entry.once("prepare data", lambda: prepare_data(config))))
-    with stage("base model") as say:
-        config = base_model(config)
-        say(config.model.path)
-    model = Path(config.model.path)
-    with stage("encode") as say, showing("encode", stage_progress.since_now("encoding the prompts")):
-        say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
-    with stage("convert") as say:
-        say(describe_conversion(entry.once("convert", lambda: _converted(config, model))))
-    _evaluate(config=config, model=model, version=0, entry=entry, on_rollout_pool=on_rollout_pool)
-    return config
-
-
-def _converted(config: Config, model: Path) -> JsonObject:
-    with showing("convert", stage_progress.since_now("reading the model's files")):
-        digest = content_hash(model)
-    return convert(str(model), digest, code_hash("model", "platform"), RunFolder(config.folder).logs / "convert.log")
-
-
-def _evaluate(config: Config, model: Path, version: int, entry: Entry, on_rollout_pool: int) -> None:
-    with stage("evaluate") as say:
-        row = entry.once(f"evaluate version {version}", lambda: evaluate(config, model, version, on_rollout_pool))
-        say(summary.accuracy(row))
+def _outcome(run: EnteredRun) -> dict[str, str]:
+    done = run.finished.done
+    return summary.outcome(run.config, {"checkpoint": done["publish"], "registered as": done["register"]})

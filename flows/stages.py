@@ -9,17 +9,14 @@ from pathlib import Path
 from prefect import flow
 
 from engine.data.problem_statistics import DataReport, describe_report
-from engine.model.shape import content_hash
-from engine.run.folder import RunFolder
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
 from tasks.cluster.flow_log import story
 from tasks.cluster.other_nodes import run_node
 from tasks.cluster.rollout_node import serve_until_the_run_ends
-from tasks.code_version import code_hash
 from tasks.console import say
-from tasks.convert import convert as convert_task
+from tasks.convert import convert_model
 from tasks.convert import describe as describe_conversion
 from tasks.input_checks import with_model_folder
 from tasks.prepare import prepare_data
@@ -51,9 +48,7 @@ def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
     """
     with story():
         config = with_model_folder(configured(recipe, settings, overrides))
-        model = Path(config.model.path)
-        log = RunFolder(config.folder).logs / "convert.log"
-        found = convert_task(str(model), content_hash(model), code_hash("model", "platform"), log)
+        found = convert_model(config)
         say("convert", describe_conversion(found))
         return found
 

@@ -7,15 +7,9 @@ from prefect import flow
 from engine.run.run_start import ContinueFrom
 from flows import QUICKSTART
 from flows.opening import opened
+from flows.pipeline import run_stages, stages_for
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
-from tasks import console, summary
-from tasks.base_model import base_model
-from tasks.cluster.events import training_finished
-from tasks.cluster.flow_log import story
-from tasks.cluster.other_nodes import other_nodes
-from tasks.console import stage
-from tasks.publish import publish
-from tasks.train import train as train_task
+from tasks import summary
 
 
 @flow(name="train")
@@ -41,34 +35,15 @@ def train(
         resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
-    with story():
-        with opened(
+    return run_stages(
+        stages_for("announce"),
+        opened(
             recipe=recipe,
             overrides=overrides,
             settings=settings,
             continue_from=continue_from,
             resume=resume,
             pool_instances=on_rollout_pool,
-        ) as run:
-            entry = run.entry
-            policy = run.folder.policy
-            with stage("base model") as say:
-                config = base_model(run.config)
-                say(config.model.path)
-            with other_nodes(config, on_rollout_pool), stage("train") as say:
-                say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
-            with stage("publish") as say:
-                say(entry.once("publish", lambda: publish(config)))
-            entry.once(
-                "announce",
-                lambda: training_finished(
-                    recipe=run.recipe,
-                    run=config.run.name,
-                    policy=policy,
-                    overrides=run.overrides,
-                    pool_instances=on_rollout_pool,
-                ),
-            )
-        rows = summary.training(config)
-        console.table(f"Run {config.run.name}", rows)
-        return rows
+        ),
+        lambda run: summary.training(run.config),
+    )

@@ -24,9 +24,8 @@ from engine.tools.comparison import page
 from engine.tools.comparison.run_figures import REWARD, ComparedRun, steps_once
 from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
-from tasks import stage_progress
 from tasks.finished_stages import last_end
-from tasks.progress_display import showing
+from tasks.progress_display import fetched, showing
 from tasks.summary import bound
 from tasks.tracking.retry import STORE_ERRORS, first_line
 
@@ -192,9 +191,7 @@ def _evaluations(
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}
     with tempfile.TemporaryDirectory(prefix="metronome-compare-") as scratch:
-        with showing(
-            "compare", stage_progress.fetched(f"fetching the evaluations of {run.info.run_name}", Path(scratch))
-        ):
+        with showing("compare", fetched(f"fetching the evaluations of {run.info.run_name}", Path(scratch))):
             for name in (ROWS, EVALUATIONS):
                 download_artifacts(run_id=run.info.run_id, artifact_path=name, dst_path=scratch, tracking_uri=store)
         return _with_tables(Path(scratch))

@@ -12,14 +12,17 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 
+from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.model.shape import content_hash
 from engine.run.commands import conversion_command
+from engine.run.folder import RunFolder
 from engine.run.process import Child
 from engine.types import JsonObject
-from tasks import stage_progress
 from tasks.artifact_cells import markdown
+from tasks.code_version import code_hash
 from tasks.orchestrator_process import last_error
-from tasks.progress_display import showing
+from tasks.progress_display import showing, since_now, written
 
 LIMIT_S = 1800.0
 """Time limit of the conversion in seconds. A tiny model takes 10 s; a large one is read from disk three times."""
@@ -31,9 +34,10 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
 
     Raises BadInput for an unusable folder, MetronomeError if logits or tensors differ, DeadlineError at the time limit.
     """
-    child = Child("convert", conversion_command(model), log)
+    file = log.with_suffix(".progress")
+    child = Child("convert", conversion_command(model, file), log)
     try:
-        with showing("convert", stage_progress.conversion(log)):
+        with showing("convert", written(file, "loading torch, Megatron and transformers")):
             code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         raise DeadlineError(
@@ -41,10 +45,21 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
         ) from None
     finally:
         child.stop()
+        file.unlink(missing_ok=True)
     if code_:
         raise (BadInput if code_ == 2 else MetronomeError)(last_error(child))
     report: JsonObject = json.loads(log.read_text().strip().rpartition("\n")[2])
     return report
+
+
+def convert_model(config: Config) -> JsonObject:
+    """The report of `convert` on a run's model, from the cache if the model and the code are unchanged."""
+    model = Path(config.model.path)
+    with showing("convert", since_now("reading the model's files")):
+        digest = content_hash(model)
+    log = RunFolder(config.folder).logs / "convert.log"
+    found: JsonObject = convert(str(model), digest, code_hash("model", "platform"), log)
+    return found
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
 from tasks.fenced import run_folder
-from tasks.shown_evaluation import evaluate_shown
+from tasks.shown_stages import evaluate_shown
 from tasks.tracking import evaluation_texts
 
 

@@ -1,15 +1,19 @@
-"""The finished stages of a run, stored in its run folder. A resumed run does not repeat them."""
+"""A stage of a run, and the finished stages, which the run folder stores. A resumed run does not repeat them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
+from engine.config import Config
 from engine.errors import MetronomeError
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import append_line, read_json, read_lines, write_json
 from engine.run.folder import RunFolder
+from tasks import console
 
 Result = TypeVar("Result")
 
@@ -17,7 +21,9 @@ Result = TypeVar("Result")
 class Stages:
     """The finished stages of a run by name, each with its result (any value that JSON can store)."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, resumed: bool = False) -> None:
+        """`resumed`: whether training continues from a checkpoint if there is one."""
+        self.resumed = resumed
         self._fence = folder.fence
         self._file = folder.stages
         repair = "delete it to repeat finished stages"
@@ -43,6 +49,69 @@ class Stages:
     def _write(self) -> None:
         self._fence.check()
         write_json(self._file, self.done)
+
+
+@dataclass
+class EnteredRun:
+    """A run whose folder this process has entered, as its stages see it."""
+
+    config: Config
+    """After the stage `base model`, model.path is a checked folder."""
+    train: Callable[[Config], int]
+    """Trains, as a task of a flow or in this process; returns the number of steps."""
+    finished: Stages
+    recipe: str = ""
+    """What another flow reads to repeat the run: the recipe, or for a resumed run its own config.toml."""
+    overrides: list[str] = field(default_factory=list)
+    """The settings, overrides and seed of the run, in the form of `--set`."""
+    registered: str = ""
+    """Name of the registered model to which the policy belongs."""
+    pool_instances: int = 0
+    """Number of instances on the rollout pool."""
+
+    @property
+    def model(self) -> Path:
+        """The folder of the model that training starts from."""
+        return Path(self.config.model.path)
+
+    @property
+    def policy(self) -> Path:
+        """The folder of the trained policy."""
+        return RunFolder(self.config.folder).policy
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """A stage of a run."""
+
+    name: str
+    """Its name, under which stages.json has its result once it is finished. {steps} stands for train.steps."""
+    work: Callable[[EnteredRun], Any]
+    """Runs it; returns its result."""
+    text: Callable[[Any], str] | None
+    """Its result as text for the console. None: the stage prints nothing."""
+    needs: tuple[str, ...] = ()
+    """Names of the stages before it whose results it uses."""
+    is_stored: bool = True
+    """Whether it is finished once its result is in stages.json. Else it is run in every process."""
+
+    def run(self, run: EnteredRun) -> None:
+        """Run the stage unless it is finished. Print its start and its result."""
+        if self.text is None:
+            self._result(run)
+            return
+        with console.stage(self.name.partition(" version ")[0]) as say:
+            say(self.text(self._result(run)))
+
+    def stored_name(self, run: EnteredRun) -> str:
+        """Its name in stages.json of this run."""
+        return self.name.format(steps=run.config.train.steps)
+
+    def _result(self, run: EnteredRun) -> Any:  # noqa: ANN401
+        return run.finished.once(self.stored_name(run), lambda: self.work(run)) if self.is_stored else self.work(run)
+
+
+TRAIN = RunStage("train", lambda run: run.train(run.config), lambda steps: f"{steps} steps", ("base model",))
 
 
 def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> int:

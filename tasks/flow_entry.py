@@ -50,18 +50,10 @@ def settled(config: Config) -> Config:
     return folder.read_config() if begun_by_this_flow(folder) and folder.config.exists() else named
 
 
-class Entry(Stages):
-    """A run folder that a flow run has entered, with its finished stages."""
-
-    def __init__(self, folder: RunFolder, resumed: bool) -> None:
-        super().__init__(folder)
-        self.resumed = resumed
-        """Whether training continues from a checkpoint if there is one."""
-
-
 @contextmanager
-def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
-    """Hold the lock of the run folder during the body, and store the config and `begun` in the folder.
+def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages]:
+    """Hold the lock of the run folder during the body, store the config and `begun` in it, and yield its finished
+    stages.
 
     A flow run may enter its own folder again; any other flow run needs `resume`. Raises BadInput if the folder belongs
     to another run or is in use, and MetronomeError if the run makes no progress
@@ -89,12 +81,9 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
         _sign(folder)  # after the config, which until now may be the previous flow run's, with other settings
         if again:
             say("resume", f"the previous attempt ended: {why}")
-        entry = Entry(folder, again or resume)
-        if entry.done.get("train", config.train.steps) != config.train.steps:  # train.steps was raised
-            entry.forget("train", "publish", "register", "announce")
         with crashed_without_tracking():
             try:
-                yield entry
+                yield Stages(folder, again or resume)
             except TrackingAway as error:
                 folder.fail(error)
                 raise

@@ -29,9 +29,9 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
-from tasks import stage_progress
+from engine.run.progress import Progress, format_size
 from tasks.console import say
-from tasks.progress_display import showing
+from tasks.progress_display import showing, since_now
 
 TRIED = 256
 """Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
@@ -45,7 +45,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     """
     folder = RunFolder(config.folder)
     _check_checkpoint_path(config.checkpoint.path)
-    with showing("check", stage_progress.since_now(f"looking for checkpoints in {place_of(config)}")):
+    with showing("check", since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
     check_not_held(folder.lock, f"run folder {folder.path}")
 
@@ -85,7 +85,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
-    with showing("check", stage_progress.since_now("reading the problem sets")):
+    with showing("check", since_now("reading the problem sets")):
         prepared = prepare_problems(config) if training else None
         benchmarks = read_benchmarks(config)
     problems = prepared.train if prepared is not None else None
@@ -129,7 +129,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         _check_device(config)
     else:
         check_rollouts(config)
-    with showing("check", stage_progress.since_now("encoding the prompts")):
+    with showing("check", since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
     return config, report_data(prepared) if prepared is not None else None
 
@@ -240,8 +240,15 @@ def local_model(path: str) -> str:
     if not is_model_name(path):
         return path
     download = Download()
-    with showing("download", stage_progress.downloaded(path, download)):
+
+    def look() -> Progress:
+        if not download.total:
+            return Progress(f"{path}: asking the Hugging Face hub")
+        share = min(1.0, download.done / download.total)
+        return Progress(f"{path}: {format_size(download.done)} of {format_size(download.total)}", share)
+
+    with showing("download", look):
         folder = fetch_model(path, download)
     if download.done:
-        say("download", f"{path}: {stage_progress.mib(download.done)} in {folder}")
+        say("download", f"{path}: {format_size(download.done)} in {folder}")
     return str(folder)

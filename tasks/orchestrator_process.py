@@ -21,10 +21,9 @@ from engine.run.folder import RunFolder, dump_config
 from engine.run.process import Child
 from engine.tools.timeline import draw_timeline
 from engine.types import JsonObject
-from tasks import stage_progress
 from tasks.console import say
 from tasks.interruption import say_stopping, signal_of
-from tasks.progress_display import showing
+from tasks.progress_display import showing, written
 
 POLL_S = 0.3
 """Seconds between two reads of steps.jsonl."""
@@ -101,7 +100,9 @@ def run_training(
         child = Child("orchestrator", orchestrator_command(file, resume, replay), folder.logs / "orchestrator.log")
         watch = _Watch(child, folder.heartbeat, config)
         try:
-            with showing("train", stage_progress.training(config)):
+            with showing(
+                "train", written(folder.progress, "starting the orchestrator", "the orchestrator ends its processes")
+            ):
                 code = _follow(child, watch, look)
         except BaseException as ended:
             _stop(child, signal_of(ended))

@@ -24,6 +24,7 @@ from engine.run.identity import read_run_id, run_began
 from engine.types import JsonObject
 from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
+from tasks.progress_display import showing, since_now
 
 COMPARED = (
     "source",
@@ -57,7 +58,8 @@ def prepare_data(config: Config) -> DataReport:
 
     Writes the report to data.json in the run folder and as an artifact, because the body of a cached task does not run.
     """
-    found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
+    with showing("prepare data", since_now("reading and comparing the problems")):
+        found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
     config.folder.mkdir(parents=True, exist_ok=True)
     write_json(config.folder / REPORT, found)
     create_markdown_artifact(page(found), key="data", description="What is in the data, what was left out and why")
@@ -70,16 +72,15 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
 
     Cached and written as an artifact, like `prepare_data`.
     """
-    hashes = prepared.file_hashes(config)
-    code = code_hash("data", "reward")
-    found = encode_prompts(
-        settings=_settings(config),
-        model=str(model),
-        max_context=config.rollout.max_context,
-        clock=run_began(read_run_id(config.folder)) if config.data.prompt_template == "chat" else None,
-        hashes=hashes,
-        code=code,
-    )
+    with showing("encode", since_now("encoding the prompts")):
+        found = encode_prompts(
+            settings=_settings(config),
+            model=str(model),
+            max_context=config.rollout.max_context,
+            clock=run_began(read_run_id(config.folder)) if config.data.prompt_template == "chat" else None,
+            hashes=prepared.file_hashes(config),
+            code=code_hash("data", "reward"),
+        )
     create_table_artifact(table_rows(found), key="prompts", description="Prompts in tokens, what was left out and why")
     return found
 

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 
+from rich import progress as rich
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
+from engine.run.progress import Progress, folder_size, format_size, read_progress
 from tasks import console
 from tasks.console import duration, say
 
@@ -21,16 +22,7 @@ LONGEST_S = 60.0
 as long, until another line is printed."""
 
 
-@dataclass(frozen=True)
-class StageProgress:
-    """The progress of a stage."""
-
-    text: str
-    share: float | None = None
-    """Share of the work that is done, 0 … 1; None if unknown."""
-
-
-Look = Callable[[], StageProgress | None]
+Look = Callable[[], Progress | None]
 """Returns the progress of a stage, or None if it is not known yet. Called from another thread."""
 
 
@@ -91,8 +83,12 @@ def _lines(stage: str, look: Look, ended: threading.Event) -> None:
 
 def _bar(stage: str, look: Look, ended: threading.Event) -> None:
     left = _TimeLeft()
-    columns = (TextColumn("[bold cyan]{task.description:<12}"), BarColumn(24), TextColumn("{task.fields[text]}"))
-    with Progress(*columns, console=Console(), transient=True, auto_refresh=False) as bar:
+    columns = (
+        rich.TextColumn("[bold cyan]{task.description:<12}"),
+        rich.BarColumn(24),
+        rich.TextColumn("{task.fields[text]}"),
+    )
+    with rich.Progress(*columns, console=Console(), transient=True, auto_refresh=False) as bar:
         one = bar.add_task(stage, total=None, text="")
         while not ended.wait(LOOK_S):
             found = look()
@@ -101,3 +97,38 @@ def _bar(stage: str, look: Look, ended: threading.Event) -> None:
             total = None if found.share is None else 1.0
             bar.update(one, total=total, completed=found.share or 0.0, text=f"{found.text}{left(found.share)}")
             bar.refresh()
+
+
+def written(file: Path, before: str, after: str = "") -> Look:
+    """The progress that another process writes to a file. `before`, `after`: the text before it begins to write, and
+    once it has removed the file."""
+    seen = False
+
+    def look() -> Progress:
+        nonlocal seen
+        found = read_progress(file)
+        seen = seen or found is not None
+        return found or Progress(after if seen and not file.exists() else before)
+
+    return look
+
+
+def copied(what: str, done: Callable[[], int], size: int) -> Look:
+    """The progress of a copy of `size` bytes. `done` returns the number of bytes copied so far."""
+
+    def look() -> Progress:
+        share = min(1.0, done() / size) if size else None
+        return Progress(f"{what}: {format_size(done())} of {format_size(size)}", share)
+
+    return look
+
+
+def fetched(what: str, folder: Path) -> Look:
+    """The progress of a download of unknown size into a folder."""
+    return lambda: Progress(f"{what}: {format_size(folder_size(folder))} so far")
+
+
+def since_now(what: str) -> Look:
+    """The progress of work of unknown size: the time it has taken so far."""
+    began = time.monotonic()
+    return lambda: Progress(f"{what}: {duration(time.monotonic() - began)} so far")

@@ -12,9 +12,9 @@ from prefect.cache_policies import NO_CACHE
 from engine.config import Config
 from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload_checkpoint
-from tasks import stage_progress
+from engine.run.progress import folder_size
 from tasks.fenced import run_folder
-from tasks.progress_display import showing
+from tasks.progress_display import copied, showing
 
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
@@ -52,6 +52,6 @@ def copy_checkpoint(
 
 def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], None]) -> None:
     sizes: list[int] = []
-    whole = stage_progress.size_of(checkpoint) + stage_progress.size_of(policy)
-    with showing("publish", stage_progress.copied("uploaded", lambda: sum(sizes), whole)):
+    whole = folder_size(checkpoint) + folder_size(policy)
+    with showing("publish", copied("uploaded", lambda: sum(sizes), whole)):
         copy_checkpoint(checkpoint=checkpoint, policy=policy, place=place, fence=fence, sent=sizes.append)

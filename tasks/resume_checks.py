@@ -23,11 +23,10 @@ from engine.run.identity import known_number, published_checkpoints, read_run_id
 from engine.run.run_start import read_start
 from engine.types import JsonObject
 from engine.wire import record
-from tasks import stage_progress
 from tasks.console import say
 from tasks.finished_stages import Stages
 from tasks.input_checks import with_model_folder
-from tasks.progress_display import showing
+from tasks.progress_display import showing, since_now
 from tasks.resume import differing
 from tasks.tracking.tracked_run import check_known
 
@@ -68,7 +67,7 @@ def check_resume(config: Config) -> Config:
             f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}; give "
             f"train.steps = {start} or more"
         )
-    with showing("resume", stage_progress.since_now("comparing model and prompts")):
+    with showing("resume", since_now("comparing model and prompts")):
         _check_model(config, state)
         _check_prompts(config, state)
     if config.train.record:

@@ -15,16 +15,10 @@ from engine.types import JsonObject
 from tasks.tracking import evaluation_texts, pages
 
 
-def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
-    """The rows of the table at the end of a run: accuracy, reward, speed, places."""
+def outcome(config: Config, places: Mapping[str, str]) -> dict[str, str]:
+    """The rows of the table at the end of a run: accuracy, reward, speed, places (`places` are rows among these)."""
     folder = RunFolder(config.folder)
-    return {
-        **evaluation_texts.closing(folder),
-        **training(config),
-        "checkpoint": published,
-        "registered as": registered,
-        **pages.rows(config),
-    }
+    return {**evaluation_texts.closing(folder), **training(config), **places, **pages.rows(config)}
 
 
 def training(config: Config) -> dict[str, str]:

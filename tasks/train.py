@@ -33,12 +33,10 @@ from engine.errors import (
 )
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
-from engine.types import JsonObject
-from tasks.console import StepLines, duration, say
+from tasks.console import duration, say
 from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
-from tasks.orchestrator_process import run_training
-from tasks.tracking.evaluations import InRun
+from tasks.shown_stages import train_shown
 
 UPDATE_S = 10.0
 """Seconds between updates. Each update is two requests to the Prefect server."""
@@ -46,7 +44,7 @@ END_S = 5.0
 """Time limit in seconds of the last update, when training ends."""
 
 
-class Progress:
+class TrainingArtifacts:
     """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run."""
 
     def __init__(self, config: Config) -> None:
@@ -57,7 +55,7 @@ class Progress:
         context = contextvars.copy_context()  # identifies the flow run and task run of the artifacts
         self._thread = threading.Thread(target=context.run, args=(self._tell,), name="progress", daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingArtifacts:
         self._thread.start()
         return self
 
@@ -162,7 +160,6 @@ def train(config: Config, resume: bool = False) -> int:
     """
     folder = run_folder(config)
     told = folder.last_failure()
-    line = StepLines(config.train.steps)
     again = (task_run.run_count or 1) > 1
     why = last_end(folder) if again else "the start of the flow"
     starts = count_attempt(folder, "training", config.run.resumes, why)
@@ -170,20 +167,11 @@ def train(config: Config, resume: bool = False) -> int:
         pause_s = pause(told, starts)
         say("resume", f"the previous attempt ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
         time.sleep(pause_s)
-    evaluated = InRun(folder)
-    with Progress(config) as progress:
-
-        def on_step(row: JsonObject) -> None:
-            folder.fence.check()
-            line(row)
-            progress(row)
-            evaluated()
-
+    with TrainingArtifacts(config) as progress:
         try:
-            run_training(config, resume or again, on_step=on_step)
+            return train_shown(config, resume or again, also=progress)
         except TakenOver:
             raise  # another flow writes the folder now
         except MetronomeError as error:
             folder.fail(error)  # also records a death, which the orchestrator cannot write itself
             raise
-    return config.train.steps

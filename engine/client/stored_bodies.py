@@ -21,7 +21,7 @@ class StoredBodies:
     """Fetches the bodies of one window at a time, with one client for each start of the store."""
 
     def __init__(self, name: str, limit_s: float) -> None:
-        """`name`: name of this rank. `limit_s`: seconds that a call to the store may take (queue.timeout_s)."""
+        """`name`: name of this rank. `limit_s`: seconds that a call to the store may take (Config.store_timeout_s)."""
         self._name = name
         self._limit_s = limit_s
         self._runner = asyncio.Runner()

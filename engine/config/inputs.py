@@ -232,9 +232,6 @@ class Reward(Table):
     memory_gb: float = Field(default=16.0, ge=0)
     """Limit in GiB of the memory (RLIMIT_DATA) of each process of a reward of your own: beyond it, it gets a
     MemoryError. A built-in reward has 0.5 GiB. 0: no limit."""
-    processes: int = Field(default=256, ge=0)
-    """Most processes that one verifier's reward may have started at once. If there are more, all of them end and the
-    call fails. Enough for a pool of a process for each core. 0: no limit."""
     environment: list[str] = []
     """Names of further environment variables that a reward may see, for example the key of a judge. It sees PATH, HOME,
     locale, caches, devices and Python's own, but neither METRONOME_TOKEN nor keys of S3 or MLflow."""

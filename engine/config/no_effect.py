@@ -44,7 +44,7 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         )
     if config.queue.store == "orchestrator":
         yield (
-            ("queue.address", "queue.unauthenticated", "queue.units", "queue.timeout_s"),
+            ("queue.address", "queue.unauthenticated"),
             'queue.store = "orchestrator", and only "transferqueue" reads it',
         )
     if not algorithm.overlong_buffer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -33,10 +33,6 @@ class Evaluate(Table):
     max_context: int = Field(default=0, ge=0)
     """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
     0: rollout.max_context. The instances of a running training keep rollout.max_context."""
-    also: list[Literal["math_verify"]] = []
-    """Further verifiers that score the responses of an evaluation in addition to reward.function, for comparison with
-    the figures of others. "math_verify": the library math-verify alone, as verl and TRL use it. They have no influence:
-    the champion is chosen by reward.function."""
     pass_threshold: float = 1.0
     """Score from which a response counts as correct in pass@k, if the reward does not say so itself (Score.correct)."""
     every: int = Field(default=0, ge=0)

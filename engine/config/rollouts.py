@@ -163,20 +163,13 @@ class Queue(Table):
     library (`pip install metronome[transferqueue]`): processes on the orchestrator's machine, or on the nodes of a Ray
     cluster (docs/rollouts.md). It needs unauthenticated = true."""
     address: str = ""
-    """Address "host:port" of a running Ray cluster whose nodes host the storage units; "auto": that of the
+    """Address "host:port" of a running Ray cluster, on each of whose nodes a storage unit starts; "auto": that of the
     orchestrator's machine. The orchestrator's machine must be one of its nodes. Empty: Metronome starts Ray on loopback
     on the orchestrator's machine."""
     unauthenticated: bool = False
     """Allow a store without passwords: with "transferqueue" every user of the orchestrator's machine can read and
     change the groups, and run code as the user of the run. With an address, so can whoever reaches the cluster's nodes
     over the network, and code runs as the user of Ray there."""
-    units: PositiveInt = 2
-    """Number of TransferQueue's storage units, over which the groups are spread. With an address they are spread evenly
-    over the cluster's nodes."""
-    timeout_s: PositiveFloat = 30.0
-    """Longest time in seconds of a call to TransferQueue. The orchestrator looks for what the trainer could not fetch
-    in time. After its own call a storage unit counts as lost: its groups are generated again. If the controller does
-    not answer either, the run fails."""
 
 
 class Weights(Table):

@@ -191,10 +191,8 @@ class Algorithm(Table):
     """Weight of the entropy bonus in the loss (entropy in nats per token). 0: no bonus."""
     dynamic_sampling: bool = False
     """Train only groups whose responses have different scores: the first train.prompts_per_step of them in prompt order
-    (DAPO, §3.2). More prompts are generated until there are enough."""
-    dynamic_sampling_batches: PositiveInt = 10
-    """With dynamic_sampling: largest number of prompts that a step may use, as a multiple of train.prompts_per_step. A
-    step that needs more fails the run. 10 is verl's value."""
+    (DAPO, §3.2). More prompts are generated until there are enough; a step that needs more than ten times
+    train.prompts_per_step, as in verl, fails the run."""
     overlong_buffer: int = Field(default=0, ge=0)
     """A response that ends within this many tokens of rollout.max_new_tokens loses reward: linearly, from 0 up to
     overlong_penalty at the limit (DAPO). 0: none does. At most rollout.max_new_tokens."""

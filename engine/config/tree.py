@@ -72,6 +72,13 @@ class Tree(Table):
         return self.queue.store != "orchestrator" and (bool(self.queue.address) or self.parallel.nodes == 1)
 
     @property
+    def store_timeout_s(self) -> float:
+        """Seconds that a call to TransferQueue may take, far less than a step: the orchestrator looks for what the
+        trainer could not fetch in time. After its own call a storage unit counts as lost: its groups are generated
+        again. If the controller does not answer either, the run fails."""
+        return self.train.timeout_s / 20
+
+    @property
     def transfer_timeout_s(self) -> float:
         """Seconds that a trainer waits for the orchestrator, for other ranks or for a transfer.
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, MetronomeError
-from engine.orchestrator.dynamic_sampling import DynamicSampling
+from engine.orchestrator.dynamic_sampling import MOST_BATCHES, DynamicSampling
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.table import RowTable
@@ -259,7 +259,7 @@ class BatchGenerator:
         """Generate groups for the next prompts until enough of them have unequal rewards (dynamic sampling)."""
         wanted = self._config.train.prompts_per_step
         position = self._position
-        limit = wanted * self._config.algorithm.dynamic_sampling_batches if prompts is None else len(prompts)
+        limit = wanted * MOST_BATCHES if prompts is None else len(prompts)
         selection = DynamicSampling(wanted, limit, batch.step)
         rewards: dict[int, float] = {}
 

@@ -61,7 +61,7 @@ class TransferQueueStore:
         """`folder`: the run folder, for the log."""
         self._queue = config.queue
         self._name = f"metronome-{config.run.name}"
-        self._limit_s = config.queue.timeout_s
+        self._limit_s = config.store_timeout_s
         self._start_s = config.rollout.timeout_s
         self._log = folder / "logs" / "store.log"
         self._starts = 0
@@ -150,8 +150,8 @@ class TransferQueueStore:
         except StoreFault as error:
             assert self._child is not None
             raise StoreError(
-                f"TransferQueue's controller has not answered within queue.timeout_s = {self._limit_s:g} s, so the "
-                f"groups in its storage units can't be found ({fault}). {self._child.name} "
+                f"TransferQueue's controller has not answered within {self._limit_s:g} s (train.timeout_s / 20), so "
+                f"the groups in its storage units can't be found ({fault}). {self._child.name} "
                 f"{self._child.how_it_ended()}. --resume begins the step again, with a new TransferQueue"
             ) from error
 

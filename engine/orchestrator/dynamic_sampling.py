@@ -13,6 +13,9 @@ from engine.algorithm.shaping import are_equal_scores
 from engine.errors import MetronomeError
 from engine.wire.columns import Row, open_scores
 
+MOST_BATCHES = 10
+"""Largest number of prompts that a step may use, as a multiple of train.prompts_per_step; verl's value."""
+
 
 class DynamicSampling:
     """Selects the first `wanted` groups with unequal rewards, from at most `limit` prompts numbered from 0."""
@@ -72,8 +75,7 @@ class DynamicSampling:
         return MetronomeError(
             f"step {self._step}: only {self._kept} of {self.limit} prompts have responses with different rewards, but "
             f"train.prompts_per_step = {self.wanted} are needed. Too few problems are solved only sometimes: use "
-            "problems of a suitable difficulty, a larger rollout.group_size, or a larger "
-            "algorithm.dynamic_sampling_batches"
+            "problems of a suitable difficulty, or a larger rollout.group_size"
         )
 
 

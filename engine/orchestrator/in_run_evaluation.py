@@ -29,7 +29,7 @@ from engine.errors import MetronomeError, StaleRolloutError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import evaluation_protocol, protocol_differences
-from engine.orchestrator.evaluation_groups import further_figures, sample_groups
+from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.producer import Producer, first_leaf
 from engine.orchestrator.rollout_service import RolloutService
@@ -232,7 +232,7 @@ class InRunEvaluation:
             benchmark=benchmark,
             groups=groups,
             verifier=self._verifier,
-            more={**more, **await further_figures(self._config, groups)},
+            more=more,
         )
         print(
             f"evaluate: version {one.version}, {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on "

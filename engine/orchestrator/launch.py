@@ -107,7 +107,7 @@ class _Orchestrator:
         self._signal: str | None = None
         """Name of the first signal that told the run to end; None if there was none."""
         self._plane: Plane | None = None
-        self._live = LiveProgress(folder)
+        self._live = LiveProgress(folder, config.train.steps)
         self._scorers: list[ScorerProcess] = []
         """The scorers of the stages whose ranks are ours; empty in a replay, whose record holds their columns."""
 

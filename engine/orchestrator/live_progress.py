@@ -1,4 +1,4 @@
-"""What the flow shows of a run between two lines of steps.jsonl: the progress of the step, and lines for the user.
+"""What the flow shows of a run between two lines of steps.jsonl: the progress of the training, and lines for the user.
 
 Both are files in the log folder. They show that the run is going on, and nothing depends on them: a full disk that
 can't take them does not end the run.
@@ -6,45 +6,56 @@ can't take them does not end the run.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.run_events import RunEvents
-from engine.run.files import append_line, write_unsynced
+from engine.run.checkpoint_files import partial_of
+from engine.run.files import append_line
 from engine.run.folder import RunFolder
+from engine.run.progress import Progress, folder_size, format_size, write_progress
 from engine.types import JsonObject
+
+YOUNG_S = 30.0
+"""An incomplete checkpoint to which nothing was written for this many seconds is not being fetched."""
 
 
 class LiveProgress:
     """Writes both files of a run folder. `pool` and `plane` are set as soon as they exist."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, steps: int) -> None:
+        """`steps`: of the run (train.steps)."""
         self._folder = folder
-        self._written: JsonObject = {}
+        self._steps = steps
+        self._written: Progress | None = None
         self.notices = RunEvents(self._append)
         self.pool: Pool | None = None
         self.plane: Plane | None = None
 
     def look(self) -> None:
-        """Write the progress of the step if it has changed, and the notices that are due."""
+        """Write the progress if it has changed, and the notices that are due."""
         self.notices.look()
-        found = self._how_far()
+        found = self._progress()
         if found == self._written or self._folder.fence.is_passed:
             return
         try:
-            write_unsynced(self._folder.progress, found)
+            write_progress(self._folder.progress, found)
         except OSError as error:
             print(f"{self._folder.progress} can't be written: {error}", flush=True)
         self._written = found
 
     def close(self) -> None:
-        """Write the remaining notices, and delete the progress file, since no step is in progress."""
+        """Write the remaining notices, and delete the progress file, since nothing is in progress."""
         self.notices.close()
         if not self._folder.fence.is_passed:
             self._folder.progress.unlink(missing_ok=True)
 
-    def _how_far(self) -> JsonObject:
+    def _progress(self) -> Progress:
         found: JsonObject = {"ready": False}
         if self.pool is not None:
             loads = [one.load for one in self.pool.instances if one.load is not None]
@@ -54,7 +65,11 @@ class LiveProgress:
                 "running": sum(load.running for load in loads),
                 "tokens_per_s": round(sum(one.tokens_per_s for one in self.pool.instances)),
             }
-        return found if self.plane is None else found | self.plane.stage_progress()
+        if self.plane is not None:
+            found |= self.plane.stage_progress()
+        if not found["ready"] and (size := arriving_size(self._folder.checkpoints)):
+            return Progress(f"fetching a checkpoint: {format_size(size)} so far")
+        return training_progress(found, self._steps)
 
     def _append(self, stage: str, text: str) -> None:
         print(f"{stage}: {text}", flush=True)
@@ -64,3 +79,50 @@ class LiveProgress:
             append_line(self._folder.notices, {"stage": stage, "text": text, "at": time.time()})
         except OSError as error:
             print(f"{self._folder.notices} can't be written: {error}", flush=True)
+
+
+def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
+    """The progress of a training of `steps` steps. `found`: counts of the pool, if it has started, and those of
+    `Plane.stage_progress`."""
+    if not found["ready"]:
+        waits = "starting"
+        if "met" in found:
+            of = f" of {found['instances']} instances answer" if found["instances"] else " instances have joined"
+            waits = f"{found['met']}{of}"
+        return Progress(f"loading the models; {waits}", None)
+    if "step" not in found and found.get("done") == steps:
+        return Progress("the last checkpoint and the policy are written", 1.0)
+    if "step" not in found:
+        none = found.get("met") == 0
+        return Progress("waiting for an instance" if none else "weights are on their way to the instances", None)
+    step = found["step"]
+    expected = found["expected"]
+    text = f"{step}/{steps} steps; in the next: {found['trained']} of {expected} groups trained"
+    if not found["arrived"]:
+        text = (
+            f"{step}/{steps} steps; in the next: waiting for the first of {expected} groups; "
+            f"{found.get('running', 0)} responses run, {found.get('tokens_per_s', 0):,} tokens/s"
+        )
+    elif found["trained"] < found["arrived"] or found["arrived"] < expected:
+        text += f", {found['arrived']} sampled"
+    if (under_way := found.get("evaluation")) is not None:
+        text += (
+            f"; evaluating version {under_way['version']}: {under_way['landed']:,} of {under_way['expected']:,} "
+            "responses"
+        )
+    return Progress(text, (step + found["trained"] / expected) / steps)
+
+
+def arriving_size(checkpoints: Path) -> int:
+    """Bytes of the checkpoint that is being copied here now; 0 if there is none."""
+    pattern = partial_of(checkpoints / "step-*").name
+    young = time.time() - YOUNG_S
+    return sum(folder_size(one) for one in checkpoints.glob(pattern) if _newest(one) > young)
+
+
+def _newest(folder: Path) -> float:
+    times = [0.0]
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times)

@@ -6,22 +6,63 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record_evaluation
-from engine.orchestrator.evaluation_groups import further_figures, sample_groups
-from engine.orchestrator.evaluation_progress import EvaluationProgress
+from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.rollout_service import rollout_service
+from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
+from engine.run.progress import Progress
 from engine.run.trace import Trace
 from engine.types import JsonObject
 from engine.wire.columns import PackedLanded
+
+
+@dataclass
+class EvaluationProgress:
+    """Progress of an evaluation. The evaluation writes it, and another thread may read it at any time."""
+
+    instances: int = 1
+    """Number of instances that it starts."""
+    expected: int = 0
+    """Number of responses; 0 until the benchmarks are encoded and the instances serve."""
+    landed: int = 0
+    """Number of responses that have arrived."""
+    scored: int = 0
+    """Number of responses that have a score."""
+    score: float = 0.0
+    """Sum of the scores so far."""
+    whole_scores: bool = True
+    """Whether each score so far is 0 or 1, so that their mean is an accuracy."""
+    notices: RunEvents = field(default_factory=RunEvents)
+    """Receives problems that occur during the evaluation."""
+
+    def group(self, rewards: Sequence[float]) -> None:
+        """Count the scores of a finished group."""
+        self.scored += len(rewards)
+        self.score += sum(rewards)
+        self.whole_scores = self.whole_scores and all(reward in (0.0, 1.0) for reward in rewards)
+        self.notices.look()
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        if not self.expected:
+            return Progress(f"starting {self.instances} {'instance' if self.instances == 1 else 'instances'}")
+        if self.landed == self.expected == self.scored:
+            return Progress(f"{self.landed:,} responses are scored; votes and intervals", 1.0)
+        text = f"{self.landed:,} of {self.expected:,} responses"
+        if self.scored:
+            kind = "accuracy" if self.whole_scores else "mean reward"
+            text += f", {kind} of these {self.score / self.scored:.3f}"
+        return Progress(text, self.landed / self.expected)
 
 
 def evaluate_model(
@@ -110,7 +151,7 @@ async def _evaluate(
                 benchmark=one,
                 groups=groups,
                 verifier=service.verifier,
-                more={**figures, **await further_figures(config, groups)},
+                more=figures,
             )
             for one, groups in zip(encoded, sampled, strict=True)
         ]

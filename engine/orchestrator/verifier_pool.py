@@ -62,6 +62,9 @@ def verifier_environment(named: Iterable[str]) -> dict[str, str]:
 END_S = 6.0 if sys.platform == "linux" else 0.0
 """Seconds that a worker's guardian gets to end what the worker has started (engine.verifier.guardian). It usually takes
 some hundredths of a second."""
+MOST_PROCESSES = 256
+"""Most processes that one verifier's reward may have started at once: a pool of one for each core, and more. If there
+are more, all of them end and the call fails."""
 DEATHS = 3
 """Number of processes that may die of the same call before the response is blamed, or be killed while loading the
 reward."""
@@ -137,7 +140,7 @@ class VerifierPool:
             log=log,
             variables=reward.environment,
             memory=int(reward.memory_gb * 2**30),
-            processes=reward.processes,
+            processes=MOST_PROCESSES,
         )
 
     async def start(self, tokenizer: Awaitable[LoadTokenizer] | LoadTokenizer = NO_TOKENIZER) -> None:
@@ -403,10 +406,7 @@ class _VerifierProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.process.wait(max(1.0, END_S))
         if self._had_too_many():
-            return (
-                f"was ended with all that it had started: they were more than {self._processes} at once "
-                "(reward.processes)"
-            )
+            return f"was ended with all that it had started: they were more than {self._processes} at once"
         return self._child.how_it_ended()
 
     def _had_too_many(self) -> bool:

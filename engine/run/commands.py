@@ -129,14 +129,14 @@ def verifier_command(connection: int, lifeline: int, memory: int, processes: int
 def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
     """Command line of the process that starts TransferQueue. It writes its servers' addresses to `addresses` in the
     folder, which also holds the files of its own Ray, if it starts one. `name`: its namespace in Ray."""
-    arguments = ["--units", str(queue.units), "--name", name, "--addresses", str(folder / "addresses")]
+    arguments = ["--name", name, "--addresses", str(folder / "addresses")]
     arguments += ["--address", queue.address] if queue.address else ["--folder", str(folder / "ray")]
     return python_command("engine.store.transferqueue", *arguments)
 
 
-def conversion_command(model: str) -> list[str]:
-    """Command line that checks the conversion of a model folder."""
-    return python_command("engine.tools.conversion", model)
+def conversion_command(model: str, progress: Path) -> list[str]:
+    """Command line that checks the conversion of a model folder and writes its progress to a file."""
+    return python_command("engine.tools.conversion", model, str(progress))
 
 
 def instance_command(

@@ -76,7 +76,7 @@ class RunFolder:
         self.heartbeat = self.logs / "orchestrator.alive"
         """The orchestrator touches this file as long as it lives."""
         self.progress = self.logs / "progress.json"
-        """Progress of the current step (engine.orchestrator.live_progress)."""
+        """Progress of the training (engine.orchestrator.live_progress)."""
         self.notices = self.logs / "notices.jsonl"
         """Lines for the run's user (engine.orchestrator.run_events): stage, text, at."""
         self.fence = Fence(path, 0)

@@ -1,10 +1,10 @@
 """The process that starts TransferQueue: its controller and storage units, as Ray actors.
 
-`python -m engine.store.transferqueue --units N --name NAME --addresses FILE (--folder DIR | --address HOST:PORT)`
+`python -m engine.store.transferqueue --name NAME --addresses FILE (--folder DIR | --address HOST:PORT)`
 
 With a folder, it starts Ray on loopback, with its files in that folder. Ray's processes belong to this process's group
-and end with it. With an address, it joins a running cluster and spreads the units over its nodes. This process owns the
-actors there: Ray ends them when it ends, however it ends, and the cluster goes on.
+and end with it. With an address, it joins a running cluster, and starts a unit on each node. This process owns these
+actors: Ray ends them when it ends, however it ends, and the cluster goes on.
 
 Once all servers are ready, it writes their addresses to FILE (`engine.wire.store_addresses`) and waits to be ended.
 """
@@ -26,6 +26,8 @@ from engine.run.process import watch_lifeline
 from engine.wire.store_addresses import StoreAddresses, StoreServer, pack_addresses
 
 LOOPBACK = "127.0.0.1"
+LEAST_UNITS = 2
+"""Number of storage units on a single node."""
 
 
 def listen_on_loopback() -> None:
@@ -53,7 +55,6 @@ def main() -> int:
     """Start everything, write the addresses, and wait for a signal."""
     watch_lifeline()
     parser = argparse.ArgumentParser()
-    parser.add_argument("--units", type=int, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--addresses", type=Path, required=True)
     where = parser.add_mutually_exclusive_group(required=True)
@@ -64,7 +65,7 @@ def main() -> int:
         _join(arguments.address, arguments.name)
     else:
         _begin(arguments.folder, arguments.name)
-    actors, addresses = _start(arguments.units)
+    actors, addresses = _start()
     write_atomically(arguments.addresses, pack_addresses(addresses).decode())
     signal.pause()
     del actors  # held until here, because Ray ends an actor that nobody holds
@@ -95,9 +96,9 @@ def _join(address: str, name: str) -> None:
     ray.init(address=address, namespace=name, log_to_driver=False)
 
 
-def _start(units: int) -> tuple[list[Any], StoreAddresses]:
-    """Start the controller on this node, whose end would end the run anyway, and the units on all nodes in turn. Return
-    the actors and their addresses.
+def _start() -> tuple[list[Any], StoreAddresses]:
+    """Start the controller on this node, whose end would end the run anyway, and a unit on each node, but at least
+    LEAST_UNITS, on the nodes in turn. Return the actors and their addresses.
 
     `transfer_queue.init` is not used. Its actors have fixed names, so that all runs of a cluster would share one
     controller, and they request CPUs, for which Ray waits without a limit.
@@ -112,6 +113,7 @@ def _start(units: int) -> tuple[list[Any], StoreAddresses]:
     actors = [first]
     servers: list[StoreServer] = []
     dead: dict[str, Exception] = {}
+    units = max(LEAST_UNITS, len(_nodes(dead)))
     while len(servers) < units:
         nodes = list(islice(cycle(_nodes(dead)), units - len(servers)))
         if not nodes:

@@ -1,5 +1,5 @@
-"""Checks a conversion: `python -m engine.tools.conversion FOLDER` prints progress lines, and last a JSON line (see
-ConversionReport).
+"""Checks a conversion: `python -m engine.tools.conversion FOLDER [FILE]` prints a JSON line (see ConversionReport), and
+writes its progress to FILE.
 
 The Megatron model that is built from a Hugging Face folder must give the logits of the Hugging Face model, and convert
 back to identical tensors. The check runs in a separate process, because it sets up Megatron's parallel state.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,13 +21,18 @@ from engine.errors import BadInput, MetronomeError
 from engine.model.shape import ModelShape, content_hash, read_shape
 from engine.platform import get_platform, single_session
 from engine.run.process import watch_lifeline
-from engine.tools.conversion_progress import count_reads, say_part
+from engine.run.progress import Progress, write_progress
 from engine.wire.weights.hf_folder import Reader, open_folder
 
 TOLERANCE = 1e-4
 """Largest difference of fp32 logits that counts as rounding."""
 TOKENS = 64
 """Length of the random text whose logits are compared."""
+PAUSE_S = 1.0
+"""Seconds between two counts of the tensors that are read."""
+
+Tell = Callable[[str], None]
+"""Takes the progress: the part that begins, of four, or a count of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +50,18 @@ class ConversionReport:
     """Peak memory of the process during both conversions, including libraries and weights."""
 
 
-def check_conversion(folder: Path) -> ConversionReport:
+def check_conversion(folder: Path, tell: Tell = lambda text: None) -> ConversionReport:
     """Build the Megatron model of the folder and compare. Raises BadInput (folder) or MetronomeError (conversion)."""
     shape = read_shape(folder)
-    model = _convert(folder, shape)
-    _check_round_trip(model, folder, shape)
+    model = _convert(folder, shape, tell)
+    _check_round_trip(model, folder, shape, tell)
     peak = get_platform("cpu").peak_bytes()
     sizes = [parameter.numel() for parameter in model.parameters()]
     ids = torch.randint(shape.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-    say_part(3, "logits of Megatron")
+    tell("part 3 of 4: logits of Megatron")
     ours = _ours(model, ids)
     del model  # free it before the next model of this size is built
-    say_part(4, "logits of Hugging Face")
+    tell("part 4 of 4: logits of Hugging Face")
     error = float((ours - _theirs(folder, ids)).abs().max())
     if not error <= TOLERANCE:
         raise MetronomeError(f"{folder}: conversion is wrong: logits differ by {error:.3g} (limit {TOLERANCE:g})")
@@ -69,23 +76,41 @@ def check_conversion(folder: Path) -> ConversionReport:
     )
 
 
-def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
+def _counted(read: Callable[[str], Tensor], total: int, what: str, tell: Tell) -> Callable[[str], Tensor]:
+    """A function that reads a tensor by its name with `read`, and also tells how many were read."""
+    tell(what)
+    done = 0
+    last = time.monotonic()
+
+    def counting(name: str) -> Tensor:
+        nonlocal done, last
+        done += 1
+        if time.monotonic() - last > PAUSE_S:
+            last = time.monotonic()
+            tell(f"{what}, {done} of {total} tensors")
+        return read(name)
+
+    return counting
+
+
+def _convert(folder: Path, shape: ModelShape, tell: Tell) -> torch.nn.Module:
     from engine.model.build import build_model
     from engine.model.hf_weights import load_weights
 
     model = build_model(shape)
     with open_folder(folder) as files:
-        load_weights(model, count_reads(files.read, 1, "into Megatron's layout", len(files.names)), shape)
+        read = _counted(files.read, len(files.names), "part 1 of 4: into Megatron's layout", tell)
+        load_weights(model, read, shape)
     return model
 
 
-def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
+def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape, tell: Tell) -> None:
     """Check that the model converts back to exactly the tensors of the folder, bit for bit."""
     from engine.model.hf_weights import export_weights
 
     with open_folder(folder) as files:
         left = set(files.names)
-        read = count_reads(files.read, 2, "and back, bit for bit", len(left))
+        read = _counted(files.read, len(left), "part 2 of 4: and back, bit for bit", tell)
         for name, tensor in export_weights(dict(model.named_parameters()), model, shape):
             if not torch.equal(tensor, read(name).float()):
                 raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back unchanged")
@@ -125,9 +150,15 @@ def main() -> int:
     """Print the report as JSON. Returns 0, or 2 on bad input, or 1 if the conversion is wrong; the reason is on
     stderr."""
     watch_lifeline()
+    folder, *files = map(Path, sys.argv[1:])
+
+    def tell(text: str) -> None:
+        for file in files:
+            write_progress(file, Progress(text))
+
     try:
         with single_session(get_platform("cpu")):
-            print(json.dumps(asdict(check_conversion(Path(sys.argv[1])))))
+            print(json.dumps(asdict(check_conversion(folder, tell))))
     except MetronomeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadInput) else 1

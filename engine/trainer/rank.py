@@ -248,7 +248,7 @@ def _rollouts(config: Config, arguments: argparse.Namespace, plane: Connection, 
     publisher = Publisher.of(
         config=config, connection=plane, ranks=ranks, folder=arguments.weights, device=policy.models.device
     )
-    bodies = StoredBodies(ranks.name, config.queue.timeout_s) if config.leaders_fetch else None
+    bodies = StoredBodies(ranks.name, config.store_timeout_s) if config.leaders_fetch else None
     # on a CPU the thread would slow down training itself
     prefetch = {"on": True, "off": False, "auto": policy.models.device.type != "cpu"}[config.train.prefetch]
     return LiveRollouts(

@@ -26,7 +26,7 @@ class StoreClient:
     """Calls the servers of one start of TransferQueue. It belongs to one event loop."""
 
     def __init__(self, client: Any, limit_s: float) -> None:  # noqa: ANN401
-        """`client`: TransferQueue's client; `limit_s`: seconds that a call may take (queue.timeout_s)."""
+        """`client`: TransferQueue's client; `limit_s`: seconds that a call may take (Config.store_timeout_s)."""
         self._client = client
         self._limit_s = limit_s
 
@@ -96,7 +96,7 @@ async def _within(limit_s: float, what: str, call: Awaitable[T]) -> T:
         async with asyncio.timeout(limit_s):
             return await call
     except TimeoutError as error:
-        raise StoreFault(f"waited queue.timeout_s = {limit_s:g} s for TransferQueue {what}") from error
+        raise StoreFault(f"waited {limit_s:g} s (train.timeout_s / 20) for TransferQueue {what}") from error
     except _faults() as error:  # for example, the row does not exist
         raise StoreFault(f"TransferQueue failed {what}: {error}") from error
 

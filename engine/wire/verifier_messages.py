@@ -21,7 +21,7 @@ from engine.wire.messages import PROTOCOL
 LENGTH = struct.Struct(">I")
 """The header of a frame."""
 TOO_MANY_PROCESSES = 75
-"""Exit status of a verifier process that was ended because its reward had more processes than reward.processes."""
+"""Exit status of a verifier process that was ended because its reward had too many processes."""
 
 
 class WeightedFunction(msgspec.Struct, frozen=True, array_like=True):

@@ -19,9 +19,6 @@ def describe(row: Mapping[str, Any]) -> str:
     if "pass_ci_low" in row and k > 1:
         figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
         figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
-    if "math_verify_differs" in row:
-        alone = _with_interval(row, "math_verify_avg_at_k", "math_verify_")
-        figures += [f"math-verify alone avg@{k} {alone}, {row['math_verify_differs']} responses judged differently"]
     return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
 
 

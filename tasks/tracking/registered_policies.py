@@ -16,9 +16,8 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_start import ContinueFrom, RunStart, read_start
-from tasks import stage_progress
 from tasks.console import say
-from tasks.progress_display import showing
+from tasks.progress_display import fetched, showing
 from tasks.tracking.metric_names import cleaned
 from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
 from tasks.tracking.sqlite_store import whole_store
@@ -133,7 +132,7 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
-            with showing("start", stage_progress.fetched(f"{version.name} version {version.version}", Path(scratch))):
+            with showing("start", fetched(f"{version.name} version {version.version}", Path(scratch))):
                 got = _downloaded(config, version, scratch)
             shutil.move(got, folder)
     read_shape(folder)

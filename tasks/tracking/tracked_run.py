@@ -24,9 +24,9 @@ from engine.errors import BadInput, TakenOver
 from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.identity import read_run_id
-from tasks import stage_progress
+from engine.run.progress import folder_size
 from tasks.console import complain
-from tasks.progress_display import showing
+from tasks.progress_display import copied, showing, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.retry import STORE_ERRORS, first_line, refused, retry_while_away
 from tasks.tracking.sqlite_store import sqlite_file, whole_store
@@ -217,7 +217,7 @@ def check_usable(config: Config) -> None:
     if _known(config) is not None:
         return
     try:
-        with showing("start", stage_progress.since_now("opening MLflow's store")):
+        with showing("start", since_now("opening MLflow's store")):
             _connect(config)
     except STORE_ERRORS as error:
         raise _unusable(config, error) from None
@@ -252,7 +252,7 @@ def register(name: str, policy: Path) -> str:
     run = mlflow.active_run()
     assert run is not None
     client = mlflow.MlflowClient()
-    with showing("register", stage_progress.since_now("reading the policy's files")):
+    with showing("register", since_now("reading the policy's files")):
         digest = content_hash(policy)
     made = [
         version
@@ -271,9 +271,7 @@ def register(name: str, policy: Path) -> str:
 def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:
     """Store the files of a folder as the artifacts `policy/`, one after the other, and show the progress."""
     sizes: list[int] = []
-    with showing(
-        "register", stage_progress.copied("uploaded to MLflow", lambda: sum(sizes), stage_progress.size_of(policy))
-    ):
+    with showing("register", copied("uploaded to MLflow", lambda: sum(sizes), folder_size(policy))):
         for path in sorted(path for path in policy.rglob("*") if path.is_file()):
             client.log_artifact(run_id, str(path), str("policy" / path.parent.relative_to(policy)))
             sizes.append(path.stat().st_size)

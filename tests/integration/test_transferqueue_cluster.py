@@ -50,7 +50,7 @@ def exact(settings):
 
 
 def on(cluster, name):
-    return ELSEWHERE | {"run.name": name, "queue.address": cluster.address, "queue.units": NODES}
+    return ELSEWHERE | {"run.name": name, "queue.address": cluster.address}
 
 
 def actors(cluster):

@@ -21,6 +21,7 @@ from engine.data.loader import sampling_seed
 from engine.run.commands import instance_command
 from engine.run.files import read_lines
 from engine.run.process import LIFELINE, hold_lifeline
+from engine.run.progress import read_progress
 from engine.run.trace import read_spans
 from engine.wire import record
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -187,8 +188,8 @@ class Job:
     def is_ready(self):
         """Whether the trainer has loaded its models."""
         self.check()
-        progress = self.folder / "logs/progress.json"
-        return progress.exists() and json.loads(progress.read_bytes())["ready"]
+        progress = read_progress(self.folder / "logs/progress.json")
+        return progress is not None and not progress.text.startswith(("loading the models", "fetching a checkpoint"))
 
     # waiting --------------------------------------------------------------------------------------
 

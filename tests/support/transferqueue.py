@@ -15,7 +15,7 @@ MARKS = [
         reason="TransferQueue is not installed here: make transferqueue-test builds an environment with it",
     ),
 ]
-ELSEWHERE = {"queue.store": "transferqueue", "queue.unauthenticated": True, "queue.timeout_s": 15}
+ELSEWHERE = {"queue.store": "transferqueue", "queue.unauthenticated": True}
 EXACT = {
     "rollout.deterministic": True,
     "rollout.timeout_s": 300,

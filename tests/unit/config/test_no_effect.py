@@ -16,7 +16,6 @@ from engine.config.recipe import HOME, load_config
         ({"algorithm": {"gac_high": 0.5}}, "algorithm.gac_high = 0.5 has no effect"),
         ({"algorithm": {"overlong_penalty": 0.5}}, "algorithm.overlong_penalty = 0.5 has no effect"),
         ({"queue": {"address": "auto"}}, 'queue.address = "auto" has no effect: queue.store = "orchestrator"'),
-        ({"queue": {"units": 3}}, 'queue.units = 3 has no effect: queue.store = "orchestrator"'),
     ],
 )
 def test_a_key_without_effect_is_named(settings, said):
@@ -34,7 +33,7 @@ def test_a_key_without_effect_is_named(settings, said):
         {"algorithm": {"kl_estimator": "k1", "kl_coef": 0.1}},
         {"algorithm": {"gac_high": 0.5, "gradient_control": "gac"}},
         {"algorithm": {"overlong_penalty": 0.5, "overlong_buffer": 4}},
-        {"queue": {"store": "transferqueue", "unauthenticated": True, "units": 3}},
+        {"queue": {"store": "transferqueue", "unauthenticated": True}},
         {"stages": {"judge": {"gives": ["quality"], "reward_weight": 0.5}}},
     ],
 )

@@ -61,13 +61,11 @@ class Producer:
             number += 1
 
 
-def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0, batches=10):
+def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0):
     async def notify():
         pass
 
-    config = Config(
-        algorithm={"dynamic_sampling": True, "dynamic_sampling_batches": batches}, train={"prompts_per_step": 2}
-    )
+    config = Config(algorithm={"dynamic_sampling": True}, train={"prompts_per_step": 2})
     producer = Producer(unequal)
     table = RowTable(stages_of(config, None))
     loader = PromptLoader(PROMPTS, 0, 2)
@@ -116,9 +114,9 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
 
 
 async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin():
-    made, producer = generation(unequal=lambda prompt: False, batches=3)
+    made, producer = generation(unequal=lambda prompt: False)
     made.resume_at(0, None)
-    with pytest.raises(MetronomeError, match="step 0: only 0 of 6 prompts have"):
+    with pytest.raises(MetronomeError, match="step 0: only 0 of 20 prompts have"):
         await generate(made, range(2))
     assert {step for step, *_ in producer.tried} == {0}
 

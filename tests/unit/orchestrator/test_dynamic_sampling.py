@@ -88,7 +88,7 @@ def test_the_error_names_step_limit_and_keys():
     selection = DynamicSampling(2, 3, step=7)
     for number in (2, 0):
         selection.decide(group(number, number == 2))
-    named = r"step 7: only 1 of 3 prompts .*train.prompts_per_step = 2 .*dynamic_sampling_batches"
+    named = r"step 7: only 1 of 3 prompts .*train.prompts_per_step = 2 .*larger rollout.group_size"
     with pytest.raises(MetronomeError, match=named):
         selection.decide(group(1, False))
 

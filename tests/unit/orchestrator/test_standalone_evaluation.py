@@ -7,9 +7,10 @@ import pytest
 
 from engine.config import Config
 from engine.errors import ProcessDied
-from engine.orchestrator.standalone_evaluation import evaluate_model
+from engine.orchestrator.standalone_evaluation import EvaluationProgress, evaluate_model
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.run.progress import Progress
 from engine.wire.address import ADDRESS_FILE
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
@@ -57,3 +58,19 @@ def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
     hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})})
     with pytest.raises(ProcessDied, match=r"waited 0\.3 s for the first \(rollout\.timeout_s\); none has joined"):
         evaluate_model(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)
+
+
+def test_how_far_an_evaluation_is():
+    progress = EvaluationProgress()
+    look = progress.progress
+    assert look().text == "starting 1 instance"
+    progress.expected = 8
+    assert look() == Progress("0 of 8 responses", 0.0)
+    progress.landed = 4
+    progress.group([1.0, 0.0, 1.0, 1.0])
+    assert look() == Progress("4 of 8 responses, accuracy of these 0.750", 0.5)
+    progress.landed = 8
+    progress.group([0.5, 0.0, 0.0, 0.0])
+    assert look() == Progress("8 responses are scored; votes and intervals", 1.0)
+    progress.expected = 16
+    assert look().text == "8 of 16 responses, mean reward of these 0.438"

@@ -130,8 +130,8 @@ async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(re
     notes = tmp_path / "notes"
     notes.mkdir()
     spec = reward(BOMB.format(each=each, depth=depth, notes=str(notes), then=30))
-    async with VerifierPool.of(Reward(function=spec, timeout_s=20, processes=40)) as pool:
-        said = r"its process was ended with all .*more than 40 at once \(reward\.processes\)$"
+    async with VerifierPool(spec, timeout_s=20, processes=40) as pool:
+        said = r"its process was ended with all .*more than 40 at once$"
         with pytest.raises(RewardError, match=said):
             await pool.score(PROMPT, [response()])
         started = [int(note.name) for note in notes.iterdir()]
@@ -142,9 +142,9 @@ async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(re
 
 async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tmp_path):
     spec = reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=2))
-    async with VerifierPool.of(Reward(function=spec, processes=30)) as pool:
+    async with VerifierPool(spec, processes=30) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
-    async with VerifierPool.of(Reward(function=spec, processes=29, on_error="zero")) as pool:
+    async with VerifierPool(spec, processes=29, on_error="zero") as pool:
         [score] = await pool.score(PROMPT, [response()])
     assert score.status == "error"
     assert "more than 29 at once" in score.detail

@@ -70,7 +70,7 @@ def test_what_ranks_get_where_the_user_has_set_nothing(monkeypatch, tensor, own,
 
 
 STORED = ["queue.store=transferqueue", "queue.unauthenticated=true"]
-CLUSTER = [*STORED, "queue.address=head:6379", "queue.units=3"]
+CLUSTER = [*STORED, "queue.address=head:6379"]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,6 @@ def test_leaders_fetch_from_a_store_that_all_of_them_can_reach(overrides, fetch)
 
 def test_transferqueue_joins_a_cluster_where_an_address_is_given():
     command = store_command(load_config(None, CLUSTER).queue, "metronome-run", Path("/place"))
-    assert command[3:] == [
-        *("--units", "3", "--name", "metronome-run", "--addresses", "/place/addresses", "--address", "head:6379")
-    ]
+    assert command[3:] == [*("--name", "metronome-run", "--addresses", "/place/addresses", "--address", "head:6379")]
     command = store_command(load_config(None, STORED).queue, "metronome-run", Path("/place"))
     assert command[-2:] == ["--folder", "/place/ray"]

@@ -12,7 +12,7 @@ from engine.errors import RewardError, TakenOver
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
 from engine.run.run_start import RunStart
-from tasks import orchestrator_process, train
+from tasks import orchestrator_process, shown_stages, train
 from tasks.evaluate import run_folder as evaluated_folder
 from tasks.fenced import fenced, run_folder
 from tasks.finished_stages import Stages, count_attempt
@@ -75,7 +75,7 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
     folder.create(config, resume=False)
     command = [sys.executable, "-c", TAKEN, str(folder.failure), str(TAKEN_OVER)]
     monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
-    monkeypatch.setattr(train, "Progress", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext())
     with pytest.raises(TakenOver, match="another orchestrator writes it now"):
         train.train.fn(config)
     assert folder.last_failure() == ("DiskError", "of the newer orchestrator")
@@ -84,8 +84,8 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
 
 def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, monkeypatch):
     logged = []
-    monkeypatch.setattr(train, "Progress", lambda config: contextlib.nullcontext(logged.append))
-    monkeypatch.setattr(train, "run_training", lambda *_, on_step: on_step({"step": 0}))
+    monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext(logged.append))
+    monkeypatch.setattr(shown_stages, "run_training", lambda *_, on_step: on_step({"step": 0}))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     with fenced(folder):

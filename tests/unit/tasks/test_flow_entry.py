@@ -101,18 +101,3 @@ def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, 
     with pytest.raises(SystemExit, match="MLflow did not answer"), entered(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
     assert last_end(RunFolder(config.folder)) == "MLflow did not answer"
-
-
-def test_a_run_that_is_trained_further_is_published_registered_and_announced_again(flow_run, recipe):
-    stages = {"train": 2, "publish": "p", "register": "r", "announce": "a"}
-    flow_run("first")
-    config = settled(recipe(1e-6, "train.steps=2", "run.name=further"))
-    with entered(config, RunStart(), resume=False) as entry:
-        for name, result in stages.items():
-            entry.once(name, lambda result=result: result)
-    for number, steps, done in (("second", 2, stages), ("third", 4, {})):
-        flow_run(number)
-        with entered(
-            settled(recipe(1e-6, f"train.steps={steps}", "run.name=further")), RunStart(), resume=True
-        ) as entry:
-            assert entry.done == done

@@ -9,7 +9,7 @@ import pytest
 from engine.config import Config
 from engine.run.checkpoint_files import MARKER
 from tasks import train
-from tasks.train import Progress, page
+from tasks.train import TrainingArtifacts, page
 
 
 def row(step, **more):
@@ -79,7 +79,7 @@ class Server:
 
 def test_a_hundred_quick_steps_are_few_updates_and_the_last_one_is_told(tmp_path, monkeypatch):
     server = Server(monkeypatch)
-    with Progress(config(tmp_path, 100)) as tell:
+    with TrainingArtifacts(config(tmp_path, 100)) as tell:
         assert server.made.wait(30)
         for step in range(100):
             tell(row(step))
@@ -92,7 +92,7 @@ def test_a_hundred_quick_steps_are_few_updates_and_the_last_one_is_told(tmp_path
 def test_while_it_goes_on_it_is_told_at_the_pace_and_not_without_news(tmp_path, monkeypatch):
     server = Server(monkeypatch)
     monkeypatch.setattr(train, "UPDATE_S", 0.05)
-    with Progress(config(tmp_path, 4)) as tell:
+    with TrainingArtifacts(config(tmp_path, 4)) as tell:
         for number in range(1, 4):
             tell(row(number - 1))
             deadline = time.monotonic() + 30
@@ -112,7 +112,7 @@ def test_a_server_that_is_away_holds_up_nothing_and_is_said(tmp_path, monkeypatc
         raise httpx.ConnectError("refused")
 
     monkeypatch.setattr(train, "create_progress_artifact", refuse)
-    with Progress(config(tmp_path, 100)) as tell:
+    with TrainingArtifacts(config(tmp_path, 100)) as tell:
         for step in range(100):
             tell(row(step))
     assert not server.pages

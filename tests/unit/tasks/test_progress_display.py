@@ -6,15 +6,17 @@ import time
 
 import pytest
 
+from engine.run.progress import Progress, write_progress
 from tasks import console, progress_display
-from tasks.progress_display import StageProgress, showing
+from tasks.progress_display import copied, showing, written
 
 SLOW = """
 import time
+from engine.run.progress import Progress
 from tasks import console
-from tasks.progress_display import StageProgress, showing
+from tasks.progress_display import showing
 began = time.monotonic()
-with showing("evaluate", lambda: StageProgress("7 of 10 responses", min(1.0, (time.monotonic() - began) / 4))):
+with showing("evaluate", lambda: Progress("7 of 10 responses", min(1.0, (time.monotonic() - began) / 4))):
     time.sleep(1.2)
     console.say("train", "a line beside it")
     time.sleep(0.6)
@@ -31,7 +33,7 @@ def quick(monkeypatch):
 def test_a_quiet_stage_prints_a_line_now_and_then(quick, capsys):
     console.say("evaluate", "...")
     began = time.monotonic()
-    with showing("evaluate", lambda: StageProgress("5 of 10 responses", (time.monotonic() - began) / 10)):
+    with showing("evaluate", lambda: Progress("5 of 10 responses", (time.monotonic() - began) / 10)):
         time.sleep(2.5)
     lines = capsys.readouterr().out.splitlines()[1:]
     assert 2 <= len(lines) <= 3  # after 0.3, 0.9 and 2.1 s
@@ -41,7 +43,7 @@ def test_a_quiet_stage_prints_a_line_now_and_then(quick, capsys):
 
 
 def test_a_stage_that_prints_lines_of_its_own_gets_no_others(quick, capsys):
-    with showing("train", lambda: StageProgress("in step 3")):
+    with showing("train", lambda: Progress("in step 3")):
         for number in range(10):
             console.say("train", f"step {number}")
             time.sleep(0.1)
@@ -99,3 +101,26 @@ def test_a_pipe_has_neither_colours_nor_bars():
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.splitlines() == ["train        a line beside it", "evaluate     done"]
     assert done.stderr == ""
+
+
+def test_what_another_process_writes_is_shown_as_it_is(tmp_path):
+    file = tmp_path / "progress.json"
+    look = written(file, "before", "after")
+    assert look() == Progress("before")
+    for progress in (Progress("part 1 of 4"), Progress("3/4 steps", 0.75)):
+        write_progress(file, progress)
+        assert look() == progress
+    file.write_text('{"text": "3/4 st')
+    assert look() == Progress("before")
+    file.unlink()
+    assert look() == Progress("after")
+
+
+def test_how_far_a_copy_is():
+    done = [0]
+    look = copied("uploaded", lambda: done[0], 4 * 2**30)
+    assert look() == Progress("uploaded: 0.0 MiB of 4.00 GiB", 0.0)
+    done[0] = 300 * 2**20
+    assert look() == Progress("uploaded: 300.0 MiB of 4.00 GiB", 300 / 4096)
+    done[0] = 2**30
+    assert look() == Progress("uploaded: 1.00 GiB of 4.00 GiB", 0.25)

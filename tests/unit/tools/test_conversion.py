@@ -29,7 +29,9 @@ def test_a_folder_in_bfloat16(tmp_path):
     save(tmp_path / "fp32", "qwen3", head_dim=16)
     AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     assert json.loads((tmp_path / "bf16/config.json").read_text())["dtype"] == "bfloat16"
-    report = conversion.check_conversion(tmp_path / "bf16")
+    told = []
+    report = conversion.check_conversion(tmp_path / "bf16", told.append)
+    assert sorted({text[:11] for text in told}) == [f"part {number} of 4" for number in (1, 2, 3, 4)]
     assert report.round_trip_identical
     assert report.max_logit_error <= 1e-5
     assert report.content_hash == content_hash(tmp_path / "bf16")

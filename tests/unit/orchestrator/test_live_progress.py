@@ -1,0 +1,51 @@
+import os
+import time
+
+from engine.config import Config
+from engine.orchestrator.live_progress import LiveProgress, training_progress
+from engine.run.checkpoint_files import folder_of, partial_of
+from engine.run.folder import RunFolder
+from engine.run.progress import read_progress
+
+STEP = {"ready": True, "instances": 2, "met": 2, "running": 16, "tokens_per_s": 1234, "step": 12, "expected": 32}
+
+
+def test_how_far_a_step_is():
+    for row, text, share in (
+        ({"ready": False}, "loading the models; starting", None),
+        ({"ready": False, "instances": 2, "met": 1}, "loading the models; 1 of 2 instances answer", None),
+        ({"ready": False, "instances": 0, "met": 1}, "loading the models; 1 instances have joined", None),
+        ({"ready": True, "instances": 0, "met": 0}, "waiting for an instance", None),
+        ({"ready": True, "instances": 2, "met": 2}, "weights are on their way to the instances", None),
+        ({"ready": True, "done": 50}, "the last checkpoint and the policy are written", 1.0),
+        (
+            STEP | {"arrived": 0, "trained": 0},
+            "12/50 steps; in the next: waiting for the first of 32 groups; 16 responses run, 1,234 tokens/s",
+            0.24,
+        ),
+        (STEP | {"arrived": 9, "trained": 4}, "12/50 steps; in the next: 4 of 32 groups trained, 9 sampled", 0.2425),
+        (
+            STEP | {"arrived": 32, "trained": 32, "evaluation": {"version": 12, "landed": 7, "expected": 256}},
+            "12/50 steps; in the next: 32 of 32 groups trained; evaluating version 12: 7 of 256 responses",
+            0.26,
+        ),
+    ):
+        found = training_progress(row, 50)
+        assert (found.text, found.share) == (text, share)
+
+
+def test_a_checkpoint_that_is_fetched_before_training(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create(Config(), resume=False)
+    partial = partial_of(folder_of(folder.checkpoints, 40))
+    partial.mkdir(parents=True)
+    (partial / "__0_0.distcp").write_bytes(b"w" * 2**21)
+    live = LiveProgress(folder, 50)
+    live.look()
+    assert read_progress(folder.progress).text == "fetching a checkpoint: 2.0 MiB so far"
+    then = time.time() - 3600  # left by a killed run
+    os.utime(partial / "__0_0.distcp", (then, then))
+    live.look()
+    assert read_progress(folder.progress).text == "loading the models; starting"
+    live.close()
+    assert read_progress(folder.progress) is None
