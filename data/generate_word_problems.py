@@ -1,4 +1,7 @@
-"""Writes the word problems of infra/recipes/smollm2.toml, the same bytes each time: `python data/generate_word_problems.py [FOLDER]`."""
+"""Writes the word problems of infra/recipes/smollm2.toml: `python data/generate_word_problems.py [FOLDER]`.
+
+It writes the same bytes each time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 SEED = 2026
 TRAIN_ROWS = 2_000
 HELDOUT_ROWS = 256
-NAMES = ("Anna", "Ben", "Carla", "David", "Eva", "Finn", "Grace", "Hugo", "Ines", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Tom")
+NAMES = "Anna Ben Carla David Eva Finn Grace Hugo Ines Jack Kate Leo Mia Noah Olga Tom".split()
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "plums", "shells", "stamps", "stickers")
 MORE = (
     "{name} has {first} {things} and gets {second} more. How many {things} does {name} have now?",

@@ -74,7 +74,9 @@ def _convert(file: Path, folder: Path) -> None:
         logits = written(**tokens).logits
         difference = float((logits - model(**tokens).logits).abs().max())
     if difference != 0:
-        raise RuntimeError(f"{folder}: its logits differ from those of {file.name} by up to {difference:.1e}; expected none")
+        raise RuntimeError(
+            f"{folder}: its logits differ from those of {file.name} by up to {difference:.1e}; expected none"
+        )
     answer: Any = written.generate(**tokens, max_new_tokens=24, do_sample=False)
     print(f"{QUESTION} {tokenizer.decode(answer[0, tokens['input_ids'].shape[1] :], skip_special_tokens=True)}")
 
