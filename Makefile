@@ -110,7 +110,7 @@ clean:  ## delete all environments
 	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210 .venv-transferqueue
 
 $(VENV)/python:
-	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3 and python is one of them; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 

@@ -122,7 +122,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         mine = [span for span in spans if span["step"] == step]
         longest, mean = busy(mine, 2)
         found[RULES[step % 2]].append((longest / mean - 1, sum(span["tokens"] for span in mine) / longest))
-        print(f"step {step}, {RULES[step % 2]}: imbalance, tokens a second {found[RULES[step % 2]][-1]}", flush=True)
+        print(f"step {step}, {RULES[step % 2]}: imbalance, tokens per second {found[RULES[step % 2]][-1]}", flush=True)
     ratios = [guided[1] / greedy[1] for greedy, guided in zip(*(found[rule] for rule in RULES), strict=True)]
     return {
         **{

@@ -98,9 +98,7 @@ def parse() -> argparse.Namespace:
         metavar="selective|N",
         help='as train.recompute: all layers, "selective", or N layers',
     )
-    parser.add_argument(
-        "--peak-tflops", type=float, help="of the device in bf16 (default: that of its name, if it is known)"
-    )
+    parser.add_argument("--peak-tflops", type=float, help="peak of the device in bf16 (default: by its name, if known)")
     return parser.parse_args()
 
 

@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--waits", action="store_true", help="print from where the host waits")
+    parser.add_argument("--waits", action="store_true", help="print the lines of code where the host waits")
     arguments = parser.parse_args()
     after = measured(arguments.waits)
     figures: dict[str, Any] = dict(after)

@@ -205,7 +205,7 @@ def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             raise SystemExit(f"{process.args}: ended with {process.returncode} while it started")
         if time.monotonic() > deadline:
-            raise SystemExit(f"{process.args}: did not serve within {START_S:.0f} s")
+            raise SystemExit(f"{process.args}: was not ready within {START_S:.0f} s")
         time.sleep(0.1)
 
 

@@ -93,12 +93,13 @@ def main() -> None:
     write_slowly(arguments.write_ms / 1000)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         before = sync_with_files(Path(folder) / "files", bucket_bytes, arguments.send_ms / 1000)
-        print(f"with each bucket's file in the way: {before:.2f} s", flush=True)
+        print(f"with a file written before each bucket is sent: {before:.2f} s", flush=True)
         orchestrator = Orchestrator(arguments.send_ms / 1000)
         figures = sync(orchestrator, Path(folder) / "copies", bucket_bytes)
         print(f"as it is: {figures['sync_s']:.2f} s", flush=True)
         print(
-            f"beside a late instance: {figures['sync_beside_s']:.2f} s; that waits {figures['late_s']:.1f} s",
+            f"while a late instance loads: {figures['sync_beside_s']:.2f} s; the late instance waits "
+            f"{figures['late_s']:.1f} s",
             flush=True,
         )
     print(f"ratio: {before / figures['sync_s']:.1f}")

@@ -142,7 +142,7 @@ def on_policy(cell: dict[str, Any]) -> dict[str, float]:
     found = Thresholds(None, None, cosines[:WARM_UP]).now()
     if found is None:
         raise SystemExit(
-            f"{len(cell['steps'])} steps are too few for automatic thresholds: --steps {WARM_UP + 1} or more"
+            f"{len(cell['steps'])} steps are too few for automatic thresholds: give --steps {WARM_UP + 1} or more"
         )
     return dict(zip(("algorithm.gac_low", "algorithm.gac_high"), found, strict=True))
 

@@ -76,6 +76,10 @@ class Score:
     excluded: bool = False
     """Whether the response is left out of training because its reward is unknown. It has no gradient, and the
     advantages of its group are those of the other responses. `value` is not read then."""
+    correct: bool | None = None
+    """Whether the response counts as correct in pass@k; None: `value` decides (evaluate.pass_threshold)."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further figures by name. steps.jsonl has their means and standard deviations over the step."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class OptionalFigures(TypedDict, total=False):
     skipped_updates: int
     skipped_updates_of_run: int
     expert_load_max: float
+    reward_metrics: dict[str, float]
 
 
 class TrainingFigures(OptionalFigures):
@@ -258,3 +263,6 @@ class StepReport:
     the loss."""
     continued: int = 0
     """Number of responses with tokens of more than one weight version (rollout.partial)."""
+    reward_metrics: Mapping[str, float] | None = None
+    """"reward/NAME" and "reward/NAME_std": mean and standard deviation of each metric of the scores, and of each of
+    reward.functions, over the trained responses that have it. They are keys of the line themselves."""

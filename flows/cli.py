@@ -25,7 +25,7 @@ OwnRecipe = Annotated[
     str,
     typer.Argument(
         help=f"TOML file; recipes that ship are found by infra/recipes/NAME.toml. Default: {QUICKSTART}; with --resume "
-        "the run's own settings, which count in any case"
+        "the run's own settings are used in any case"
     ),
 ]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]
@@ -146,16 +146,40 @@ def evaluate(
         evaluate_here(config)
 
 
+@app.command("try-reward")
+def try_reward(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    response: Annotated[
+        list[str], typer.Option("--response", metavar="TEXT", help="a response to score (default: the row's answer)")
+    ] = [],  # noqa: B006
+    responses: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='lines {"response": "..."}, or a run\'s responses/step-N.jsonl'),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="number of problems of data.train to try it on")] = 3,
+) -> None:
+    """Score a few responses as a run would, and show scores, metrics and seconds. Exit code 1: a score is missing."""
+    from tasks.input_checks import with_model_folder
+    from tasks.reward_trial import read_given, run_trial
+
+    with _exit_codes():
+        given = read_given(response, responses)
+        shown, whole = run_trial(with_model_folder(load_config(recipe, overrides)), given, rows)
+        print(shown)
+        raise typer.Exit(0 if whole else 1)
+
+
 @app.command()
 def serve(
     recipe: Annotated[str, typer.Argument(help="TOML file (default: the quickstart; with --model the run's own)")] = "",
     overrides: Set = [],  # noqa: B006
     model: Annotated[
-        str, typer.Option(metavar="RUN|DIR", help="answer text, as OpenAI's API does, with this policy or model")
+        str, typer.Option(metavar="RUN|DIR", help="serve text through OpenAI's API, with this policy or model")
     ] = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 takes a free one")] = 0,
     host: Annotated[
-        str, typer.Option(help="address to listen on; others than loopback need METRONOME_TOKEN")
+        str, typer.Option(help="address to listen on; any but loopback needs METRONOME_TOKEN")
     ] = "127.0.0.1",
     join: Annotated[str, typer.Option(help="join this run: its orchestrator's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
@@ -169,7 +193,7 @@ def serve(
     with _exit_codes():
         instance = name or default_name()
         if model and join:
-            raise BadInput("--model serves a policy to talk to, --join a run: give one of them")
+            raise BadInput("--model serves a policy, --join joins a run: give one of them")
         if join:
             check_join(join)
         if model:
@@ -198,14 +222,19 @@ def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: 
 
 @app.command()
 def conform(
-    url: Annotated[str, typer.Argument(metavar="URL", help="of a running engine that no run uses: http://host:port")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="address http://host:port of a running engine that no run uses")
+    ],
     model: Annotated[
-        str, typer.Option(metavar="DIR", help="the Hugging Face folder that it serves (default: the one that it names)")
+        str,
+        typer.Option(
+            metavar="DIR", help="the Hugging Face folder that the engine serves (default: the one that it names)"
+        ),
     ] = "",
     dtype: Annotated[str, typer.Option(help="of the engine's weights: float32 or bfloat16")] = "float32",
     shared: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="for files of weights, where the engine can read them (default: temporary)"),
+        typer.Option(metavar="DIR", help="folder for files of weights that the engine can read (default: temporary)"),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds for each call")] = 60.0,
     only: Annotated[list[str], typer.Option("--only", metavar="RULE", help="only this rule")] = [],  # noqa: B006
@@ -244,7 +273,7 @@ def deploy(
     ] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
     pools: Annotated[
-        Path | None, typer.Option(help="list of work pools of your own, as infra/pools/pools.toml")
+        Path | None, typer.Option(help="file with your own work pools, in the form of infra/pools/pools.toml")
     ] = None,
 ) -> None:
     """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
@@ -309,7 +338,7 @@ def plan(
         bool, typer.Option("--autotune", help="run the three best for a few steps each, and take the fastest")
     ] = False,
     devices: Annotated[int, typer.Option(help="devices to use (default: as many as the recipe uses)")] = 0,
-    device: Annotated[str, typer.Option(help="what they are: 910b, 910c, a100, h100, h20, h200")] = "",
+    device: Annotated[str, typer.Option(help="kind of device: 910b, 910c, a100, h100, h20, h200")] = "",
     lengths: Annotated[
         str, typer.Option(metavar="MEAN,P99", help="without --from: tokens of a response, mean and 99 % quantile")
     ] = "",
@@ -340,7 +369,7 @@ def plan(
 @app.command()
 def doctor(
     device: Annotated[
-        bool, typer.Option("--device", help="try the devices too: kernels, transfers, a completion, training steps")
+        bool, typer.Option("--device", help="test the devices too: kernels, transfers, a completion, training steps")
     ] = False,
     only: Annotated[list[str], typer.Option("--only", metavar="PART", help="with --device: only this part")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option("--out", help="with --device: the JSON file of the report")] = None,

@@ -17,5 +17,5 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, f"\ninterrupted by {signal.Signals(number).name}; nothing had begun\n".encode())
+    os.write(2, f"\ninterrupted by {signal.Signals(number).name}; nothing had started\n".encode())
     os._exit(130)

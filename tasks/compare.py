@@ -21,7 +21,7 @@ from engine.evaluation import tables
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.tools.comparison import page
-from engine.tools.comparison.run_figures import ComparedRun, steps_once
+from engine.tools.comparison.run_figures import REWARD, ComparedRun, steps_once
 from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
 from tasks import stage_progress
@@ -80,7 +80,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     twice = [source for source, count in Counter(run.source for run in runs).items() if count > 1]
     if twice:
-        raise BadInput(f"{twice[0]} is given twice; compare needs different runs")
+        raise BadInput(f"{twice[0]} was given twice; compare needs different runs")
     names = Counter(run.name for run in runs)
     return [
         replace(run, name=f"{run.name} #{place}") if names[run.name] > 1 else run
@@ -132,7 +132,9 @@ def from_mlflow(run_id: str, uri: str = "") -> ComparedRun:
     client = mlflow.MlflowClient(store)
     try:
         found = client.get_run(run_id)
-        steps = _steps(client, run_id, [name for name in found.data.metrics if "/" not in name])
+        steps = _steps(
+            client, run_id, [name for name in found.data.metrics if "/" not in name or name.startswith(REWARD)]
+        )
         evaluations, means = _evaluations(client, found, store)
     except STORE_ERRORS as error:
         raise BadInput(f"MLflow run {run_id} can't be read from {store}: {first_line(error)}") from None

@@ -36,7 +36,9 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
         with showing("convert", stage_progress.conversion(log)):
             code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"the conversion of {model} is not done after {LIMIT_S:.0f} s; its log: {log}") from None
+        raise DeadlineError(
+            f"the conversion of {model} did not finish within {LIMIT_S:.0f} s; its log: {log}"
+        ) from None
     finally:
         child.stop()
     if code_:

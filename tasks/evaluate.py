@@ -59,13 +59,13 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
         say("evaluate", "done by an earlier attempt")
-        return read_json(file, "the evaluation of an earlier attempt", "delete it, and it is done again")
+        return read_json(file, "the evaluation of an earlier attempt", "delete it to evaluate again")
     known = done_before(config, model, weight_version, RunFolder(config.folder))
     if known is not None:
         say(
             "evaluate",
-            f"run {config.run.name} has this evaluation of its version {weight_version} already, nothing is sampled; "
-            "with another run.seed or protocol it is sampled again",
+            f"run {config.run.name} already has this evaluation of its version {weight_version}, so nothing is "
+            "sampled; another run.seed or protocol samples again",
         )
         return known[0]
     with hold_npus(npus(config, pool_instances, training=False)):

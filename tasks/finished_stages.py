@@ -20,7 +20,7 @@ class Stages:
     def __init__(self, folder: RunFolder) -> None:
         self._fence = folder.fence
         self._file = folder.stages
-        repair = "delete it, and finished stages are done again"
+        repair = "delete it to repeat finished stages"
         self.done = read_json(self._file, "which stages are done", repair) if self._file.exists() else {}
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
@@ -56,9 +56,8 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
     starts = 0 if by_hand else _starts_from(folder, what, here)
     if starts > limit:
         raise MetronomeError(
-            f"the {what} of run {folder.path.name} was started {starts} times from the same point "
-            f"({_named(here)}) and got no further; not resumed again (run.resumes = {limit}). What ended it "
-            f"last: {why}"
+            f"the {what} of run {folder.path.name} was started {starts} times from the same point ({_named(here)}) "
+            f"and got no further; not resumed again (run.resumes = {limit}). Last failure: {why}"
         )
     folder.fence.check()
     append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})

@@ -41,7 +41,10 @@ def settled(config: Config) -> Config:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, config.run.name)
     if not (name := file.read_text()):
-        raise BadInput(f"{file}: the name of this flow run's run is lost, because the file is damaged; write it there")
+        raise BadInput(
+            f"{file}: the name of this flow run's run is lost, because the file is damaged; write the name into the "
+            "file"
+        )
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     folder = RunFolder(named.folder)
     return folder.read_config() if begun_by_this_flow(folder) and folder.config.exists() else named

@@ -60,12 +60,12 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
             f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
         )
         raise BadInput(
-            f"--resume: {folder.path} is no run folder{lost}; name the run to continue by --set run.name=NAME"
+            f"--resume: {folder.path} is not a run folder{lost}; name the run to continue by --set run.name=NAME"
         )
     if folder.config.exists() and not resume:
         raise BadInput(
-            f"run folder {folder.path} exists already; give another --set run.name=NAME, "
-            "or continue that run with --resume"
+            f"run folder {folder.path} already exists; give another --set run.name=NAME, or continue that run with "
+            "--resume"
         )
     if not resume:
         check_unclaimed(config)
@@ -100,12 +100,14 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     if config.rollout.vllm.get("kv_cache_dtype", "auto") not in ("auto", config.model.dtype):
         _warn(
             f"rollout.vllm.kv_cache_dtype = {config.rollout.vllm['kv_cache_dtype']!r} rounds the instances' keys and "
-            "values: responses are not of the distribution that is trained; max_ratio_gap and mismatch_kl say how far",
+            "values: responses do not come from the distribution that is trained; max_ratio_gap and mismatch_kl say "
+            "how far",
         )
     if training and _clips_gpg(config):
         _warn(
             f'algorithm.advantage = "gpg" with algorithm.loss = "{config.algorithm.loss}" and algorithm.old_policy = '
-            f'"{config.algorithm.old_policy}" is clipped; GPG has neither ratio nor clip, as algorithm.loss = "gpg"',
+            f'"{config.algorithm.old_policy}" is clipped; GPG has neither a ratio nor a clip: use algorithm.loss = '
+            '"gpg"',
         )
     if training and config.train.updates > 1 and config.train.mode in ("sync", "periodic"):
         _warn(

@@ -22,8 +22,8 @@ INTERRUPTED = 130
 """Exit status of a command that a signal ended."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_ONCE = (
-    "ended at once, its processes within seconds: what was not on the disk yet is lost, and MLflow shows the run as "
-    "RUNNING until it goes on"
+    "stopped at once; its processes end within seconds: whatever was not on disk yet is lost, and MLflow shows the "
+    "run as RUNNING until it is resumed"
 )
 
 
@@ -64,7 +64,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def about(config: Config, command: str) -> None:
     """Store which run `metronome <command>` trains, for `told` and `how_on`."""
     _command.run = (config, command)
-    _command.last_words = f"\n{AT_ONCE}\n  go on with  {_resume_command(config, command)}\n".encode()
+    _command.last_words = f"\n{AT_ONCE}\n  resume      {_resume_command(config, command)}\n".encode()
 
 
 def signal_of(ended: BaseException) -> signal.Signals | None:
@@ -88,7 +88,7 @@ def told() -> str:
     """The last message of a command that a signal ended."""
     head = f"interrupted by {(_command.signal or signal.SIGINT).name}"
     if _command.run is not None and not RunFolder(_command.run[0].folder).config.exists():
-        return f"{head}; the run had not begun, nothing is saved"
+        return f"{head}; the run had not started, so nothing was saved"
     return head + how_on()
 
 
@@ -104,11 +104,11 @@ def how_on() -> str:
     saved = (
         f"{checkpoint}, after {step_of(checkpoint)} of {config.train.steps} steps"
         if checkpoint is not None
-        else "no checkpoint yet: the training begins at its first step again"
+        else "no checkpoint yet: training starts again at its first step"
     )
     return (
-        f"\n  saved       {saved}\n  go on with  {_resume_command(config, command)}\n"
-        f"  log         {log if (log := folder.logs / 'orchestrator.log').exists() else folder.logs}"
+        f"\n  saved       {saved}\n  resume      {_resume_command(config, command)}\n  log         "
+        f"{log if (log := folder.logs / 'orchestrator.log').exists() else folder.logs}"
     )
 
 

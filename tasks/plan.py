@@ -124,10 +124,10 @@ def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
         for one in plan.best[:SHOWN]
     ]
     print(aligned([columns, *rows]))
-    print(f"\n{plan.looked:,} settings looked at, {len(plan.best)} simulated. If it is otherwise, the best is:")
+    print(f"\n{plan.looked:,} settings considered, {len(plan.best)} simulated. Best settings under other conditions:")
     other = [
         [one.name, "the same" if one.gain < NOISE else f"{one.gain:.2f} times as fast: {one.best.candidate}"]
         for one in changes
     ]
     print(aligned(other))
-    console.table("What this rests on", plan.model.assumptions)
+    console.table("Assumptions", plan.model.assumptions)

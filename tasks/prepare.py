@@ -162,7 +162,7 @@ def _settings(config: Config) -> JsonObject:
     """The tables of a config that `prepared.prepare_problems` reads. The cache key must contain nothing else."""
     return {
         "data": config.data.model_dump(mode="json"),
-        "reward": {"function": "math" if config.reward.function == "math" else "exact"},
+        "reward": {"function": "math" if config.reward.uses_math else "exact"},
         "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
     }
 

@@ -73,10 +73,11 @@ def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
     ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find_file(theirs).is_file() else []
     changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing(config, own, keys)]
     by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""
-    notes = [f"{place.run.name} goes on as its own config.toml says{by_command}"]
+    notes = [f"{place.run.name} continues with its own config.toml{by_command}"]
     if ignored:
         notes.append(
-            f"{theirs} is not read again; it has {', '.join(ignored)}: give such a key with --set to change it"
+            f"{theirs} is not read again, so these have no effect: {', '.join(ignored)}; to change a key, give it "
+            "with --set"
         )
     return Resumed(config, begun.recipe or recipe or "", tuple(notes))
 
@@ -85,18 +86,18 @@ def _which(output: Path) -> str:
     runs = sorted(output.glob("*/config.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
     newest = ", ".join(file.parent.name for file in runs[:NEWEST])
     return "--resume: name the run to continue by --set run.name=NAME; " + (
-        f"the newest in {output}: {newest}" if runs else f"{output} has no run (its folder is run.output)"
+        f"the newest in {output}: {newest}" if runs else f"{output} (run.output) has no run"
     )
 
 
 def _without_folder(recipe: str | None, given: Sequence[str], place: Config) -> Resumed:
     if recipe is None:
         raise BadInput(
-            f"--resume: {place.folder} is no run folder; name the run to continue by --set run.name=NAME. If its "
-            "folder is lost and its checkpoints are in checkpoint.path, name its recipe and its settings, too"
+            f"--resume: {place.folder} is not a run folder; name the run to continue by --set run.name=NAME. If its "
+            "folder is lost and its checkpoints are in checkpoint.path, also name its recipe and its settings"
         )
     config = load_config(recipe, given)
-    return Resumed(config, recipe, (f"{place.folder} is lost; the run goes on as {recipe} says",))
+    return Resumed(config, recipe, (f"{place.folder} is lost; the run continues with {recipe}",))
 
 
 def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:

@@ -37,12 +37,13 @@ DECIDE_PROMPTS = (
     "evaluate.benchmark",
     "evaluate.folder",
     "reward.function",
+    "reward.functions",
     "rollout.max_context",
 )
 """Keys that a resumed run may change only if its prompts stay the same."""
 TRAINED_WITH = (*record.PLAN, "train.mode")
 """Keys that determine how the steps were trained."""
-ANEW = "begin a new run with another run.name"
+ANEW = "start a new run with another run.name"
 
 
 def check_resume(config: Config) -> Config:
@@ -82,8 +83,8 @@ def _check_through(config: Config, own: Config, steps: int) -> None:
     settings with which no step was trained."""
     if changed := [f"{key} = {now!r}" for key, now, _ in differing(config, own, TRAINED_WITH)]:
         raise BadInput(
-            f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; give train.steps, "
-            f"too, to train further with it, or {ANEW}"
+            f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; also give "
+            f"train.steps to train further with it, or {ANEW}"
         )
 
 
@@ -130,7 +131,7 @@ def _check_model(config: Config, state: JsonObject) -> None:
     before = state["model"]
     what = ""
     if differs := sorted(key for key in shape if shape[key] != before.get(key)):
-        what = f"it is of other sizes than the run's ({', '.join(differs)})"
+        what = f"its sizes differ from those of the run's base model ({', '.join(differs)})"
     elif config.algorithm.kl_coef > 0 and (reference := state["reference"]):
         what = "" if content_hash(model) == reference["hash"] else "its content is not that of the run's base model"
     if what:
@@ -165,9 +166,9 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
         return
     changed = [key for key in DECIDE_PROMPTS if _value(config, key) != _value_of(state["config"], key)]
     raise BadInput(
-        "--resume: the run would go on with other prompts, or another order or other tokens of them, than its "
+        "--resume: the run would continue with other prompts, or with another order or other tokens of them, than its "
         "checkpoint was trained on. "
-        + (f"Changed: {', '.join(changed)}. Leave that out" if changed else _CONTENT)
+        + (f"Changed: {', '.join(changed)}. Leave them out" if changed else _CONTENT)
         + f", or {ANEW}, from this run's weights if model.path is its policy"
     )
 

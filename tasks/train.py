@@ -81,7 +81,7 @@ class Progress:
                 bar = bar or create_progress_artifact(0.0, key="training", description=f"Training, {steps} steps")
                 self._update(bar)
             except httpx.HTTPError as error:
-                say("warning", f"the Prefect server does not take the progress: {type(error).__name__}: {error}")
+                say("warning", f"the Prefect server rejects the progress: {type(error).__name__}: {error}")
             if last:
                 return
 
@@ -90,7 +90,9 @@ class Progress:
         if not rows or rows[-1] is self._shown:
             return
         update_progress_artifact(bar, 100.0 * (rows[-1]["step"] + 1) / self._config.train.steps)
-        create_markdown_artifact(page(self._config, rows), key="training-status", description="How far training is")
+        create_markdown_artifact(
+            page(self._config, rows), key="training-status", description="Progress of the training"
+        )
         self._shown = rows[-1]
 
 
@@ -166,7 +168,7 @@ def train(config: Config, resume: bool = False) -> int:
     starts = count_attempt(folder, "training", config.run.resumes, why)
     if again:
         pause_s = pause(told, starts)
-        say("resume", f"the attempt before ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
+        say("resume", f"the previous attempt ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
         time.sleep(pause_s)
     evaluated = InRun(folder)
     with Progress(config) as progress:

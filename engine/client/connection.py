@@ -58,12 +58,13 @@ class Connection:
                 f"{self._name}: no answer from the orchestrator at {self.url} to {what} in {self.timeout_s:.0f} s"
             ) from None
         except httpx.TransportError as error:
-            raise MetronomeError(f"{self._name}: the orchestrator at {self.url} is not reached: {error}") from None
+            raise MetronomeError(f"{self._name}: the orchestrator at {self.url} can't be reached: {error}") from None
         try:
             reply = read_message(answer.content)
         except msgspec.DecodeError:
             raise MetronomeError(
-                f"{self._name}: {self.url} answered {answer.status_code} to {what} with no message of the plane"
+                f"{self._name}: {self.url} answered {answer.status_code} to {what} , but not with a message of the "
+                "plane"
             ) from None
         if isinstance(reply, Failure):
             raise reply.error()
@@ -75,7 +76,7 @@ class Connection:
         try:
             self.ask(StageFailed(error=Failure.of(error), stage=stage))
         except MetronomeError as unheard:
-            print(f"{self._name} ends: {error} (not told to the orchestrator: {unheard})", file=sys.stderr, flush=True)
+            print(f"{self._name} ends: {error} (the orchestrator was not told: {unheard})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the connections. Requests in progress end."""

@@ -45,7 +45,7 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
         """Raises BadInput for an unknown column."""
         further = [name for stage in service.config.stages.values() for name in stage.gives]
         if unknown := sorted(set(columns) - {*COLUMNS, *further}):
-            raise BadInput(f"columns {', '.join(unknown)}: there are {', '.join([*COLUMNS, *further])}")
+            raise BadInput(f"columns {', '.join(unknown)}: available are {', '.join([*COLUMNS, *further])}")
         self._service = service
         self._step = step
         self._columns = tuple(columns)
@@ -54,7 +54,7 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the groups. Raises BadInput in a worker process of a loader, because it would run ahead."""
         if get_worker_info() is not None:
-            raise BadInput("ExperienceDataset: give the DataLoader num_workers=0; a worker acknowledges too early")
+            raise BadInput("ExperienceDataset: give the DataLoader num_workers=0; a worker would acknowledge too early")
         lease = None
         while (lease := self._next_lease(lease)) is not None:
             yield from self._opened(lease)

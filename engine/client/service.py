@@ -108,8 +108,8 @@ class ServiceClient:
         if path.is_dir():
             if not (path / ADDRESS_FILE).exists():
                 raise BadInput(
-                    f"{path}: nothing runs here (it would have {ADDRESS_FILE}); see `metronome service`, `metronome "
-                    "train`"
+                    f"{path}: no service or run is running here ({ADDRESS_FILE} is missing); `metronome service` or "
+                    "`metronome train` starts one"
                 )
             return cls._of_folder(path)
         split_address(str(engines), "the service's address")
@@ -215,7 +215,7 @@ class ServiceClient:
             if isinstance(reply, Window):
                 return ExperienceLease(reply, stage, self.config.reward_weights)
         of = f"step {step}" if step is not None else "any step"
-        raise DeadlineError(f"no groups of {of} came for the stage {stage!r} within {self._timeout_s:g} s")
+        raise DeadlineError(f"no groups of {of} arrived for the stage {stage!r} within {self._timeout_s:g} s")
 
     def _budget(self, stage: str) -> int:
         own = self.config.stages.get(stage)

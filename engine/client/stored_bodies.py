@@ -84,7 +84,7 @@ async def _whole(client: StoreClient, row: Row) -> Row:
     for column in fetched:
         if not column.is_whole:
             raise StoreFault(
-                f"the bytes of column {column.name!r} of group {row.index}, step {row.step}, are not those that were "
-                "packed"
+                f"the bytes of column {column.name!r} of group {row.index}, step {row.step}, differ from those that "
+                "were packed"
             )
     return row.with_columns(fetched)

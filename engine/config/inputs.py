@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from engine.config.table import Table
 
 NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
+FUNCTION_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Run(Table):
@@ -24,7 +25,7 @@ class Run(Table):
     """Folder that holds run folders, policies from the registry, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
     """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
-    at the same point more often ends as failed. Three outlast a node that is being replaced."""
+    at the same point more often ends as failed. Three survive the replacement of a node."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""
@@ -33,8 +34,8 @@ class Run(Table):
     def _check_name(self) -> Run:
         if not NAME.fullmatch(self.name):
             raise ValueError(
-                f"run.name = {self.name!r}: expected letters, digits, dots, hyphens and underscores, and no dot at "
-                "the beginning"
+                f"run.name = {self.name!r}: expected letters, digits, dots, hyphens and underscores, not starting "
+                "with a dot"
             )
         return self
 
@@ -44,7 +45,7 @@ class DryRun(Table):
 
     joining: int = Field(default=0, ge=0)
     """Number of instances that will be started for the run on other nodes and join it (docs/several_nodes.md). The dry
-    run counts them beside the run's own, as does the check of how many files the orchestrator may open."""
+    run, and the check of how many files the orchestrator may open, add them to the run's own."""
 
 
 class Model(Table):
@@ -113,12 +114,26 @@ OnFault = Literal["stop", "zero", "exclude"]
 """What follows when a response's reward is not known."""
 
 
+class WeightedReward(Table):
+    """One of several functions of a reward."""
+
+    function: str
+    """As reward.function."""
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """What its values are multiplied with in the score. 0: they are only logged."""
+    name: str = ""
+    """Name of its figures. Empty: the name of the function."""
+
+
 class Reward(Table):
     """How a response is scored."""
 
     function: str = "exact"
     """The reward: "math" or "exact" (built in), or a function of your own, "file.py:function" or
     "package.module:function"."""
+    functions: list[WeightedReward] = []
+    """Several rewards instead of reward.function: [{function = "math", weight = 1.0}, {function = "file.py:function",
+    weight = 0.2, name = "format"}]. The score is the weighted sum; the mean of each is logged as reward/NAME."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that one call may take. After that its process is killed. math-verify needs milliseconds."""
     on_timeout: OnFault = "zero"
@@ -139,3 +154,41 @@ class Reward(Table):
     environment: list[str] = []
     """Names of further environment variables that a reward may see, for example the key of a judge. It sees PATH, HOME,
     locale, caches, devices and Python's own, but neither METRONOME_TOKEN nor keys of S3 or MLflow."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_default(cls, values: Any) -> Any:  # noqa: ANN401
+        given = isinstance(values, dict) and values.get("functions") and "function" not in values
+        return {**values, "function": ""} if given else values
+
+    @model_validator(mode="after")
+    def _check_functions(self) -> Reward:
+        if self.functions and self.function:
+            raise ValueError(
+                f'reward.functions does not go with reward.function = "{self.function}": give one of them; beside a '
+                'recipe that has reward.function, set reward.function = ""'
+            )
+        names = [one.name for one in self.named]
+        for name in names if self.functions else ():
+            if not FUNCTION_NAME.fullmatch(name):
+                raise ValueError(f"reward.functions: name = {name!r}: a name has letters, digits and _ - .")
+            if names.count(name) > 1:
+                raise ValueError(f'reward.functions: two functions are called {name!r}: give each a name = "..."')
+        return self
+
+    @property
+    def named(self) -> list[WeightedReward]:
+        """All functions, each of `functions` with a name; that of `function` has none."""
+        if not self.functions:
+            return [WeightedReward(function=self.function)]
+        return [one.model_copy(update={"name": one.name or one.function.rpartition(":")[2]}) for one in self.functions]
+
+    @property
+    def label(self) -> str:
+        """The reward in one text: the function, or "1 * math + 0.2 * file.py:function"."""
+        return self.function or " + ".join(f"{one.weight:g} * {one.function}" for one in self.functions)
+
+    @property
+    def uses_math(self) -> bool:
+        """Whether the built-in reward "math" grades answers."""
+        return any(one.function == "math" for one in self.named)

@@ -28,7 +28,7 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     algorithm = config.algorithm
     clip = ("algorithm.clip_low", "algorithm.clip_high")
     if algorithm.loss in UNCLIPPED:
-        yield clip, f'algorithm.loss = "{algorithm.loss}" does not clip so'
+        yield clip, f'algorithm.loss = "{algorithm.loss}" does not clip the ratio this way'
     elif ratio_is_one(config) and ":" not in algorithm.loss:
         yield (
             (*clip, "algorithm.dual_clip"),

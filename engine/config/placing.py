@@ -50,7 +50,7 @@ def find_overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
     needed = own * config.rollout.tensor
     if not named:
         if trained or own > 1:
-            others = ", which trainer ranks have" if trained else ""
+            others = ", which trainer ranks use" if trained else ""
             yield (
                 f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 "
                 f"on{others}: {_remedy(config, [*trained, *scored], visible, needed)}"
@@ -60,9 +60,9 @@ def find_overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
         tensor = config.rollout.tensor
         yield f"rollout.devices names {len(named)} devices, {own} instances of rollout.tensor = {tensor} take {needed}"
     if taken := sorted(set(named) & set(trained)):
-        yield f"rollout.devices names {taken}, which trainer ranks have; theirs are {trained}"
+        yield f"rollout.devices includes {taken}, which the trainer ranks use; they use {trained}"
     if taken := sorted(set(named) & set(scored)):
-        yield f"rollout.devices names {taken}, which ranks of [stages.reference] have; theirs are {scored}"
+        yield f"rollout.devices includes {taken}, which the ranks of [stages.reference] use; they use {scored}"
     if twice := sorted({device for device in named if named.count(device) > 1}):
         yield f"rollout.devices names {twice} more than once"
 
@@ -74,6 +74,6 @@ def _remedy(config: Config, taken: Sequence[int], visible: Sequence[int], needed
         return f"set rollout.devices = {free}"
     joining = config.dry_run.joining + config.rollout.instances
     return (
-        f"they need a node of their own; set rollout.instances = 0 and dry_run.joining = {joining}, and start them "
-        "there (with on_rollout_pool, or metronome serve --join)"
+        f"they need a separate node; set rollout.instances = 0 and dry_run.joining = {joining}, and start them there "
+        "(with on_rollout_pool, or metronome serve --join)"
     )

@@ -25,7 +25,7 @@ WORDS = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "string": "a text",
+    "string": "a string",
     "list": "a list",
     "tuple": "a list",
     "dict": "a table",
@@ -105,12 +105,12 @@ def recipe_keys(recipe: str | os.PathLike[str]) -> JsonObject:
         return flatten_keys(own)
     if not isinstance(base, str) or Path(base).name != base:
         raise BadInput(
-            f"recipe {recipe}: base = {base!r}: must be a text, the file name of a recipe in the same folder"
+            f"recipe {recipe}: base = {base!r}: must be a string, the file name of a recipe in the same folder"
         )
     path = find_file(os.fspath(recipe)).parent / base
     theirs = _read_toml(path)
     if "base" in theirs:
-        raise BadInput(f"recipe {recipe}: its base {path} is a variant itself; name a recipe without a base")
+        raise BadInput(f"recipe {recipe}: its base {path} is itself a variant; give a recipe without a base")
     return {**flatten_keys(theirs), **flatten_keys(own)}
 
 

@@ -18,9 +18,9 @@ HEAD = """# Configuration
 Every key of a recipe. Generated from `engine/config` by `python -m engine.config.reference > docs/configuration.md`:
 edit the docstrings there. A recipe is a TOML file with these tables. `--set table.key=value` overrides a key,
 `--set table.table.key=value` a key of a table inside a table. NAME stands for a name of your choice: there may be
-several such tables. `base = "other.toml"` at the top of a recipe makes it a variant: a recipe of the same folder, but
-for the keys that the variant has itself. An unknown key is refused with the nearest valid one, a value out of range
-with the range. Keys that do not go together are refused too (`engine/config/rules.py`).
+several such tables. `base = "other.toml"` at the top of a recipe makes it a variant of that recipe, in the same
+folder: only the keys that the variant sets differ. An unknown key is refused with the nearest valid one, a value out of
+range with the range. Keys that can't be combined are refused too (`engine/config/rules.py`).
 """
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 """JSON schema's name of a bound → its words on the page."""
@@ -71,6 +71,8 @@ def _values(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{_toml(schema['const'])}`"
+    if "$ref" in schema:
+        return "table"
     kind = NAMES.get(schema.get("type", "any"), schema.get("type", "any"))
     if schema.get("type") == "array":
         items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]

@@ -34,9 +34,11 @@ class Evaluate(Table):
     """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
     0: rollout.max_context. The instances of a running training keep rollout.max_context."""
     also: list[Literal["math_verify"]] = []
-    """Further verifiers that score the responses of an evaluation beside reward.function, for comparison with figures
-    of others. "math_verify": the library math-verify alone, as verl and TRL use it. They decide nothing: the champion
-    is that of reward.function."""
+    """Further verifiers that score the responses of an evaluation in addition to reward.function, for comparison with
+    the figures of others. "math_verify": the library math-verify alone, as verl and TRL use it. They have no influence:
+    the champion is chosen by reward.function."""
+    pass_threshold: float = 1.0
+    """Score from which a response counts as correct in pass@k, if the reward does not say so itself (Score.correct)."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
     the run's own instances (docs/evaluation.md). 0: never."""
@@ -58,10 +60,10 @@ class Evaluate(Table):
 
 
 class ServiceLimits(Table):
-    """What programs outside may take and put (docs/service.md)."""
+    """Limits for programs outside the run (docs/service.md)."""
 
     lease_s: PositiveFloat = 300.0
-    """Seconds that a trainer outside has for a window of a service's stage train before the window is given again;
+    """Seconds that an outside trainer has for a window of a service's stage train before the window is leased again;
     with train.prefetch = "on" it has two windows at a time."""
     max_mib: PositiveInt = 1024
     """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, the bodies of

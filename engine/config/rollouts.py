@@ -25,21 +25,21 @@ SET_ELSEWHERE = {
 }
 """vLLM's name of an argument that Metronome sets → what the user sets instead."""
 _ONE_ENGINE = "an instance is one engine on rollout.tensor devices; more devices are more instances (rollout.instances)"
-_SERVED = "other pages in a browser and the log are not for others to set: the server is Metronome's"
+_SERVED = "the server is Metronome's own, and sets CORS and logging itself"
 REFUSED = {
     "logprobs_mode": "the trainer needs log-probabilities of the logits that are sampled from (processed_logprobs)",
-    "generation_config": "the recipe says how is sampled, not a file of the model",
-    "worker_extension_cls": "it is Metronome's, which receives the weights",
-    "seed": "each instance gets one of its own, else two would sample the same responses; for responses that can be "
-    "sampled again see rollout.deterministic",
+    "generation_config": "sampling is set in the recipe, not in a file of the model",
+    "worker_extension_cls": "Metronome's own class is set there, which receives the weights",
+    "seed": "each instance gets a different one, otherwise two would sample the same responses; for reproducible "
+    "responses see rollout.deterministic",
     "skip_tokenizer_init": "instances take token ids; `metronome serve --model` answers text",
     "allowed_origins": _SERVED,
     "disable_uvicorn_access_log": _SERVED,
     "disable_fastapi_docs": _SERVED,
-    "config": "a file of arguments would go past these checks; give each argument in the recipe",
+    "config": "a file of arguments would bypass these checks; give each argument in the recipe",
     "trust_remote_code": "Metronome runs no code of a model's folder",
-    "quantization": "the instance would sample from other weights than the policy's, and no sync of quantised weights "
-    "was ever checked; for less memory see kv_cache_dtype (docs/rollouts.md)",
+    "quantization": "the instance would not sample from the policy's own weights, and syncing quantised weights is "
+    "untested; for less memory see kv_cache_dtype (docs/rollouts.md)",
     "pipeline_parallel_size": _ONE_ENGINE,
     "api_server_count": _ONE_ENGINE,
     "nnodes": _ONE_ENGINE,
@@ -47,7 +47,7 @@ REFUSED = {
     "headless": _ONE_ENGINE,
 }
 """vLLM's name of an argument that no run may set → why."""
-REFUSED_BY_PREFIX = {"ssl_": "runs speak plain HTTP with their instances", "data_parallel_": _ONE_ENGINE}
+REFUSED_BY_PREFIX = {"ssl_": "runs talk to their instances over plain HTTP", "data_parallel_": _ONE_ENGINE}
 """The begin of vLLM's name of arguments that no run may set → why."""
 
 
@@ -64,13 +64,13 @@ def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         if why is not None:
             raise ValueError(f"{key} can't be set: {why}")
         if isinstance(value, list) and any(str(one).startswith("-") for one in value):
-            raise ValueError(f"{key} = {value!r}: an element that begins with - would be an argument of its own")
+            raise ValueError(f"{key} = {value!r}: an element that begins with - would be read as another argument")
         if plain == "hf_overrides" and not isinstance(value, dict):
             raise ValueError(f"{key} = {value!r}: must be a table")
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            raise ValueError(f"{key} = {value!r}: must be a text, a number, true, false, a list or a table") from None
+            raise ValueError(f"{key} = {value!r}: must be a string, a number, true, false, a list or a table") from None
     return arguments
 
 
@@ -79,7 +79,7 @@ class Rollout(Table):
 
     engine: Literal["embedded", "vllm"] = "embedded"
     """Program that runs in an instance. "embedded": Metronome's own engine, in this environment, for CPU and small
-    devices. "vllm": vLLM, in an environment of its own (`make vllm`)."""
+    devices. "vllm": vLLM, in a separate environment (`make vllm`)."""
     instances: int = Field(default=1, ge=0)
     """Number of rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: the run
     starts none, and all of them join."""
@@ -88,7 +88,8 @@ class Rollout(Table):
     devices: list[int] = []
     """Numbers of the CPU cores, or of the devices with vLLM on CUDA or NPU, that the run's own instances share evenly:
     the first instance takes the first of them, and so on. Empty: the system places the instances. With vLLM on devices
-    a training refuses an empty list, because each instance would take devices from 0 on, as the trainer's ranks do."""
+    a training refuses an empty list, because each instance would take devices from 0 on, which the trainer's ranks
+    use."""
     concurrency: PositiveInt = 4
     """Largest number of groups in flight on one instance. With fewer, training starts earlier; with more, decoding is
     faster."""
@@ -108,8 +109,8 @@ class Rollout(Table):
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens that are sampled from; 0 is all of them. Keep it at 0 in training, as top_p at 1."""
     stop: list[str] = []
-    """Strings that end a response, beside the tokenizer's end of sequence. A string that is not exactly one token is
-    refused."""
+    """Strings that end a response, in addition to the tokenizer's end of sequence. A string that is not exactly one
+    token is refused."""
     deterministic: bool = False
     """Make a response depend on prompt, seed and weights only, not on what else runs. The embedded engine decodes in
     batches of a fixed shape (benchmarks/determinism.py prints what it costs). vLLM gets VLLM_BATCH_INVARIANT=1 on CUDA
@@ -120,14 +121,15 @@ class Rollout(Table):
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
     timeout_s: PositiveFloat = 600.0
     """Longest time in seconds of one request, of one weight update, of the start of an instance, and of the wait for
-    the first one to join: from when the trainer is ready. An instance that is started before its run waits as long."""
+    the first instance to join, counted from when the trainer is ready. An instance that starts before its run waits as
+    long for it."""
     vllm: Annotated[dict[str, Any], AfterValidator(_check_arguments)] = {}
     """Further arguments of vLLM for each instance, by vLLM's names with underscores: `gpu_memory_utilization = 0.8` in
     [rollout.vllm]. Those that Metronome sets itself are refused, and so is every one without engine = "vllm"
     (docs/rollouts.md)."""
     restarts: int = Field(default=2, ge=0)
-    """Number of times that each of the run's own instances is started again after it died. An hour without a fault
-    gives all of them back. 0: never."""
+    """Number of times that each of the run's own instances is restarted after it died. An hour without a fault resets
+    the count. 0: never."""
     heartbeat_s: PositiveFloat = 5.0
     """Seconds without an answer after which an instance gets no prompts, and what it holds is sent to other instances,
     until it answers again."""
@@ -187,12 +189,12 @@ class Weights(Table):
     """Send the weights to the instances' host memory in the background, and swap them in at the step's boundary
     (AsyncFlow §4.2.3). With "nccl" and "hccl" it needs `rollout.tensor` = 1."""
     interface: str = ""
-    """Network interface of a trainer's node, "eth0" for example, on whose address instances on other machines meet the
-    sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name, or, where that is a loopback,
-    that by which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""
+    """Network interface of a trainer's node, "eth0" for example, through which instances on other machines reach the
+    sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name or, if that is loopback, the
+    address from which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""
     bucket_mb: PositiveInt = 256
     """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
-    in the trainer's memory at once, beside the model."""
+    in the trainer's memory at once, in addition to the model."""
     check_tokens: int = Field(default=16, ge=0)
     """Number of tokens of the run's prompts whose log-probabilities trainer and instances compare after each sync; 0
     and 1 switch the comparison off. On a CPU each costs both sides as much as a generated token. With bfloat16, where

@@ -28,11 +28,12 @@ def check_stages(config: Tree) -> None:
     for name, stage in config.stages.items():
         if not SMALL_NAME.fullmatch(name):
             raise ValueError(
-                f"[stages.{name}]: the name of a stage is a small letter, then small letters, digits and underscores"
+                f"[stages.{name}]: a stage name is a lowercase letter followed by lowercase letters, digits and "
+                "underscores"
             )
         if name in OWN_STAGES:
             raise ValueError(
-                f"[stages.{name}]: every run has a stage of this name ({', '.join(OWN_STAGES)}): take another"
+                f"[stages.{name}]: every run has a stage of this name ({', '.join(OWN_STAGES)}): choose another name"
             )
         if name == REFERENCE_STAGE:
             _check_reference_stage(config, stage)
@@ -45,13 +46,14 @@ def _check_reference_stage(config: Tree, stage: Stage) -> None:
     if not config.algorithm.kl_coef:
         raise ValueError(
             "[stages.reference] computes the reference's log-probabilities for the KL term, and algorithm.kl_coef = 0 "
-            "has none: set algorithm.kl_coef above 0, or leave the stage out"
+            "means there is none: set algorithm.kl_coef above 0, or remove the stage"
         )
     for key in (*ONLY_PROGRAMS, "needs"):
         if _is_set(stage, key):
             raise ValueError(
                 f"stages.reference.{key} can't be changed: the reference needs prompt and responses, gives "
-                f"{REFERENCE_COLUMN}, and has no reward. Leave the key out, or give a program's stage another name"
+                f"{REFERENCE_COLUMN}, and has no reward. Remove the key, or choose another name for the stage of a "
+                "program"
             )
 
 
@@ -59,8 +61,8 @@ def _check_program_stage(name: str, stage: Stage) -> None:
     for key in ONLY_REFERENCE:
         if _is_set(stage, key):
             raise ValueError(
-                f"stages.{name}.{key} is read for [stages.reference] only; how many processes a program of yours has, "
-                "and where, is up to whoever starts it. Leave the key out"
+                f"stages.{name}.{key} only applies to [stages.reference]; whoever starts your program decides how "
+                "many processes it has, and where. Remove the key"
             )
     for key, example in (("needs", "responses"), ("gives", name)):
         if not getattr(stage, key):
@@ -68,11 +70,13 @@ def _check_program_stage(name: str, stage: Stage) -> None:
     for column in stage.gives:
         if not SMALL_NAME.fullmatch(column):
             raise ValueError(
-                f"stages.{name}.gives: {column!r}: the name of a column is a small letter, then small letters, digits "
-                "and underscores"
+                f"stages.{name}.gives: {column!r}: a column name is a lowercase letter followed by lowercase letters, "
+                "digits and underscores"
             )
         if column in (*OWN_COLUMNS, REFERENCE_COLUMN, ROUTES_COLUMN):
-            raise ValueError(f"stages.{name}.gives: {column} is a column of Metronome's own stages: take another name")
+            raise ValueError(
+                f"stages.{name}.gives: {column} is a column of Metronome's own stages: choose another name"
+            )
     if stage.reward_weight and len(stage.gives) > 1:
         raise ValueError(
             f"stages.{name}.reward_weight needs exactly one column, and stages.{name}.gives has {len(stage.gives)}: "
@@ -92,8 +96,8 @@ def _check_columns(config: Tree) -> None:
         for column in stage.gives:
             if column in giver:
                 raise ValueError(
-                    f"the column {column} is given twice, by stages.{giver[column]} and stages.{name}: take another "
-                    "name for one"
+                    f"the column {column} is given twice, by stages.{giver[column]} and stages.{name}: rename one of "
+                    "them"
                 )
             giver[column] = name
     known = (*OWN_COLUMNS, *giver, *([ROUTES_COLUMN] if config.algorithm.routing_replay else []))
@@ -109,8 +113,8 @@ def _check_columns(config: Tree) -> None:
     except CycleError as error:
         circle = " → ".join(reversed(error.args[1]))
         raise ValueError(
-            f"[stages] wait for each other in a circle: {circle} (each needs a column that the next gives). Take one "
-            "of these columns out of needs"
+            f"[stages] wait for each other in a cycle: {circle} (each needs a column that the next gives). Remove one "
+            "of these columns from needs"
         ) from None
 
 
@@ -221,8 +225,8 @@ def _check_profile(config: Tree) -> None:
 def _check_early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
         raise ValueError(
-            'train.score_early needs train.consume = "arrival": which responses are scored together depends '
-            "on when they land, and with it the last bit of their log-probabilities"
+            'train.score_early needs train.consume = "arrival": which responses are scored together depends on when '
+            "they arrive, and so does the last bit of their log-probabilities"
         )
     if config.train.score_early and config.parallel.lockstep > 1:
         raise ValueError(
@@ -231,16 +235,16 @@ def _check_early_scores(config: Tree) -> None:
         )
     if config.train.score_early and config.algorithm.routing_replay:
         raise ValueError(
-            "algorithm.routing_replay does not go with train.score_early: single responses are scored without their "
-            "routes"
+            "algorithm.routing_replay can't be combined with train.score_early: single responses are scored without "
+            "their routes"
         )
 
 
 def _check_dynamic_sampling(config: Tree) -> None:
     if config.algorithm.dynamic_sampling and config.train.score_early:
         raise ValueError(
-            "algorithm.dynamic_sampling does not go with train.score_early: whether a response is trained at all, "
-            "and in which group, is not known when it lands"
+            "algorithm.dynamic_sampling can't be combined with train.score_early: whether a response is trained at "
+            "all, and in which group, is not known when it arrives"
         )
     if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
         raise ValueError(
@@ -249,14 +253,14 @@ def _check_dynamic_sampling(config: Tree) -> None:
         )
     if config.algorithm.dynamic_sampling and config.data.pushed:
         raise ValueError(
-            "algorithm.dynamic_sampling does not go with data.pushed: the run samples nothing that it could choose from"
+            "algorithm.dynamic_sampling can't be combined with data.pushed: the run samples no groups to select from"
         )
     if config.algorithm.dynamic_sampling and config.reward_weights:
         weighted = [f"stages.{name}.reward_weight" for name, stage in config.stages.items() if stage.reward_weight]
         raise ValueError(
-            f"algorithm.dynamic_sampling does not go with {', '.join(weighted)}: it selects groups by the scores of "
-            "reward.function alone, before a stage has added to the reward. Set the weight to 0, or score in "
-            "reward.function"
+            f"algorithm.dynamic_sampling can't be combined with {', '.join(weighted)}: it selects groups by the "
+            "scores of reward.function alone, before a stage has added to the reward. Set the weight to 0, or score "
+            "in reward.function"
         )
 
 
@@ -270,8 +274,8 @@ def _check_partial(config: Tree) -> None:
         )
     if config.rollout.partial and config.train.exact_lag:
         raise ValueError(
-            "rollout.partial does not go with train.exact_lag: with exact_lag weights wait until all responses are "
-            "generated, so none is ever cut"
+            "rollout.partial can't be combined with train.exact_lag: with exact_lag weights wait until all responses "
+            "are generated, so none is ever cut"
         )
 
 
@@ -293,7 +297,7 @@ def _check_scope(config: Tree) -> None:
         if value in whole:
             raise ValueError(
                 f'algorithm.{key} = "{value}" takes its statistics over the whole batch, so no group can be trained '
-                'before the last one is there: it needs train.mode = "sync", "one_step_off" or "bounded", not '
+                'before the last one has arrived: it needs train.mode = "sync", "one_step_off" or "bounded", not '
                 '"periodic"'
             )
 
@@ -349,7 +353,7 @@ def _check_dual_clip(config: Tree) -> None:
         )
     if bound and config.algorithm.loss not in DUAL_CLIP_LOSSES and ":" not in config.algorithm.loss:
         raise ValueError(
-            f'algorithm.dual_clip is not read by algorithm.loss = "{config.algorithm.loss}": set it to 0, or take one '
+            f'algorithm.dual_clip is not read by algorithm.loss = "{config.algorithm.loss}": set it to 0, or use one '
             f"of {', '.join(DUAL_CLIP_LOSSES)}"
         )
 
@@ -364,8 +368,8 @@ def _check_mismatch(config: Tree) -> None:
         return
     if algorithm.old_policy == "rollout" and algorithm.mismatch != "none":
         raise ValueError(
-            f'{key} does not go with algorithm.old_policy = "rollout": its ratio already divides by the engine\'s '
-            "probabilities, and the same correction would count twice"
+            f'{key} can\'t be combined with algorithm.old_policy = "rollout": its ratio already divides by the '
+            "engine's probabilities, and the same correction would count twice"
         )
     if algorithm.old_policy == "previous" and _largest_staleness(config) > 1:
         raise ValueError(
@@ -412,9 +416,9 @@ def _check_vllm(config: Tree) -> None:
         return
     if config.rollout.deterministic and config.weights.transport == "nccl":
         raise ValueError(
-            'rollout.deterministic with rollout.engine = "vllm" does not go with weights.transport = "nccl": '
-            "batch-invariant vLLM sets NCCL variables of its own, without which the trainer's end of the communicator "
-            'would hang; use "gloo" or "file"'
+            'rollout.deterministic with rollout.engine = "vllm" can\'t be combined with weights.transport = '
+            '"nccl": batch-invariant vLLM sets NCCL variables that the trainer does not have, so the trainer\'s end '
+            'of the communicator would hang; use "gloo" or "file"'
         )
     if config.weights.staged and config.weights.transport in ("nccl", "hccl") and config.rollout.tensor > 1:
         raise ValueError(
@@ -430,18 +434,18 @@ def _check_store(config: Tree) -> None:
     key = f'queue.store = "{config.queue.store}"'
     if not config.queue.unauthenticated:
         who = (
-            "whoever reaches the Ray cluster's nodes"
+            "anyone who can reach the Ray cluster's nodes"
             if config.queue.address
             else "every user of the orchestrator's machine"
         )
         raise ValueError(
             f"{key} has no passwords: {who} can read and change the groups, and run code as the user of the storage "
-            "units. Where you allow that, set queue.unauthenticated = true"
+            "units. To allow that, set queue.unauthenticated = true"
         )
     if config.algorithm.dynamic_sampling:
         raise ValueError(
-            f"{key} does not go with algorithm.dynamic_sampling: a lost group is generated again, and might then not "
-            "be one that is selected"
+            f"{key} can't be combined with algorithm.dynamic_sampling: a lost group is generated again, and might "
+            "then not be selected"
         )
     if config.algorithm.advantage in BATCH_SCOPE and not config.rollout.deterministic:
         raise ValueError(

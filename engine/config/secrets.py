@@ -12,11 +12,11 @@ USER_INFO = re.compile(r"(?<=://)(?P<user>[^/?#@:]*):(?P<password>[^/?#]*)@")
 QUERY = re.compile(r"(?<=[?&])(password|passwd|token|secret)=[^&#]+", re.IGNORECASE)
 """The same among the parameters of a URI."""
 INSTEAD = {
-    "tracking.uri": "give MLflow's user and password by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a "
-    "whole URI (of a database, for example) by MLFLOW_TRACKING_URI",
+    "tracking.uri": "set MLflow's user and password in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a "
+    "whole URI (for example of a database) in MLFLOW_TRACKING_URI",
 }
 """What to use instead, by key."""
-ELSEWHERE = "give keys by the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by ~/.aws"
+ELSEWHERE = "set keys in the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws"
 
 
 def has_password(uri: str) -> bool:
@@ -35,7 +35,7 @@ def check_no_password(config: Tree) -> None:
         if has_password(text):
             raise ValueError(
                 f"{key} = {without_password(text)!r} (shown without its password): a recipe is written to the run "
-                f"folder, to MLflow and to checkpoints, so it must have none; {INSTEAD.get(key, ELSEWHERE)}"
+                f"folder, to MLflow and to checkpoints, so it must not contain one; {INSTEAD.get(key, ELSEWHERE)}"
             )
 
 

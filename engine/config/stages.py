@@ -19,8 +19,8 @@ OWN_STAGES = ("generate", "reward", "train")
 
 
 class Stage(Table):
-    """A stage of the plane, [stages.NAME]. NAME "reference" is the reference model on devices of its own: it gives the
-    column reference_logprobs and needs algorithm.kl_coef above 0. Any other name is that of a program of yours, which
+    """A stage of the plane, [stages.NAME]. NAME "reference" is the reference model on separate devices: it gives the
+    column reference_logprobs and needs algorithm.kl_coef above 0. Any other name is that of your own program, which
     leases rows and writes columns (docs/service.md)."""
 
     needs: list[str] = ["prompt", "responses"]
@@ -34,10 +34,10 @@ class Stage(Table):
     """Weight with which the stage's column is added to the reward. The stage then gives exactly one column, with one
     number for each response. 0: it does not enter the reward. Only for programs."""
     lease_s: PositiveFloat = 60.0
-    """Seconds that the stage has for a window before the window is given again."""
+    """Seconds that the stage has for a window before the window is leased again."""
     wait_s: PositiveFloat = 600.0
-    """Seconds that rows of a step wait for the stage without any progress of it. After that the run fails and names
-    the stage."""
+    """Seconds that rows of a step wait for a stage that makes no progress. After that the run fails and names the
+    stage."""
     budget: int = Field(default=0, ge=0)
     """Largest number of tokens of a window of the stage. 0: that of the trainer."""
     tensor: PositiveInt = 1
@@ -52,7 +52,7 @@ class Stage(Table):
     """Numbers of the CPU cores that its ranks share evenly, or of the accelerators of its ranks. Empty: the operating
     system places the ranks, or they take the accelerators after the trainer's."""
     restarts: int = Field(default=2, ge=0)
-    """Number of times in a row that its ranks are started again after they died or hung, without progress between."""
+    """Number of times in a row that its ranks are restarted after they died or hung, without progress in between."""
 
     @property
     def ranks(self) -> int:

@@ -65,8 +65,8 @@ class Train(Table):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at the run's last update."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer where the
-    schedule falls after it. 0: no warm-up."""
+    """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer if the
+    schedule then falls. 0: no warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -82,9 +82,9 @@ class Train(Table):
     "bfloat16". Dense models have no routers."""
     recompute: Recompute = False
     """Drop activations and compute them again in the backward pass, for less memory. "selective": the outputs of norms
-    and SwiGLU, a quarter to a third of a dense model's activations for a few per cent more time. A number: all inside
-    so many layers of each pipeline stage (Megatron's method "block"). true: all inside each layer, for about a third
-    more time."""
+    and SwiGLU, a quarter to a third of a dense model's activations for a few per cent more time. A number: everything
+    inside that many layers of each pipeline stage (Megatron's method "block"). true: everything inside each layer, for
+    about a third more time."""
     deterministic: bool = False
     """Have a CUDA or NPU device add up in the same order each time, so that equal batches give equal bits. torch then
     refuses operators that can't. This is slower; a CPU does so anyway."""
@@ -140,8 +140,8 @@ class Bapo(Table):
         for key, (start, end), side in (("low", self.low, "below"), ("high", self.high, "above")):
             if start > end or (start > 1) != (side == "above") or (end > 1) != (side == "above"):
                 raise ValueError(
-                    f"algorithm.bapo.{key} = [{start:g}, {end:g}]: expected where the bound starts and how far it may "
-                    f"rise, both {side} 1"
+                    f"algorithm.bapo.{key} = [{start:g}, {end:g}]: expected the value where the bound starts and the "
+                    f"value it may rise to, both {side} 1"
                 )
         return self
 
@@ -211,9 +211,9 @@ class Algorithm(Table):
     both are unconfirmed: our copy of the paper lacks its values."""
     gac_skips: PositiveInt | Literal["staleness"] = "staleness"
     """Largest number of updates that GAC skips in a row; the next one is made, turned as below gac_high. "staleness":
-    train.max_staleness, which is 1 in modes without it. After so many skips the weights have not moved for as long as a
-    response may be old, so its age is no reason to skip any more. The paper has no bound: a direction that persists is
-    then skipped for ever."""
+    train.max_staleness, which is 1 in modes without it. After that many skips the weights have not changed for as long
+    as a response may be old, so staleness is no longer a reason to skip. The paper has no bound: a direction that
+    persists is then skipped for ever."""
     mask_truncated: bool = False
     """Train no token of a response that the length limit cut. The response still counts in the group's statistics, and
     in the denominator of a loss that divides by responses."""
@@ -223,7 +223,7 @@ class Algorithm(Table):
     verl's decoupled loss. Refused with old_policy = "rollout", and with "previous" at a staleness above 1
     (docs/algorithms.md)."""
     mismatch_level: Literal["token", "sequence"] = "token"
-    """Whose w it is. "token": each token's own. "sequence": the product over the trained tokens of its response."""
+    """What w is computed over. "token": each token. "sequence": the product over the trained tokens of its response."""
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest factor that `mismatch` leaves as it is; for "mask" the smallest is 1/mismatch_limit."""
     mismatch_reject: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -306,8 +306,8 @@ class Parallel(Table):
         replica = self.tensor * self.context
         if self.expert % replica and replica % self.expert:
             raise ValueError(
-                f"of parallel.expert ({self.expert}) and parallel.tensor x parallel.context ({replica}) one must "
-                "divide the other: experts are shared inside a replica or by whole replicas"
+                f"parallel.expert ({self.expert}) and parallel.tensor x parallel.context ({replica}): one must divide "
+                "the other: experts are shared inside a replica or by whole replicas"
             )
         if self.data % self.lockstep:
             raise ValueError(
@@ -318,7 +318,7 @@ class Parallel(Table):
 
 
 class Platform(Table):
-    """The devices of the trainer, and sizes of theirs that the dry run, the rollout pool's nodes and `mfu` need."""
+    """The devices of the trainer, and their sizes, which the dry run, the rollout pool's nodes and `mfu` need."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Kind of device that the trainer computes on. "auto": an NPU if there is one, else a CUDA device, else the CPU."""
@@ -331,12 +331,13 @@ class Platform(Table):
     memory_gib: PositiveFloat = 64.0
     """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
     peak_tflops: float = Field(default=0.0, ge=0)
-    """Dense TFLOP/s of one of the trainer's devices at the most (10¹² operations per second), for `mfu` in steps.jsonl.
-    0: the published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""
+    """Peak dense TFLOP/s (10¹² operations per second) of one of the trainer's devices, for `mfu` in steps.jsonl. 0: the
+    published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""
 
 
 class Checkpoint(Table):
-    """Checkpoints. Each has everything that is needed to go on, bit for bit in modes "sync" and "periodic" on a CPU."""
+    """Checkpoints. Each has everything that is needed to continue, bit for bit in modes "sync" and "periodic" on a
+    CPU."""
 
     every: int = Field(default=20, ge=0)
     """Steps between two checkpoints. The last step always has one; 0: only the last step."""

@@ -31,7 +31,7 @@ def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable
     kept = tuple(rows)
     out = tuple(rejected)
     if not kept:
-        raise BadInput(f"problem set {problems.source}: no row is left of {len(out)}; the first: {out[0]}")
+        raise BadInput(f"problem set {problems.source}: no row is left out of {len(out)}; the first: {out[0]}")
     return replace(problems, rows=kept, rejected=out, skipped=count_reasons(out))
 
 

@@ -208,7 +208,7 @@ def file_hashes(config: Config) -> dict[str, str]:
 def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
     data = config.data
-    train = clean_problems(read_problems(data.train), math=config.reward.function == "math")
+    train = clean_problems(read_problems(data.train), math=config.reward.uses_math)
     return (train, read_problems(data.heldout)) if data.heldout else split_problems(train, data.heldout_fraction)
 
 

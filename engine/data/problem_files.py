@@ -172,7 +172,7 @@ def _s3_files(path: str) -> list[File]:
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         raise BadInput(
             f"problem set {path}: S3 cannot be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY give its address and your credentials"
+            "AWS_SECRET_ACCESS_KEY must hold its address and your credentials"
         ) from None
 
 

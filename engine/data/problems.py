@@ -149,7 +149,7 @@ def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[ProblemRow], li
 
 def _fault(columns: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
     """Why a row cannot be used (column, reason, found, expected); None if it can be used."""
-    for name, expected in (("problem", "a text"), ("answer", "a text or a number")):
+    for name, expected in (("problem", "a text"), ("answer", "a string or a number")):
         reason = _wrong(name, columns.get(name))
         if reason:
             found = shorten_value(columns[name]) if name in columns else f"the columns {', '.join(columns) or 'none'}"
@@ -162,8 +162,8 @@ def _fault(columns: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
 
 _EXPECTED = {
     "not valid Unicode": "whole characters",
-    "answer is not a finite number": "a finite number, or a text",
-    "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a text",
+    "answer is not a finite number": "a finite number, or a string",
+    "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a string",
 }
 """The expected value by reason, where more than the type matters."""
 

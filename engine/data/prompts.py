@@ -77,7 +77,7 @@ def _check_ids(prompts: Sequence[Prompt], vocabulary: int, source: str) -> None:
         if (largest := max(prompt.token_ids)) >= vocabulary:
             raise BadInput(
                 f"model.path: its tokenizer gives token {largest} in the prompt {prompt.problem[:60]!r} of {source}, "
-                f"but the model's vocab_size is {vocabulary}; take the tokenizer that belongs to the model"
+                f"but the model's vocab_size is {vocabulary}; use the tokenizer that belongs to the model"
             )
 
 
@@ -91,8 +91,8 @@ def _chat(tokenizer: PreTrainedTokenizerBase, problem: str, clock: datetime | No
         return render_chat(tokenizer, [{"role": "user", "content": problem}], {}, clock)
     except BadInput as error:
         raise BadInput(
-            f'data.prompt_template = "chat": {error} (for the problem {problem[:60]!r} of {source}); '
-            "mend the template, or give a text with {problem} in it instead"
+            f'data.prompt_template = "chat": {error} (for the problem {problem[:60]!r} of {source}); fix the '
+            "template, or give a text with {problem} in it instead"
         ) from None
 
 

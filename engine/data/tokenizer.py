@@ -36,10 +36,10 @@ class Tokenizer:
                 model, trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError) as error:
-            raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: {error}") from None
+            raise BadInput(f"model.path {model}: AutoTokenizer can't load a tokenizer there: {error}") from None
         files = ("tokenizer.json", *self.hf.vocab_files_names.values())
         if not any((model / name).is_file() for name in files):  # transformers would build one without a vocabulary
-            raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: it has no {files[0]}")
+            raise BadInput(f"model.path {model}: AutoTokenizer can't load a tokenizer there: it has no {files[0]}")
         stops = tuple(map(self._one_token, stop))
         end = self.hf.eos_token_id
         self.stop_ids = stops if end is None else (end, *stops)

@@ -33,7 +33,7 @@ class Results:
     def of(stored: object) -> Results:
         """Read the result of `as_dict`. Raises BadInput for anything else."""
         if not isinstance(stored, dict) or not all(isinstance(stored.get(key), dict) for key in ("protocol", "means")):
-            raise BadInput("the stored results are not results: expected protocol and means")
+            raise BadInput("the stored results can't be read: expected protocol and means")
         return Results(stored["protocol"], {str(key): float(value) for key, value in stored["means"].items()})
 
 
@@ -54,9 +54,7 @@ def judge_first(ours: Results | None, base: Results | None, confidence: float) -
     the reason says so.
     """
     if ours is not None and base is None:
-        return ChampionVerdict(
-            True, "there was no champion; not compared: there is no comparable evaluation of the base model"
-        )
+        return ChampionVerdict(True, "there was no champion; not compared: the base model has no comparable evaluation")
     found = judge_challenge(ours, base, confidence, "base model")
     return ChampionVerdict(
         found.wins, found.reason if ours is None else f"there was no champion; {found.reason}", found.comparison
@@ -77,7 +75,7 @@ def judge_challenge(
     if wrong := protocol_differences(ours.protocol, theirs.protocol):
         # the hash of the problems' ids means nothing to a person
         counts = len(ours.means), len(theirs.means)
-        problems = f"problems {counts}" if len(set(counts)) == 2 else "problems (as many, but others)"
+        problems = f"problems {counts}" if len(set(counts)) == 2 else "problems (the same number of different ones)"
         named = ", ".join(problems if one.startswith("problems_hash ") else one for one in wrong)
         return ChampionVerdict(
             False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"

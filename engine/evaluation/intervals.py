@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypedDict
 
+from engine.types import Score
+
 CONFIDENCE = 0.95
 """Confidence of the intervals in evaluations.jsonl."""
+ROUNDING = 1e-6
+"""Relative error of a weighted sum of rewards in fp32: 0.7 + 0.2 + 0.1 may be below 1."""
 
 
 class _MajorityAccuracy(TypedDict, total=False):
@@ -29,16 +33,29 @@ class Accuracy(_MajorityAccuracy):
     pass_ci_high: float
 
 
-def accuracy_figures(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> Accuracy:
+def is_right(score: Score, threshold: float) -> bool:
+    """Whether a response is right: as the reward says, else if its score reaches the threshold
+    (evaluate.pass_threshold), up to the rounding of a sum in fp32. One without a score is wrong."""
+    if score.excluded or score.status != "ok":
+        return False
+    return score.value >= threshold - ROUNDING * max(1.0, abs(threshold)) if score.correct is None else score.correct
+
+
+def accuracy_figures(
+    values: Sequence[Sequence[float]],
+    majorities: Sequence[float] | None = None,
+    right: Sequence[Sequence[bool]] | None = None,
+) -> Accuracy:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
-    values: the scores of each problem (k per problem); a score of 1 or more is a right answer. majorities: the value of
-    each problem's majority vote (0 … 1, `engine.evaluation.votes`); None if votes cannot be counted, and maj@k is then
-    absent.
+    values: the scores of each problem (k per problem). right: whether each response is right; None if those with a
+    score of 1 or more are. majorities: the value of each problem's majority vote (0 … 1, `engine.evaluation.votes`);
+    None if votes cannot be counted, and maj@k is then absent.
     """
     samples = max(len(row) for row in values)
+    right = right if right is not None else [[value >= 1.0 for value in row] for row in values]
     mean, low, high = _figure([statistics.fmean(row) for row in values], samples)
-    passed, pass_low, pass_high = _figure([pass_at(len(row), count_right(row), len(row)) for row in values], samples)
+    passed, pass_low, pass_high = _figure([pass_at(len(row), sum(row), len(row)) for row in right], samples)
     found: Accuracy = {
         "avg_at_k": mean,
         "ci_low": low,
@@ -52,27 +69,22 @@ def accuracy_figures(values: Sequence[Sequence[float]], majorities: Sequence[flo
     return found
 
 
-def count_right(scores: Sequence[float]) -> int:
-    """The number of right answers among the scores (1 or more)."""
-    return sum(score >= 1.0 for score in scores)
-
-
 def pass_at(samples: int, correct: int, k: int) -> float:
     """Probability that k samples of a problem, drawn without replacement, include a right one: 1 − C(n−c, k) / C(n, k).
 
     The unbiased estimator of Chen et al. 2021 (Evaluating Large Language Models Trained on Code, eq. 1).
     """
     if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise ValueError(f"pass@{k} of {correct} right among {samples} samples is not defined")
+        raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over problems. If all scores are 0 or 1, pass@1 equals
-    avg@k."""
-    samples = min(len(row) for row in values)
+def pass_curve(right: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over problems. right: whether each response is right. If
+    all scores are 0 or 1, pass@1 equals avg@k."""
+    samples = min(len(row) for row in right)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
-    return {str(k): statistics.fmean(pass_at(len(row), count_right(row), k) for row in values) for k in ks}
+    return {str(k): statistics.fmean(pass_at(len(row), sum(row), k) for row in right) for k in ks}
 
 
 def mean_interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from engine.config import Config
 from engine.evaluation import paired, tables
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.bootstrap import best_of
-from engine.evaluation.intervals import accuracy_figures, pass_curve
+from engine.evaluation.intervals import accuracy_figures, is_right, pass_curve
 from engine.evaluation.tables import EvaluationRow, LengthFigures
 from engine.evaluation.votes import majority_votes
 from engine.reward.scorer import ResponseScorer
@@ -47,8 +47,10 @@ async def record_evaluation(
     votes = await majority_votes(groups, config.reward.function, verifier)
     how = tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups])
     table = tables.path_of(folder, subject.model, subject.version, how)
-    await asyncio.to_thread(tables.write_table, table, groups, votes)
+    threshold = config.evaluate.pass_threshold
+    await asyncio.to_thread(tables.write_table, table, groups, votes, threshold)
     values = [[score.value for score in group.scores] for group in groups]
+    right = [[is_right(score, threshold) for score in group.scores] for group in groups]
     row: EvaluationRow = {
         "step": subject.version,
         "weight_version": subject.version,
@@ -57,8 +59,8 @@ async def record_evaluation(
         "problems": len(groups),
         "skipped": dict(benchmark.skipped),
         "samples": config.evaluate.samples,
-        **accuracy_figures(values, [vote.value for vote in votes] if votes is not None else None),
-        "pass_curve": pass_curve(values),
+        **accuracy_figures(values, [vote.value for vote in votes] if votes is not None else None, right),
+        "pass_curve": pass_curve(right),
         "best_at_k_bootstrap": fmean(map(best_of, values)),
         **_lengths(groups, config.evaluate.max_new_tokens),
         "reward_timeouts": sum(score.status == "timeout" for group in groups for score in group.scores),
@@ -68,7 +70,7 @@ async def record_evaluation(
     }
     if votes is not None:
         row["maj_at_k_bootstrap"] = fmean(vote.bootstrap for vote in votes)
-    found: JsonObject = {**row, **more}
+    found: JsonObject = {**row, **_metric_means(groups), **more}
     if (base := tables.find_baseline(folder, row)) is not None:
         found["against"] = compare_rows(row, base, folder.path, config.evaluate.confidence)
     folder.add_evaluation(found)
@@ -81,6 +83,15 @@ def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path, confiden
     ours, theirs = (tables.table_means(folder / one["table"]) for one in (row, base))
     found = paired.compare_paired(ours, theirs, row["samples"], confidence)
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
+
+
+def _metric_means(groups: Sequence[Group]) -> dict[str, float]:
+    """ "reward/NAME": the mean of each metric of the scores, over the responses that have it."""
+    values: dict[str, list[float]] = {}
+    for score in (score for group in groups for score in group.scores if not score.excluded):
+        for name, value in score.metrics.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: fmean(found) for name, found in values.items()}
 
 
 def _lengths(groups: Sequence[Group], limit: int) -> LengthFigures:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.evaluation.intervals import Accuracy
+from engine.evaluation.intervals import Accuracy, is_right
 from engine.evaluation.votes import Majority
 from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
@@ -29,7 +29,8 @@ SAME = (
     "max_context",
     "stop",
 )
-"""The keys of the protocol that must be equal in two evaluations to compare them: all except the seed."""
+"""The keys of the protocol that must be equal in two evaluations to compare their scores: all except the seed and the
+threshold of pass@k."""
 
 
 class EvaluationProtocol(TypedDict):
@@ -40,6 +41,7 @@ class EvaluationProtocol(TypedDict):
     """Hash of the prompts' ids, 16 hexadecimal digits."""
     prompt_template: str
     reward: str
+    pass_threshold: float
     samples: int
     temperature: float
     top_p: float
@@ -100,7 +102,8 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
         "benchmark": benchmark,
         "problems_hash": hashlib.sha256(ids.encode()).hexdigest()[:16],
         "prompt_template": config.data.prompt_template,
-        "reward": config.reward.function,
+        "reward": config.reward.label,
+        "pass_threshold": settings.pass_threshold,
         "samples": settings.samples,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -123,15 +126,15 @@ def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any])
     return folder.path / "evaluations" / f"{how['benchmark']}-v{version:06d}-{digest}.jsonl"
 
 
-def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
-    """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and all
-    responses."""
+def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None, threshold: float = 1.0) -> None:
+    """Write one JSON object per problem: the problem, the number of right responses (`is_right` with `threshold`), the
+    majority's answer, and all responses."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
+    rows = [_row(group, votes[number] if votes is not None else None, threshold) for number, group in enumerate(groups)]
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _row(group: Group, vote: Majority | None) -> dict[str, object]:
+def _row(group: Group, vote: Majority | None, threshold: float) -> dict[str, object]:
     scores = [score.value for score in group.scores]
     responses = [
         {
@@ -139,6 +142,7 @@ def _row(group: Group, vote: Majority | None) -> dict[str, object]:
             "score": score.value,
             "status": score.status,
             "answer": score.detail,
+            **{f"reward/{name}": value for name, value in score.metrics.items()},
             "finish_reason": response.finish_reason,
             "tokens": len(response.token_ids),
             "seed": response.seed,
@@ -151,7 +155,7 @@ def _row(group: Group, vote: Majority | None) -> dict[str, object]:
         "problem": group.prompt.problem,
         "answer": group.prompt.answer,
         "mean": sum(scores) / len(scores),
-        "right": sum(score >= 1 for score in scores),
+        "right": sum(is_right(score, threshold) for score in group.scores),
         "samples": len(scores),
     }
     if vote is not None:
@@ -169,9 +173,9 @@ def table_means(table: Path) -> dict[str, float]:
     try:
         found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table)}
     except (KeyError, ValueError, TypeError) as error:
-        raise BadInput(f"{table}: not a table of an evaluation ({error!r})") from None
+        raise BadInput(f"{table}: not an evaluation table ({error!r})") from None
     if not found:
-        raise BadInput(f"{table}: there is no table of an evaluation")
+        raise BadInput(f"{table}: there is no evaluation table")
     return found
 
 

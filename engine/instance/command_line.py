@@ -40,20 +40,23 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     made.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
     made.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
     made.add_argument("--threads", type=int, default=1, help="compute threads of each process on a CPU")
-    made.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
+    made.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to run on")
     made.add_argument(
         "--deterministic", action="store_true", help="make a response depend on prompt, seed and weights only"
     )
     made.add_argument(
-        "--open-requests", type=int, default=4096, help="completions waiting or running; more are answered 429"
+        "--open-requests",
+        type=int,
+        default=4096,
+        help="most completions waiting or running at once; further ones are answered 429",
     )
     made.add_argument(
         "--text",
         default="",
         metavar="NAME",
-        help="take and give text too, as OpenAI's API does, with this name of the model; needs the model's tokenizer",
+        help="also serve text through OpenAI's API, under this model name; needs the model's tokenizer",
     )
-    made.add_argument("--profile", type=Path, help="folder for profiles, which POST /start_profile begins")
+    made.add_argument("--profile", type=Path, help="folder for profiles (POST /start_profile)")
     made.add_argument(
         "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"
     )

@@ -201,7 +201,7 @@ class InstanceApp:
         handler, limit = self._routes[route]
         counts = route in (COMPLETION, CHAT)
         if counts and self._open >= self._open_requests:  # the client may retry later, or elsewhere
-            raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
+            raise Refusal(429, f"{self._open} completions are already waiting or running here, which is the limit")
         self._open += counts
         try:
             body = await self._read_body(scope, receive, limit)
@@ -271,7 +271,7 @@ class InstanceApp:
         """Sample one response to one prompt of token ids. A text prompt goes to the text routes."""
         if protocol.has_text(request.body):
             if self._text is None:
-                raise Refusal(400, f"prompt is a text: {TOKENS_ONLY}", param="prompt")
+                raise Refusal(400, f"prompt is text: {TOKENS_ONLY}", param="prompt")
             await self._answer_text(request)
             return None
         asked = protocol.parse_completion(request.body, self._backend.limits)

@@ -260,7 +260,7 @@ class _OrchestratorClient:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"{self._name} still holds responses after {self._rollout.timeout_s:.0f} s; it is ended"
+                    f"{self._name} still holds responses after {self._rollout.timeout_s:.0f} s; stopping it"
                 )
             await asyncio.sleep(POLL_S)
 

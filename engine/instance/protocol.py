@@ -116,7 +116,7 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
         raise BadInput(f"routes = {repr_short(routes)}; it must be true or false")
     if routes and not limits.routes:
         raise BadInput(
-            "routes = true: this instance does not keep the experts of tokens; only vLLM does, with a mixture of "
+            "routes = true: this instance does not record the experts of tokens; only vLLM does, with a mixture of "
             "experts, started by a recipe with algorithm.routing_replay = true (--routes)"
         )
     return Completion(

@@ -250,7 +250,7 @@ class Receiver:
     def _staged_version(self, update_info: JsonObject) -> StagedVersion:
         version = _parse_version(update_info)
         if self._staged is None or self._staged.version != version:
-            raise BadInput(f"nothing of weight version {version} was staged")
+            raise BadInput(f"no weights of version {version} were staged")
         return self._staged
 
     def _check_bucket(self, update_info: JsonObject) -> tuple[list[TensorSpec], list[str]]:
@@ -386,7 +386,7 @@ def _check_names(file: BucketFile, specs: Sequence[TensorSpec]) -> None:
     expected = {spec.name for spec in specs}
     if file.names != expected:
         differs = min(file.names ^ expected)
-        raise BadInput(f"{file.path}: its tensors are not those announced; the first that differs is {differs}")
+        raise BadInput(f"{file.path}: its tensors differ from those announced; the first that differs is {differs}")
 
 
 def _sized_buffer(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
@@ -410,7 +410,8 @@ def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksums:
     for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
         if (found := checksum_as(expected, tensor)) != expected:
             raise BadInput(
-                f"{spec.name} was corrupted on its way: its checksum is {found}, announced was {repr_short(expected)}"
+                f"{spec.name} was corrupted in transit: its checksum is {found}, but the announced one is "
+                f"{repr_short(expected)}"
             )
     return [(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 

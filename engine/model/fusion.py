@@ -28,7 +28,7 @@ def _has_compiler() -> bool:
     if not found:
         warnings.warn(
             "the package triton is not installed: SwiGLU, the rotation, the merge of attention's parts, and norms "
-            "with their sums are not fused on CUDA, but computed in single operations",
+            "with their sums run as separate operations on CUDA instead of fused ones",
             stacklevel=2,
         )
     return found

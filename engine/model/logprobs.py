@@ -153,7 +153,7 @@ def _gradient(
     share = -1.0 if found.share is None else -found.share
     parts = [columns, logits[:, : job.part.size], of_chosen * share]
     if of_entropy is not None:
-        assert found.entropy is not None, "a gradient of the entropy has come without an entropy"
+        assert found.entropy is not None, "got a gradient of the entropy, but no entropy was computed"
         parts += [found.top, found.entropy - found.rest, of_entropy * share]
     scaled = _Scaled(logits, job, found.chosen.dtype)
     for out, rows, first, *second in zip(*(part.split(job.rows) for part in parts), strict=True):
@@ -179,7 +179,7 @@ def _set_at_targets(
     before rounding to the dtype of `grad`."""
     value = of_chosen * -found.chosen.expm1()
     if of_entropy is not None:
-        assert found.entropy is not None, "a gradient of the entropy has come without an entropy"
+        assert found.entropy is not None, "got a gradient of the entropy, but no entropy was computed"
         value -= of_entropy * found.chosen.exp() * (found.chosen + found.entropy)
     here, inside = _local_columns(targets, part)
     at = torch.arange(len(targets), device=targets.device), here  # scatter_ would copy all of a bf16 tensor

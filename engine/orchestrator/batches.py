@@ -163,12 +163,11 @@ class BatchGenerator:
         """
         if prompts not in (None, self.fingerprint):
             raise BadInput(
-                "--resume: the prompts of this run, their order or their tokens are not those that its checkpoint was "
-                "trained on. "
-                "They are decided by the content of data.train and data.heldout, by the benchmarks that data.train is "
-                "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context, "
-                "their tokens by the tokenizer of model.path and its chat template: "
-                "resume with these as they were, or begin a new run from the trained policy"
+                "--resume: the prompts of this run, their order or their tokens differ from those that its checkpoint "
+                "was trained on. They depend on the content of data.train and data.heldout, on the benchmarks that "
+                "data.train is compared with (evaluate.benchmark, evaluate.folder), on reward.function and "
+                "rollout.max_context, and their tokens on the tokenizer of model.path and its chat template: resume "
+                "with these unchanged, or start a new run from the trained policy"
             )
         if self._config.algorithm.dynamic_sampling and step and position is None:
             raise BadInput(

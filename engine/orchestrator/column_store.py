@@ -105,7 +105,7 @@ class TransferQueueStore:
                 raise StoreError(f"TransferQueue did not start: {self._child.name} {self._child.how_it_ended()}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"TransferQueue does not serve after rollout.timeout_s = {self._start_s:g} s: {self._child.name} "
+                    f"TransferQueue was not ready after rollout.timeout_s = {self._start_s:g} s: {self._child.name} "
                     f"{self._child.how_it_ended()}"
                 )
             await asyncio.sleep(0.1)

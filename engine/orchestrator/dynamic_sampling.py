@@ -70,10 +70,10 @@ class DynamicSampling:
 
     def _too_few(self) -> MetronomeError:
         return MetronomeError(
-            f"step {self._step}: of {self.limit} prompts only {self._kept} have responses with different rewards, but "
-            f"train.prompts_per_step = {self.wanted} are needed. algorithm.dynamic_sampling finds too few problems "
-            "that the policy solves sometimes: use problems of a fitting difficulty, a larger rollout.group_size, or "
-            "raise algorithm.dynamic_sampling_batches"
+            f"step {self._step}: only {self._kept} of {self.limit} prompts have responses with different rewards, but "
+            f"train.prompts_per_step = {self.wanted} are needed. Too few problems are solved only sometimes: use "
+            "problems of a suitable difficulty, a larger rollout.group_size, or a larger "
+            "algorithm.dynamic_sampling_batches"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.config import Config
-from engine.evaluation.intervals import accuracy_figures
+from engine.evaluation.intervals import accuracy_figures, is_right
 from engine.orchestrator.producer import Land, Producer
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Group, JsonObject, Prompt
@@ -27,13 +27,13 @@ async def further_figures(config: Config, groups: Sequence[Group]) -> JsonObject
     """
     found: JsonObject = {}
     for name in config.evaluate.also:
-        reward = config.reward.model_copy(update={"function": name})
+        reward = config.reward.model_copy(update={"function": name, "functions": []})
         async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s) as verifier:
             scored = await asyncio.gather(*(verifier.score(group.prompt, group.responses) for group in groups))
         values = [[score.value for score in scores] for scores in scored]
         found |= {f"{name}_{key}": value for key, value in dict(accuracy_figures(values)).items()}
         pairs = [
-            (ours.value >= 1.0, theirs.value >= 1.0)
+            (is_right(ours, config.evaluate.pass_threshold), theirs.value >= 1.0)
             for group, scores in zip(groups, scored, strict=True)
             for ours, theirs in zip(group.scores, scores, strict=True)
         ]

@@ -27,6 +27,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.table import RowTable
 from engine.orchestrator.weight_sync.publish_requests import PublishRequests
+from engine.reward.scorer import METRIC_NAME
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
 from engine.wire.columns import OWN, Row, open_group, open_ids
@@ -78,11 +79,16 @@ class RowCheck:
         lengths = tuple(len(response.token_ids) for response in group.responses)
         if (row.tokens, row.lengths) != (len(group.prompt.token_ids) + sum(lengths), lengths) or row.mini_batch:
             return (
-                "its tokens and lengths are not those of its columns, or its mini_batch is set, which is the "
-                "orchestrator's"
+                "its tokens and lengths do not match its columns, or its mini_batch is set, which only the "
+                "orchestrator may set"
             )
         if any(not np.isfinite(score.value) or score.status not in STATUSES for score in group.scores):
-            return f"a score is not finite, or its status is none of {', '.join(STATUSES)}"
+            return f"a score is not finite, or its status is not one of {', '.join(STATUSES)}"
+        metrics = [pair for score in group.scores for pair in score.metrics.items()]
+        if any(not np.isfinite(value) or not METRIC_NAME.fullmatch(name) for name, value in metrics):
+            return (
+                "a metric of a score is not finite, or its name has other characters than letters, digits and _ - . /"
+            )
         if wrong := self.problem_of_prompt(group.prompt):
             return wrong
         if self.experts and (wrong := self._problem_of_routes(row.tokens, group.columns[ROUTES], self.experts)):
@@ -188,7 +194,7 @@ class Experience:
         """Return the newest version. Raises ServiceConflict unless the schedule lets this version sample the step."""
         version = self._publishing.version
         if version is None:
-            raise ServiceConflict(f"step {step}: no weight version was published yet")
+            raise ServiceConflict(f"step {step}: no weight version has been published yet")
         last = version + self._schedule.ahead
         if not version <= step <= last:
             raise ServiceConflict(
@@ -218,8 +224,8 @@ class Experience:
             return Taken(new=False)
         self._check_step(step)
         if self._batches.get(step) is not None:
-            other = "other prompts already" if step in self._prompts else "groups from outside already"
-            raise ServiceConflict(f"step {step} has {other}, so it takes no prompts")
+            other = "other prompts" if step in self._prompts else "groups from outside programs"
+            raise ServiceConflict(f"step {step} already has {other}, so it takes no prompts")
         prompts = None
         if request.prompts is not None:
             self._check_room(len(encoded))
@@ -289,7 +295,7 @@ class Experience:
         self._run_state.check()
         version = self._publishing.version
         if version is None:
-            raise ServiceConflict("no weight version was published yet, so no instance samples")
+            raise ServiceConflict("no weight version has been published yet, so no instance samples")
         prompt = Prompt("outside", "", "", _ids(request.prompt))
         most = self._config.rollout.group_size
         if wrong := self._check.problem_of_prompt(prompt):

@@ -82,10 +82,10 @@ class _Evaluation:
     def stage_progress(self) -> str:
         """What is done and what is not, for the message that says why the evaluation was cut off."""
         if self.expected is None:
-            return "its problems were not read and encoded, or its verifiers not started,"
+            return "its problems were not yet encoded, or its verifiers not yet started,"
         if self.generated is None:
-            return f"{self.landed} of {self.expected} responses were in"
-        return "its responses were not all scored and voted on"
+            return f"{self.landed} of {self.expected} responses had arrived"
+        return "not all of its responses were scored and voted on"
 
 
 class InRunEvaluation:

@@ -66,7 +66,7 @@ class Ledger:
     def add_ready(self, index: int, tokens: int) -> None:
         """Mark a row as ready. Raises ValueError for an index that is out of range or already ready."""
         if index in self._tokens or not 0 <= index < self.expected:
-            raise ValueError(f"row {index} of {self.expected} is ready already, or there is no such row")
+            raise ValueError(f"row {index} of {self.expected} is already ready, or does not exist")
         place = index if self._in_order else len(self._ready)
         self._mini_batches[index] = place // self._mini_batch
         self._ready.append(index)
@@ -222,7 +222,7 @@ class Ledger:
         """Mark rows as done. Raises ValueError for a row that was not given out or is already done."""
         for index in indices:
             if index not in self._given or index in self._done:
-                raise ValueError(f"row {index} was not given out, or is done already")
+                raise ValueError(f"row {index} was not leased, or is already done")
             self._done.add(index)
 
     @property

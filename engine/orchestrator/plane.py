@@ -187,8 +187,8 @@ class Plane:
             return await method(request)
         if self._trains and not ours:
             raise ServiceConflict(
-                f"{type(request).__name__}: the run has a trainer of its own, and only that moves its steps and "
-                "weights; lease rows for a stage of yours, or start a service (docs/service.md)"
+                f"{type(request).__name__}: the run has its own trainer, and only that trainer advances its steps and "
+                "weights; lease rows for your own stage, or start a service (docs/service.md)"
             )
         with self._liveness.answering(request.unit):
             return await method(request)
@@ -233,7 +233,7 @@ class Plane:
         if self._trains and self.failure is None and (who := self._liveness.longer_than(limit)):
             await self.fail(
                 DeadlineError(
-                    f"no sign of life of {who} in {limit:g} s ({keys}); its log: {self.folder.logs / 'trainer.log'}"
+                    f"no sign of life from {who} in {limit:g} s ({keys}); its log: {self.folder.logs / 'trainer.log'}"
                 )
             )
 

@@ -86,7 +86,7 @@ class _PendingGroup:
         """Count a failure. Raises MetronomeError once instances have failed FAULTS times on the response."""
         self.faults[number] += 1
         if self.faults[number] >= FAULTS:
-            raise MetronomeError(f"{self.where(number)} failed {FAULTS} times, at last: {error}") from error
+            raise MetronomeError(f"{self.where(number)} failed {FAULTS} times; last error: {error}") from error
 
     def check_refusals(self, number: int, error: Busy, limit_s: float) -> None:
         """Raise DeadlineError if only paused instances have been found for `limit_s` seconds."""

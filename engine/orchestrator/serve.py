@@ -44,7 +44,7 @@ def run_service(config: Config, say: Say) -> None:
     folder = RunFolder(config.folder)
     with hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", 0.0):
         if folder.steps.exists():
-            raise BadInput(f"run folder {folder.path} is that of a training run; give another --set run.name=NAME")
+            raise BadInput(f"run folder {folder.path} belongs to a training run; give another --set run.name=NAME")
         claim_run_id(folder.path, config, resume=True)
         folder.create(config, resume=folder.config.exists())
         try:
@@ -60,10 +60,10 @@ def check_service(config: Config) -> Config:
     """Return the config without a layout of our own trainer. Raises BadInput for what a service does not support, and
     for what this machine lacks."""
     if config.train.record:
-        raise BadInput("train.record = true: a service keeps no record, because its trainer is another program's")
+        raise BadInput("train.record = true: a service can't keep a record, because another program trains")
     if config.weights.transport in ("nccl", "hccl"):
         raise BadInput(
-            f'weights.transport = "{config.weights.transport}": a trainer outside sends from host memory; set it to '
+            f'weights.transport = "{config.weights.transport}": an outside trainer sends from host memory; set it to '
             '"file" or "gloo"'
         )
     listen_address(config.rollout.listen)

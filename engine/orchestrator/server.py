@@ -201,7 +201,7 @@ class Server:
             return _failed(411, BadInput("a request needs a Content-Length"))
         if size > self._max_bytes - self._reading:
             raise ServiceFull(
-                f"{self._reading:,} bytes of requests are under way, and {size:,} more would be more than "
+                f"{self._reading:,} bytes of requests are under way, and {size:,} more would exceed "
                 f"{self._max_bytes:,} (service.max_mib)"
             )
         self._reading += size
@@ -255,7 +255,7 @@ class Server:
         if not isinstance(again, bool):
             raise BadInput(f"again = {again!r}: expected true or false")
         if (pool := self.pool) is None:
-            return _error(425, "the run takes no instances yet")
+            return _error(425, "the run does not accept instances yet")
         if pool.failure is not None:
             return _error(503, f"the run is ending: {pool.failure}")
         if again and name in self._left:
@@ -280,7 +280,7 @@ class Server:
         name = _name(await _object(request))
         known = self.pool.find(name) if self.pool is not None else None
         if known is None or self.pool is None:
-            return _error(404, f"no instance {name}")
+            return _error(404, f"there is no instance {name}")
         self._left.add(name)
         self.pool.leave(known)
         return web.json_response({"state": known.state})

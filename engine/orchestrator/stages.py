@@ -126,11 +126,15 @@ class StageWatch:
         limit = self._config.stages[name].lease_s
         held = self._table.oldest_lease(name)
         if held is not None:
-            late = f"they hold groups {list(held.indices)} of step {held.step} for more than {limit:g} s"
+            late = f"they have held groups {list(held.indices)} of step {held.step} for more than {limit:g} s"
             return f"{late} (stages.{name}.lease_s)" if now - held.given > limit else ""
         waiting, _ = self._table.waiting(name)
         silent = now - self._asked.get(name, now)
-        return f"{waiting} groups wait, and they asked for none in {silent:.0f} s" if waiting and silent > limit else ""
+        return (
+            (f"{waiting} groups are waiting, and they have asked for none in {silent:.0f} s")
+            if waiting and silent > limit
+            else ""
+        )
 
     def late_stage(self, now: float) -> str:
         """Say for which stage rows have waited longer than its `wait_s` without progress; "" if for none."""
@@ -152,7 +156,7 @@ class StageWatch:
         if name in self._asked:
             found = "it makes no progress"
         else:
-            found = "its ranks have not asked for rows" if own else "no program has asked for rows of it"
+            found = "its ranks have not asked for rows" if own else "no program has asked for its rows"
         return f"{found}; their log: {scorer_log(self._logs, name)}" if own else found
 
     def status(self) -> JsonObject:

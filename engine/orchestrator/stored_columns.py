@@ -153,7 +153,7 @@ class StoredColumns:
             if self._session != session:
                 return
             if self._in_vain == RESTARTS:
-                raise StoreError(f"TransferQueue was restarted {RESTARTS} times in a row, and still: {fault}")
+                raise StoreError(f"TransferQueue was restarted {RESTARTS} times in a row, and still fails: {fault}")
             self._session += 1
             self._in_vain += 1
             away = self._coming.keys() | self._lost
@@ -173,7 +173,7 @@ class StoredColumns:
         try:
             await self._store.put(*at, bodies)
         except StoreFault as fault:
-            raise StoreError(f"TransferQueue was restarted, and does not work: {fault}") from fault
+            raise StoreError(f"TransferQueue was restarted, but does not work: {fault}") from fault
 
     async def _read(self, at: At, columns: Columns) -> dict[str, bytes] | None:
         try:

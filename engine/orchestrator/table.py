@@ -106,7 +106,7 @@ class RowTable:
             if held.step == step and held.stage == TRAIN:
                 self._held.pop(number, None)
                 self._over.pop(number, None)
-                self._replaced[number] = (held, "the trainer has begun the step again since")
+                self._replaced[number] = (held, "the trainer has since restarted the step")
 
     def forget(self, step: int) -> None:
         """Forget the rows and leases of a step that is over."""
@@ -151,7 +151,7 @@ class RowTable:
         if (known := step.rows.get(row.index)) is not None:
             if all(column in known.columns for column in row.columns):
                 return False
-            raise ServiceConflict(f"step {row.step} has another group {row.index} already (another digest)")
+            raise ServiceConflict(f"step {row.step} already has another group {row.index} (different digest)")
         step.rows[row.index] = replace(row, columns=(), mini_batch=0)
         self._add_columns(step, row.index, row.columns)
         return True
@@ -168,7 +168,7 @@ class RowTable:
         for column in columns:
             if column.name in known.names and known.column(column.name).digest != column.digest:
                 raise ServiceConflict(
-                    f"step {step}, group {index}: the column {column.name!r} is there already (another digest)"
+                    f"step {step}, group {index}: the column {column.name!r} already exists with a different digest"
                 )
         return [column for column in columns if column.name not in known.names]
 
@@ -264,7 +264,7 @@ class RowTable:
             held, why = self._replaced[number]
             drop = "drop the gradient of these groups" if held.stage == TRAIN else "drop what was computed"
             raise ServiceConflict(f"lease {number} of step {held.step}: {why}; {drop}")
-        raise ServiceConflict(f"there is no lease {number}; the service may have been started again since")
+        raise ServiceConflict(f"there is no lease {number}; the service may have restarted since")
 
     def check_asked(self, stage: str, columns: Sequence[str]) -> None:
         """Raise BadInput for a column that the stage does not need."""
@@ -298,7 +298,9 @@ class RowTable:
         """
         held = self.held(number)
         if self.stages[held.stage].gives:
-            raise ServiceConflict(f"lease {number}: the stage {held.stage!r} is through with rows when it has written")
+            raise ServiceConflict(
+                f"lease {number}: the stage {held.stage!r} completes its rows by writing their columns"
+            )
         if number in self._over:
             return ()
         return self._finish(held)
@@ -313,12 +315,12 @@ class RowTable:
         held = self.held(number)
         gives = self.stages[stage].gives
         if held.stage != stage:
-            raise BadInput(f"lease {number} is one of the stage {held.stage!r}, not of {stage!r}")
+            raise BadInput(f"lease {number} belongs to the stage {held.stage!r}, not to {stage!r}")
         if not gives:
-            raise BadInput(f"lease {number}: the stage {stage!r} gives no columns; its rows are acknowledged")
+            raise BadInput(f"lease {number}: the stage {stage!r} gives no columns; acknowledge its rows instead")
         indices = [written.index for written in rows]
         if sorted(indices) != sorted(held.indices):
-            raise BadInput(f"lease {number}: it has the groups {list(held.indices)}, and {indices} were written")
+            raise BadInput(f"lease {number}: it has the groups {list(held.indices)}, but {indices} were written")
         for written in rows:
             names = [column.name for column in written.columns]
             if sorted(names) != sorted(gives):

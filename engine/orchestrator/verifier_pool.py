@@ -32,6 +32,7 @@ from engine.wire.verifier_messages import (
     RewardRefused,
     Scores,
     VerifierMessage,
+    WeightedFunction,
 )
 
 PASSED = frozenset(
@@ -86,7 +87,7 @@ class VerifierPool:
 
     def __init__(
         self,
-        spec: str,
+        reward: str | Sequence[WeightedFunction],
         workers: int = 1,
         timeout_s: float = 10.0,
         on_error: OnFault = "stop",
@@ -97,11 +98,14 @@ class VerifierPool:
         memory: int = 0,
         processes: int = 0,
     ) -> None:
-        """`spec`: reward.function. `timeout_s`: seconds for a call. `on_error`, `on_timeout`: reward.on_error and
-        reward.on_timeout. `start_timeout_s`: seconds for loading the reward. `log`: file for what the reward prints;
-        None: this process's stderr. `variables`: reward.environment. `memory`: limit in bytes for a user's reward; 0:
-        none. `processes`: limit on the processes that each worker's reward may have started at once; 0: none."""
-        self._spec = spec
+        """`reward`: reward.function, or all of reward.functions. `timeout_s`: seconds for a call. `on_error`,
+        `on_timeout`: reward.on_error and reward.on_timeout. `start_timeout_s`: seconds for loading the reward. `log`:
+        file for what the reward prints; None: this process's stderr. `variables`: reward.environment. `memory`: limit
+        in bytes for a user's reward; 0: none. `processes`: limit on the processes that each worker's reward may have
+        started at once; 0: none."""
+        functions = [WeightedFunction(reward)] if isinstance(reward, str) else reward
+        self._functions = tuple(functions)
+        self._built_in = all(one.function in BUILT_IN for one in functions)
         self._timeout_s = timeout_s
         self._on_error = on_error
         self._on_timeout = on_timeout
@@ -109,7 +113,7 @@ class VerifierPool:
         self._workers = [
             _VerifierProcess(
                 name=f"verifier {index}",
-                spec=spec,
+                functions=self._functions,
                 start_timeout_s=start_timeout_s,
                 log=log,
                 environment=environment,
@@ -124,7 +128,7 @@ class VerifierPool:
     def of(cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0) -> VerifierPool:
         """Create the pool that a recipe describes. Other arguments are as in `__init__`."""
         return cls(
-            spec=reward.function,
+            reward=[WeightedFunction(one.function, one.weight, one.name) for one in reward.named],
             workers=reward.workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
@@ -185,7 +189,7 @@ class VerifierPool:
         self.close()
 
     async def _score_call(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
-        request = verifier_messages.make_score_call(prompt, responses, text_only=self._spec in BUILT_IN)
+        request = verifier_messages.make_score_call(prompt, responses, text_only=self._built_in)
         try:
             return await self._ask_until_answered(verifier_messages.frame_message(request))
         except TimeoutError:
@@ -195,8 +199,8 @@ class VerifierPool:
         return [score] * len(responses)
 
     def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
-        what = f'reward.function = "{self._spec}", prompt {prompt.id}: {why}'
-        if choice == "stop" and not (status == "error" and self._spec in BUILT_IN):  # only a response makes it fail
+        what = f"reward.function{_shown(self._functions)}, prompt {prompt.id}: {why}"
+        if choice == "stop" and not (status == "error" and self._built_in):  # only a response makes it fail
             raise RewardError(what)
         return Score(0.0, status, what, excluded=choice == "exclude")
 
@@ -208,7 +212,7 @@ class VerifierPool:
         try:
             return await self._ask_idle_worker(request)
         except _WorkerDied as error:
-            raise RewardError(f"{DEATHS} processes died of it, at last: {error}") from None
+            raise RewardError(f"{DEATHS} processes died of it; last error: {error}") from None
 
     async def _ask_idle_worker(self, request: bytes) -> list[Score]:
         # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
@@ -225,7 +229,7 @@ class _VerifierProcess:
     def __init__(
         self,
         name: str,
-        spec: str,
+        functions: Sequence[WeightedFunction],
         start_timeout_s: float,
         log: Path | None,
         environment: Mapping[str, str],
@@ -240,7 +244,7 @@ class _VerifierProcess:
         self._processes = processes
         self._child: Child | None = None
         self._name = name
-        self._spec = spec
+        self._functions = functions
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._closed = False
@@ -312,7 +316,8 @@ class _VerifierProcess:
         pipe, self._lifeline = os.pipe()
         try:
             limits = {"memory": self._memory, "processes": self._processes}
-            command = verifier_command(connection=theirs.fileno(), lifeline=pipe, spec=self._spec, **limits)
+            packed = verifier_messages.pack_functions(self._functions)
+            command = verifier_command(connection=theirs.fileno(), lifeline=pipe, functions=packed, **limits)
             self._child = Child(
                 name=self._name,
                 arguments=command,
@@ -349,11 +354,12 @@ class _VerifierProcess:
                 hello = await self._receive()
         except TimeoutError:
             raise DeadlineError(
-                f'{self._name}: reward.function = "{self._spec}" was not loaded within {self._start_timeout_s:g} s'
+                f"{self._name}: reward.function{_shown(self._functions)} was not loaded within "
+                f"{self._start_timeout_s:g} s"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            what = f'reward.function = "{self._spec}": while loading it, its process {self._how_it_ended()}'
+            what = f"reward.function{_shown(self._functions)}: while loading it, its process {self._how_it_ended()}"
             assert self._child is not None, "it is set until `_kill`"
             raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
         if isinstance(hello, RewardRefused):
@@ -406,6 +412,13 @@ class _VerifierProcess:
     def _had_too_many(self) -> bool:
         """Return whether the guardian ended the process because it had started too many processes."""
         return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
+
+
+def _shown(functions: Sequence[WeightedFunction]) -> str:
+    """Return what follows "reward.function" in a message: its value, or the names of reward.functions."""
+    if functions[0].name:
+        return f"s = {', '.join(one.name for one in functions)}"
+    return f' = "{functions[0].function}"'
 
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:

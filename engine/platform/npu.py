@@ -61,7 +61,7 @@ class Npu(Accelerator):
         try:
             api = self.api()
         except (ImportError, OSError, RuntimeError) as error:
-            return f"torch_npu can't be imported, is CANN's environment set up? ({error})"
+            return f"torch_npu can't be imported ({error}); is CANN's environment set up?"
         return None if api.is_available() else "torch_npu finds no NPU (driver, ASCEND_RT_VISIBLE_DEVICES)"
 
     def api(self) -> ModuleType:

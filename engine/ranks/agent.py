@@ -79,7 +79,7 @@ class FixedNodes(RendezvousHandler):
         store = dist.PrefixStore(self._run_id, served)
         node = 0 if self._serves else store.add("others", 1)
         if node >= self._nodes:
-            raise RendezvousConnectionError(f"the run has {self._nodes} nodes, and all of them are there")
+            raise RendezvousConnectionError(f"the run has {self._nodes} nodes, and all of them have joined")
         store.set(f"here/{node}", "")
         self._await_all(store)
         return RendezvousInfo(store, node, self._nodes, RendezvousStoreInfo(self._host, served.port))
@@ -100,7 +100,7 @@ class FixedNodes(RendezvousHandler):
         except RuntimeError:
             missing = sum(not store.check([key]) for key in keys)
             raise RendezvousTimeoutError(
-                f"{missing} of {self._nodes} nodes did not arrive within {self._wait_s:g} s"
+                f"{missing} of {self._nodes} nodes did not join within {self._wait_s:g} s"
             ) from None
 
     def get_backend(self) -> str:
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="on this node")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--rendezvous", default="127.0.0.1:0", help="host:port on the orchestrator's node")
-    parser.add_argument("--run-id", default=uuid.uuid4().hex, help="what the nodes of a run have in common")
+    parser.add_argument("--run-id", default=uuid.uuid4().hex, help="the same for all nodes of a run")
     parser.add_argument("--module", default=TRAINER_RANK, help="what each rank runs")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()

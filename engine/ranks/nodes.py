@@ -57,9 +57,7 @@ def main() -> int:
     os.environ[LIFELINE] = hold_lifeline()
     parser = argparse.ArgumentParser(description="this node's trainer ranks of a run")
     parser.add_argument("folder", type=Path, help="the run folder, shared with the orchestrator's node")
-    parser.add_argument(
-        "--wait", type=float, default=600.0, help="seconds to wait for the run to begin, or to begin again"
-    )
+    parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the run to start or restart")
     arguments = parser.parse_args()
     try:
         follow_invitations(arguments.folder, arguments.wait)

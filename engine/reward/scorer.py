@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from engine.types import Prompt, Response, Score
 from engine.wire.columns import PackedResponse
+
+METRIC_NAME = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
+"""Names of a score's metrics. MLflow takes them too."""
 
 
 class ResponseScorer(Protocol):

@@ -230,7 +230,7 @@ def find_damage(folder: Path, marker: Marker) -> str | None:
     for kind, checksum, expected in kinds:
         for name in sorted(expected):
             if not (folder / name).is_file() or checksum(folder / name) != expected[name]:
-                return f"{name} is not the file that {MARKER} was written for ({kind} differs)"
+                return f"{name} does not match {MARKER} ({kind} differs)"
     return None
 
 
@@ -257,8 +257,8 @@ class _Plain(pickle.Unpickler):
 
     def _refused(self, what: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
-            f"checkpoint {self._folder}: {INDEX} refers to {what}, which no checkpoint of "
-            "Metronome does; this program did not write it and does not read it"
+            f"checkpoint {self._folder}: {INDEX} refers to {what}, which no checkpoint of Metronome does; Metronome "
+            "did not write it and refuses to read it"
         )
 
 

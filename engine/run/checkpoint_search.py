@@ -48,8 +48,8 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
         aside += [f"{place}/{name}" for name in store.damaged_checkpoints(place)]
     if found is None and aside:
         raise CheckpointError(
-            "; ".join([*told, "no checkpoint of this run is whole"])
-            + f"; to begin again at step 0 delete the damaged ones: {', '.join(aside)}"
+            "; ".join([*told, "no checkpoint of this run is intact"])
+            + f"; to start again at step 0 delete the damaged ones: {', '.join(aside)}"
         )
     return found
 

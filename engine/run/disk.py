@@ -23,8 +23,8 @@ def named_disk_errors(folder: Path) -> Iterator[None]:
         if (cause := _cause(error)) is None:
             raise
         raise DiskError(
-            f"run folder {folder}: {os.strerror(cause.errno or 0)} ({_free(folder)}); make space there, then resume "
-            "the run, which goes on from its newest checkpoint"
+            f"run folder {folder}: {os.strerror(cause.errno or 0)} ({_free(folder)}); free space there, then resume "
+            "the run; it continues from its newest checkpoint"
         ) from None
 
 

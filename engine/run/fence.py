@@ -69,6 +69,6 @@ def _newest(folder: Path, kind: Kind) -> int:
     if not (text.endswith("\n") and text.strip().isdecimal()):
         raise BadInput(
             f"{file}: the number of the newest attempt can't be read, because the file is damaged; make sure that no "
-            f"{kind} of this run lives, then delete the file"
+            f"{kind} of this run is running, then delete the file"
         )
     return int(text)

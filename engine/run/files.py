@@ -124,7 +124,9 @@ def _row(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401
     except msgspec.DecodeError:
         row = _with_nan(line)
     if not isinstance(row, dict):
-        raise BadInput(f"{path}, line {number}: it is damaged, expected a JSON object; cut the file before this line")
+        raise BadInput(
+            f"{path}, line {number}: it is damaged, expected a JSON object; truncate the file before this line"
+        )
     return row
 
 

@@ -84,7 +84,7 @@ class RunFolder:
         False."""
         if self.steps.exists() and not resume:
             raise BadInput(
-                f"run folder {self.path} has a run already; give --resume to continue it, or another run.name"
+                f"run folder {self.path} already has a run; give --resume to continue it, or another run.name"
             )
         if resume and self.config.exists():
             check_same_run(config, self.read_config())
@@ -100,8 +100,8 @@ class RunFolder:
         text = self.config.read_text(errors="replace")
         if not text.endswith("\n") or f"[{LAST_TABLE}]" not in text:
             raise BadInput(
-                f"{self.config}: the file is damaged, its end is missing; put the run's config there (MLflow has it as "
-                "an artifact), or delete the file and resume with the recipe and the settings of the run's start"
+                f"{self.config}: the file is damaged, its end is missing; restore the run's config there (MLflow has "
+                "it as an artifact), or delete the file and resume with the recipe and the settings of the run's start"
             )
         return load_config(self.config)
 
@@ -118,7 +118,9 @@ class RunFolder:
     def add_step(self, report: StepReport) -> None:
         """Append one line to steps.jsonl, in one write. Raises TakenOver if another orchestrator writes the run."""
         self.fence.check()
-        append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
+        line = asdict(report)
+        line |= line.pop("reward_metrics") or {}
+        append_line(self.steps, {key: value for key, value in line.items() if value is not None})
 
     def add_evaluation(self, row: Mapping[str, object]) -> None:
         """Append one line to evaluations.jsonl. Raises TakenOver as `add_step` does."""
@@ -138,6 +140,8 @@ class RunFolder:
                 "finish_reason": response.finish_reason,
                 "score": score.value,
                 "status": score.status,
+                "detail": score.detail,
+                **{f"reward/{name}": value for name, value in score.metrics.items()},
             }
             for group in groups[:SAMPLED_GROUPS]
             for response, score in zip(group.responses, group.scores, strict=True)
@@ -173,7 +177,7 @@ class RunFolder:
         if not self.failure.exists():
             return None
         try:
-            told = read_json(self.failure, "why the run ended", "the logs tell")
+            told = read_json(self.failure, "why the run ended", "see the logs")
             return str(told["error"]), str(told["message"])
         except (BadInput, KeyError) as error:
             return MetronomeError.__name__, str(error)
@@ -194,14 +198,14 @@ def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> 
         if now != then:
             raise BadInput(
                 f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value. Leave it out, "
-                f"or begin a new run with it (another run.name){_from_here(config)}"
+                f"or start a new run with it (another run.name){_from_here(config)}"
             )
 
 
 def _from_here(config: Config) -> str:
     """How to begin a new run from this run's policy; "" if it has none yet."""
     policy = RunFolder(config.folder).policy
-    return f", from this run's policy if you like: --set model.path={policy}" if policy.exists() else ""
+    return f", which can start from this run's policy: --set model.path={policy}" if policy.exists() else ""
 
 
 def dump_config(config: Config, path: Path) -> None:

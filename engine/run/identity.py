@@ -36,8 +36,8 @@ def read_run_id(folder: Path) -> str:
     number = file.read_text(errors="replace").removesuffix("\n")
     if not NUMBER.fullmatch(number):
         raise BadInput(
-            f"{file}: {number!r} is not the number of a run (32 hexadecimal digits, as in a UUID of version 7); delete "
-            "the file and resume, the number is then taken from the newest checkpoint"
+            f"{file}: {number!r} is not a run number (32 hexadecimal digits, as in a UUID of version 7); delete the "
+            "file and resume, the number is then taken from the newest checkpoint"
         )
     return number
 

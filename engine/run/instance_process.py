@@ -59,8 +59,8 @@ class InstanceProcess:
             self.child.check()
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"{self.name} does not serve after {timeout_s:g} s (rollout.timeout_s; a slow or busy "
-                    f"machine needs more) and {self.child.how_it_ended()}"
+                    f"{self.name} was not ready after {timeout_s:g} s (rollout.timeout_s; a slow or busy machine "
+                    f"needs more) and {self.child.how_it_ended()}"
                 )
             await asyncio.sleep(LOOK_S)
         return address

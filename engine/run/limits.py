@@ -92,8 +92,8 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
             need=count * each,
             has=shutil.disk_usage(place).free,
             unit="bytes",
-            formula=f"{count} x {_readable(each)} of checkpoints; the oldest goes when a newer one is complete",
-            remedy="make space, set run.output to another disk, or lower checkpoint.keep_last",
+            formula=f"{count} x {_readable(each)} of checkpoints; the oldest is deleted when a newer one is complete",
+            remedy="free space, set run.output to another disk, or lower checkpoint.keep_last",
         )
 
 

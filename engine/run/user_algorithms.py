@@ -32,7 +32,8 @@ def advantage_of(spec: str) -> Advantage:
     _check("algorithm.advantage", spec, file, attempt)
     if found.scope == "batch":
         raise BadInput(
-            f'algorithm.advantage = "{spec}": scope "batch" is for built-in advantages; your own takes a group'
+            f'algorithm.advantage = "{spec}": scope "batch" is for built-in advantages; your own is called with one '
+            "group"
         )
     return found
 
@@ -133,4 +134,4 @@ def _names(known: Iterable[str]) -> str:
 
 def _check(key: str, spec: str, file: str, attempt: UserCode) -> None:
     if attempt.error is not None:
-        raise BadInput(f'{key} = "{spec}": it failed when it was tried: {describe_error(attempt.error, file)}')
+        raise BadInput(f'{key} = "{spec}": it failed in a trial call: {describe_error(attempt.error, file)}')

@@ -44,7 +44,8 @@ def instance_command_line(
     mine = config.instance_cores(number)
     if device != "cpu" and mine and len(mine) != rollout.tensor:
         raise BadInput(
-            f"rollout.devices gives {name} {len(mine)} devices; rollout.tensor = {rollout.tensor} needs as many"
+            f"rollout.devices gives {name} {len(mine)} devices; rollout.tensor = {rollout.tensor} needs "
+            f"{rollout.tensor}"
         )
     pairs = {
         "--model": str(model),
@@ -97,8 +98,8 @@ def vllm_interpreter() -> str:
     device, *rest = marker.read_text().splitlines()
     if _packages(rest[1:]) != _packages((LISTS / f"{device}.txt").read_text().splitlines()):
         raise BadInput(
-            f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than there is now: run "
-            f"`make vllm DEVICE={device}` again"
+            f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than the current one: run `make vllm "
+            f"DEVICE={device}` again"
         )
     return str(python)
 
@@ -118,7 +119,7 @@ def check_for_cpu(config: Config) -> None:
     process does not have (rollout.devices are cores there)."""
     if config.algorithm.routing_replay:
         raise BadInput(
-            "algorithm.routing_replay: vLLM on a CPU does not keep which experts compute a token; set it to false"
+            "algorithm.routing_replay: vLLM on a CPU does not record which experts compute a token; set it to false"
         )
     if wrong := foreign_cores("rollout.devices", config.rollout.devices):
         raise BadInput(wrong)

@@ -19,7 +19,7 @@ from engine.run.trace import Span, iterate_spans, read_spans
 LANES = {
     "trainer-": "a rank of the trainer: what it computes, and where it waits for groups",
     "trainer-*bubble": "the same rank, idle inside a pipelined window",
-    "scorer-": "a rank of a frozen model on devices of its own: which groups it scores",
+    "scorer-": "a rank of a frozen model on separate devices: which groups it scores",
     "instance-": "the responses that this rollout instance samples, a row for each that runs at the same time",
     "instances": "weights on their way to all instances",
     "pool ": "the state of an instance: whether it takes prompts",

@@ -98,7 +98,7 @@ def check_scope(spec: str, loss: PolicyLoss, mode: str) -> None:
     if loss.scope != "group" and mode == "periodic":
         raise BadInput(
             f'algorithm.loss = "{spec}" takes its statistics over the whole batch, so no group can be trained before '
-            'the last one is there: it needs another train.mode than "periodic"'
+            'the last one has arrived: it needs another train.mode than "periodic"'
         )
 
 

@@ -83,12 +83,12 @@ class MemoryWatch:
         held = self._held if self._held is not None else most
         expected = sum(term.bytes for term in states)
         if held > TOLERANCE * expected or self._held is None:
-            when = "at the step's begin" if self._held is not None else "then"
+            when = "at the start of the step" if self._held is not None else "then"
             return f"{readable_bytes(held)} were held {when}, where the dry run counts {self._listed(states)}"
         if most > expected + sum(term.bytes for term in working):
             return (
-                f"{readable_bytes(most)} were needed, {readable_bytes(held)} of them at the step's begin, as the dry "
-                f"run counts; for the work of a step it counts {self._listed(working)}"
+                f"{readable_bytes(most)} were needed, {readable_bytes(held)} of them at the start of the step, as the "
+                f"dry run counts; for the work of a step it counts {self._listed(working)}"
             )
         return (
             f"{readable_bytes(most)} were needed, no more than the dry run counts: the device has less, another "
@@ -157,7 +157,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plane", required=True, help="URL of the orchestrator's server")
     parser.add_argument("--weights", type=Path, required=True, help="folder shared with the instances")
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--attempt", type=int, required=True, help="number of the orchestrator's attempt")
     parser.add_argument("--replay", type=Path, help="train on a record instead of rollouts")
     return parser.parse_args()

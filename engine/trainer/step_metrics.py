@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from statistics import fmean
@@ -28,6 +28,8 @@ class StepMetrics:
     rewards: list[float] = field(default_factory=list)
     """Rewards of the responses that are not excluded."""
     excluded: int = 0
+    reward_metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Metrics of the scores, by name."""
     statuses: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
@@ -70,6 +72,9 @@ class StepMetrics:
         self.unequal += unequal
         self.rewards += [score.value for score in group.scores if not score.excluded]
         self.excluded += sum(score.excluded for score in group.scores)
+        for score in group.scores:
+            for name, value in () if score.excluded else score.metrics.items():
+                self.reward_metrics.setdefault(name, []).append(value)
         self.statuses += [score.status for score in group.scores]
         self.lengths += [len(response.token_ids) for response in group.responses]
         self.truncated += sum(response.truncated for response in group.responses)
@@ -122,14 +127,13 @@ class StepMetrics:
     def _figures(self, denominators: Sequence[float], by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.lengths))
         weight = count if by_response else max(1, self.loss_tokens)
-        known = max(1, len(self.rewards))
-        mean = sum(self.rewards) / known
+        mean, deviation = mean_and_deviation(self.rewards)
         return {
             "versions_seen": sorted(self.versions),
             "staleness_mean": self.staleness / count,
             "continued": self.continued,
             "reward_mean": mean,
-            "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in self.rewards) / known),
+            "reward_std": deviation,
             "response_length_mean": sum(self.lengths) / count,
             "truncated": self.truncated,
             "reward_timeouts": self.statuses.count("timeout"),
@@ -152,7 +156,15 @@ class StepMetrics:
             "wait_s": self.wait_s,
             "memory_peak_gib": memory,
             **self._balance(),
+            **self._reward_metrics(),
         }
+
+    def _reward_metrics(self) -> OptionalFigures:
+        """Return mean and standard deviation of each metric of the scores; {} if they have none."""
+        found: dict[str, float] = {}
+        for name, values in self.reward_metrics.items():
+            found[f"reward/{name}"], found[f"reward/{name}_std"] = mean_and_deviation(values)
+        return {"reward_metrics": found} if found else {}
 
     def _balance(self) -> OptionalFigures:
         """Return the highest load of an expert relative to the mean of its layer; {} if no expert got any tokens."""
@@ -188,6 +200,13 @@ class RankMetrics(msgspec.Struct):
     """`Platform.peak_bytes` of the rank."""
 
 
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation (of the population); zeros without any value."""
+    count = max(1, len(values))
+    mean = sum(values) / count
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / count)
+
+
 def _largest_or_nan(values: Iterable[float]) -> float:
     """Return the largest value, or NaN if any value is NaN, so that a NaN can't go unnoticed."""
     found = list(values)
@@ -196,6 +215,14 @@ def _largest_or_nan(values: Iterable[float]) -> float:
 
 def _concatenated(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(lists))
+
+
+def _lists_joined(found: Iterable[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    whole: dict[str, list[float]] = {}
+    for one in found:
+        for name, values in one.items():
+            whole.setdefault(name, []).extend(values)
+    return whole
 
 
 def _added_by_layer(found: Iterable[dict[int, list[int]]]) -> dict[int, list[int]]:
@@ -214,5 +241,6 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
     "expert_tokens": _added_by_layer,
+    "reward_metrics": _lists_joined,
 }
 """How to merge the ranks' values of each figure into the step's."""

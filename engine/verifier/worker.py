@@ -2,7 +2,7 @@
 socket.
 
 `engine.orchestrator.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE MEMORY PROCESSES
-SPEC`.
+FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import inspect
+import math
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.data.tokenizer import make_decoder
 from engine.errors import BadInput, RewardError
+from engine.reward.scorer import METRIC_NAME
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe_error
 from engine.types import Prompt, Response, Score
 from engine.verifier.guardian import start_guardian
-from engine.verifier.reward_function import RewardFunction, load_reward
+from engine.verifier.reward_function import RewardFunction, load_rewards
 from engine.wire import verifier_messages
 from engine.wire.columns import Decode
 from engine.wire.verifier_messages import (
@@ -37,6 +39,7 @@ from engine.wire.verifier_messages import (
     ScoreCall,
     Scores,
     VerifierMessage,
+    WeightedFunction,
 )
 
 MEMORY = 512 * 2**20
@@ -45,11 +48,13 @@ host's memory."""
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite number in fp32, the precision in which rewards are trained."""
+SCORE_KEYS = ("score", "reward")
+"""Keys of a dict under one of which a reward returns the score."""
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 """Iterable types that are not a list of scores: texts, and types without order or without scores."""
 
 
-def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: str) -> None:
+def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]) -> None:
     """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
     a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit."""
     start_guardian(socket_fd, processes)
@@ -65,14 +70,14 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: st
             before = MemoryUse.now()
             decode = make_decoder(message)
             took = MemoryUse.now().since(before) if message.json or message.model else MemoryUse(0, 0)
-            limit_memory(spec, memory, took)
-            reward = load_reward(spec)
+            limit_memory(all(one.function in BUILT_IN for one in functions), memory, took)
+            rewards = load_rewards(functions)
         except BadInput as error:
             _send(orchestrator, RewardRefused(str(error)))
             return
-        _send(orchestrator, RewardLoaded(reward.per_response))
+        _send(orchestrator, RewardLoaded(all(reward.per_response for reward in rewards)))
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
-            _serve_calls(orchestrator, reward, runner, decode)
+            _serve_calls(orchestrator, rewards, runner, decode)
 
 
 class MemoryUse(NamedTuple):
@@ -98,14 +103,15 @@ class MemoryUse(NamedTuple):
         return MemoryUse(max(0, self.space - before.space), max(0, self.data - before.data))
 
 
-def limit_memory(spec: str, memory: int, besides: MemoryUse) -> None:
+def limit_memory(built_in: bool, memory: int, besides: MemoryUse) -> None:
     """Limit this process and each process that it starts: a built-in verifier's address space, or the data of a user's
-    reward. `besides`: memory of the tokenizer, which does not count as the reward's.
+    reward. `built_in`: whether all functions are; `besides`: memory of the tokenizer, which does not count as the
+    reward's.
 
     Data is the memory that a process may write and does not share. A reward may hold a model and libraries that reserve
     more address space than there is memory, and data does not count that.
     """
-    if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
+    if built_in and hasattr(resource, "RLIMIT_AS"):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY + besides.space,) * 2)
     elif memory and hasattr(resource, "RLIMIT_DATA"):
         resource.setrlimit(resource.RLIMIT_DATA, (memory + besides.data,) * 2)
@@ -125,12 +131,52 @@ def die_on_close(pipe: int) -> None:
 
 
 def score_group(
-    reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]
+    rewards: Sequence[RewardFunction], runner: asyncio.Runner, prompt: Prompt, responses: list[Response]
 ) -> list[Score]:
-    """Call the reward once and return one score for each response; `runner` runs an async reward.
+    """Call each function of the reward and return one score for each response; `runner` runs async functions.
 
-    Raises RewardError if the reward raises, or does not return one finite number or Score for each response.
+    Raises RewardError if a function raises, or does not return one finite number, Score or dict for each response.
     """
+    found = []
+    for reward in rewards:
+        try:
+            found.append(_score_with(reward, runner, prompt, responses))
+        except RewardError as error:
+            raise RewardError(f"{reward.name} {error}" if reward.name else str(error)) from None
+    return [_weighted_sum(rewards, scores) for scores in zip(*found, strict=True)]
+
+
+def _weighted_sum(rewards: Sequence[RewardFunction], scores: Sequence[Score | None]) -> Score:
+    """The score of one response from those of all functions. None: the function does not apply to the response."""
+    given = [(reward, score) for reward, score in zip(rewards, scores, strict=True) if score is not None]
+    if not given:
+        return Score(0.0, detail="no reward function applies", excluded=True)
+    if not rewards[0].name:
+        return given[0][1]
+    value = _finite(math.fsum(reward.weight * score.value for reward, score in given))
+    if value is None:
+        raise RewardError("has a weighted sum that is not finite in fp32")
+    metrics: dict[str, float] = {}
+    for reward, score in given:
+        for name, number in ((reward.name, score.value), *score.metrics.items()):
+            if name in metrics:
+                raise RewardError(f"gives the metric {name} twice: rename it, or the function of this name")
+            metrics[name] = number
+    judged = [score.correct for _, score in given if score.correct is not None]
+    return Score(
+        value=value,
+        status=next((score.status for _, score in given if score.status != "ok"), "ok"),
+        detail="; ".join(f"{reward.name}: {score.detail}" for reward, score in given if score.detail),
+        excluded=any(score.excluded for _, score in given),
+        correct=all(judged) if judged else None,
+        metrics=metrics,
+    )
+
+
+def _score_with(
+    reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]
+) -> list[Score | None]:
+    """Call one function and check what it returns."""
     result: object = None
     with UserCode(whatever=True) as attempt:  # a test harness that a reward runs may call sys.exit
         result = _call_reward(reward, runner, prompt, responses)
@@ -143,7 +189,10 @@ def score_group(
     values: list[object] = result
     if len(values) != len(responses):
         raise RewardError(f"returned {len(values)} scores for {len(responses)} responses")
-    return [_checked_score(value, index) for index, value in enumerate(values)]
+    return [
+        None if value is None and reward.may_skip else _checked_score(value, index)
+        for index, value in enumerate(values)
+    ]
 
 
 def _call_reward(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> object:
@@ -163,14 +212,60 @@ async def _as_coroutine(result: Any) -> object:  # noqa: ANN401
 
 def _checked_score(value: object, index: int) -> Score:
     """Check one returned score. The value of an excluded Score is not read."""
-    result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
+        result = _score_of_dict(value, index)
+    else:
+        result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
     number = 0.0 if result.excluded else _finite(result.value)
     if number is None:
         raise RewardError(
             f"returned {_shown(result.value)} for response {index}, "
-            "expected a number that is finite in fp32, or a Score"
+            "expected a number that is finite in fp32, a Score, or a dict with a score"
         )
-    return Score(number, str(result.status), str(result.detail), bool(result.excluded))
+    return Score(
+        value=number,
+        status=str(result.status),
+        detail=str(result.detail),
+        excluded=bool(result.excluded),
+        correct=None if result.correct is None else bool(result.correct),
+        metrics=_checked_metrics(result.metrics, index),
+    )
+
+
+def _score_of_dict(value: Mapping[Any, Any], index: int) -> Score:
+    """Return a dict as verl's rewards return it as a Score: its texts are the detail, its numbers the metrics."""
+    keys = [key for key in SCORE_KEYS if key in value]
+    if len(keys) != 1:
+        raise RewardError(
+            f"returned a dict with the keys {', '.join(map(str, value))} for response {index}, expected the score "
+            f"under one of the keys {' and '.join(SCORE_KEYS)}"
+        )
+    rest = {key: found for key, found in value.items() if key not in SCORE_KEYS and found is not None}
+    texts = {key: found for key, found in rest.items() if isinstance(found, str)}
+    return Score(
+        value=value[keys[0]],
+        detail=", ".join(f"{key}: {found}" for key, found in texts.items()),
+        metrics={key: found for key, found in rest.items() if key not in texts},
+    )
+
+
+def _checked_metrics(metrics: object, index: int) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise RewardError(f"returned {_shown(metrics)} as the metrics of response {index}, expected a dict of numbers")
+    found = {}
+    for name, value in metrics.items():
+        number = _finite(value)
+        if number is None:
+            raise RewardError(
+                f"returned {_shown(value)} as the metric {name} of response {index}, expected a number that is finite "
+                "in fp32"
+            )
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            raise RewardError(
+                f"returned a metric named {_shown(name)} for response {index}; a name has letters, digits and _ - . /"
+            )
+        found[name] = number
+    return found
 
 
 def _finite(value: object) -> float | None:
@@ -192,10 +287,12 @@ def _shown(value: object) -> str:
         return f"a number of type {type(value).__name__} with too many digits"
 
 
-def _serve_calls(orchestrator: socket.socket, reward: RewardFunction, runner: asyncio.Runner, decode: Decode) -> None:
+def _serve_calls(
+    orchestrator: socket.socket, rewards: Sequence[RewardFunction], runner: asyncio.Runner, decode: Decode
+) -> None:
     while isinstance(message := _receive(orchestrator), ScoreCall):
         try:
-            scores = score_group(reward, runner, *verifier_messages.score_arguments(message, decode))
+            scores = score_group(rewards, runner, *verifier_messages.score_arguments(message, decode))
         except RewardError as error:
             _send(orchestrator, RewardFailed(str(error)))
         else:
@@ -243,5 +340,5 @@ if __name__ == "__main__":
         lifeline_fd=int(sys.argv[2]),
         memory=int(sys.argv[3]),
         processes=int(sys.argv[4]),
-        spec=sys.argv[5],
+        functions=verifier_messages.open_functions(sys.argv[5]),
     )

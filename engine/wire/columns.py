@@ -391,8 +391,8 @@ def _whole(row: Row, name: str) -> Column:
     column = row.column(name)
     if not column.is_whole:
         raise TransferError(
-            f"step {row.step}, group {row.index}: the {len(column.body)} bytes of its column {name!r} are not those "
-            "that were packed (their digest is another one); a part of this machine's memory or network is faulty"
+            f"step {row.step}, group {row.index}: the {len(column.body)} bytes of its column {name!r} differ from "
+            "those that were packed (their digests differ); this machine's memory or network is faulty"
         )
     return column
 

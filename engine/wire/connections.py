@@ -65,7 +65,7 @@ class Connections:
         self._all.discard(transport)
 
     def _late(self, transport: asyncio.Transport) -> None:
-        self._log(f"a client sent no whole headers within {self._headers_s:g} s: closed its connection")
+        self._log(f"a client did not send all of its headers within {self._headers_s:g} s: closed its connection")
         self._close(transport)
 
     def _close(self, transport: asyncio.Transport) -> None:

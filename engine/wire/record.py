@@ -98,7 +98,7 @@ def check_continued(path: Path, config: Config, start: int) -> list[RecordEntry]
     """
     kept = _entries_before(path, config, start) if path.exists() else []
     if kept:
-        _check_same_plan(path, config, "--resume", "keep it, or go on with train.record = false")
+        _check_same_plan(path, config, "--resume", "keep it, or continue with train.record = false")
     return kept
 
 
@@ -113,7 +113,7 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
         if start and newest != config.train.prompts_per_step:
             raise BadInput(
                 f"--resume: {path} is damaged and has only {newest} of {config.train.prompts_per_step} groups of step "
-                f"{start - 1}; keep it, and go on with train.record = false"
+                f"{start - 1}; keep it, and continue with train.record = false"
             ) from damage
     return kept
 
@@ -152,13 +152,13 @@ def read_record(path: Path) -> Iterator[RecordEntry]:
             entry = msgspec.convert(item, RecordEntry)
             for row in entry.rows:
                 if damaged := [column.name for column in row.columns if not column.is_whole]:
-                    raise ValueError(f"step {row.step}, group {row.index}: {damaged} are not what was recorded")
+                    raise ValueError(f"step {row.step}, group {row.index}: {damaged} differ from what was recorded")
             yield entry
         except msgspec.ValidationError as error:
             raise BadInput(f"--replay {path}: entry {number} is damaged, or of another release: {error}") from None
         except ValueError as error:
             raise BadInput(
-                f"--replay {path}: entry {number} is damaged ({error}); replay with a whole copy of record.msgpack"
+                f"--replay {path}: entry {number} is damaged ({error}); replay with an intact copy of record.msgpack"
             ) from None
 
 

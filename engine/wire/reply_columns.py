@@ -28,7 +28,7 @@ def read_reply(body: bytes) -> tuple[bytes, array[int], array[float]]:
     head, _, numbers = body.partition(b"\n")
     count, rest = divmod(len(numbers), 2 * NUMBER_BYTES)
     if rest:
-        raise ValueError(f"{len(numbers)} bytes of numbers, which must be {2 * NUMBER_BYTES} for each token")
+        raise ValueError(f"{len(numbers)} bytes of numbers, expected {2 * NUMBER_BYTES} for each token")
     token_ids = array("q", numbers[: count * NUMBER_BYTES])
     logprobs = array("d", numbers[count * NUMBER_BYTES :])
     if sys.byteorder == "big":

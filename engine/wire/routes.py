@@ -64,7 +64,7 @@ def problem_of_routes(values: NDArray[Any], experts: Experts, unknown: bool = Fa
     if unknown:
         values = values[(values != np.iinfo(values.dtype).max).any(axis=(1, 2))]
     if values.size and (largest := int(values.max())) >= experts.count:
-        return f"routes to expert {largest}, the model has {experts.count} in a layer"
+        return f"routes to expert {largest}, but the model has {experts.count} in a layer"
     chosen = np.ascontiguousarray(values.reshape(-1, experts.per_token).T)
     if any((one == other).any() for one, other in combinations(chosen, 2)):
         return "routes that send a token to one expert twice"

@@ -24,6 +24,26 @@ TOO_MANY_PROCESSES = 75
 """Exit status of a verifier process that was ended because its reward had more processes than reward.processes."""
 
 
+class WeightedFunction(msgspec.Struct, frozen=True, array_like=True):
+    """One of a reward's functions. The score is the sum of weight times value over all of them."""
+
+    function: str
+    """"math", "file.py:function" …"""
+    weight: float = 1.0
+    name: str = ""
+    """Name of its values among the score's metrics; empty for `reward.function`, whose value is the score."""
+
+
+def pack_functions(functions: Sequence[WeightedFunction]) -> str:
+    """Return the functions as an argument of a verifier process."""
+    return msgspec.json.encode(functions).decode()
+
+
+def open_functions(argument: str) -> tuple[WeightedFunction, ...]:
+    """The inverse of `pack_functions`."""
+    return msgspec.json.decode(argument, type=tuple[WeightedFunction, ...])
+
+
 class VerifierMessage(msgspec.Struct, tag=True, array_like=True):
     """A message from either side. Texts are sent as bytes, because a response may end in half a character."""
 
@@ -71,20 +91,29 @@ class ScoreCall(VerifierMessage):
 
 
 class Scores(VerifierMessage):
-    """One score per response, in order: value, status, detail, whether it is excluded."""
+    """One score per response, in order: value, status, detail, whether it is excluded, whether it is correct,
+    metrics."""
 
-    scores: tuple[tuple[float, str, bytes, bool], ...]
+    scores: tuple[tuple[float, str, bytes, bool, bool | None, dict[str, float]], ...]
 
     @staticmethod
     def of(scores: Sequence[Score]) -> Scores:
         """Return the scores as a message."""
-        return Scores(
-            tuple((score.value, score.status, _encode_text(score.detail), score.excluded) for score in scores)
-        )
+        return Scores(tuple(map(_packed_score, scores)))
 
     def opened(self) -> list[Score]:
         """The inverse of `of`."""
-        return [Score(value, status, _decode_text(detail), excluded) for value, status, detail, excluded in self.scores]
+        return [
+            Score(
+                value=value,
+                status=status,
+                detail=_decode_text(detail),
+                excluded=excluded,
+                correct=correct,
+                metrics=metrics,
+            )
+            for value, status, detail, excluded, correct, metrics in self.scores
+        ]
 
 
 class RewardFailed(VerifierMessage):
@@ -143,6 +172,11 @@ def score_arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Re
         open_response(response, decode) if text is None else replace(open_response(response), text=_decode_text(text))
         for response, text in zip(message.responses, message.texts, strict=True)
     ]
+
+
+def _packed_score(score: Score) -> tuple[float, str, bytes, bool, bool | None, dict[str, float]]:
+    detail = _encode_text(score.detail)
+    return score.value, score.status, detail, score.excluded, score.correct, dict(score.metrics)
 
 
 def _only_text(response: PackedResponse, text: bytes | None) -> PackedResponse:

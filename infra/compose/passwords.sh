@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes .env from example.env, with a password of its own in each place, for its owner only. An .env that is there stays.
+# Makes .env from example.env, with a different password in each place, readable by its owner only. An existing .env is kept.
 set -eu
 cd "$(dirname "$0")"
 if [ -e .env ]; then
-  echo "infra/compose/.env is there already"
+  echo "infra/compose/.env already exists"
   exit 0
 fi
 umask 077
@@ -14,4 +14,4 @@ while IFS= read -r line; do
   esac
 done <example.env >.env.partial
 mv .env.partial .env
-echo "infra/compose/.env has new passwords"
+echo "infra/compose/.env now has new passwords"

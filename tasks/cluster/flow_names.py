@@ -22,7 +22,7 @@ def name_flow_run(name: str) -> None:
         with get_client(sync_client=True) as client:
             client.update_flow_run(UUID(str(flow_run.id)), name=name)
     except httpx.HTTPError as error:
-        complain(f"warning: the Prefect server does not take the name {name}: {type(error).__name__}: {error}")
+        complain(f"warning: the Prefect server rejects the name {name}: {type(error).__name__}: {error}")
 
 
 def name_of(folder: RunFolder) -> str:

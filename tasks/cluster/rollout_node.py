@@ -96,7 +96,7 @@ def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
         time.sleep(POLL_S)
     if not met:
         limit, key = rollout.patience(met)
-        raise DeadlineError(f"no orchestrator answers at {join} within {limit:.0f} s ({key}): has the run begun?")
+        raise DeadlineError(f"no orchestrator answers at {join} within {limit:.0f} s ({key}): has the run started?")
     say("rollouts", f"the run at {join} has ended")
 
 

@@ -98,7 +98,7 @@ class Service:
         deadline = time.monotonic() + timeout_s
         while not self.ready():
             if time.monotonic() > deadline:
-                raise DeadlineError(f"the {self.name} does not serve after {timeout_s:.0f} s; its log: {self._log}")
+                raise DeadlineError(f"the {self.name} was not ready after {timeout_s:.0f} s; its log: {self._log}")
             time.sleep(POLL_S)
 
     def stop(self, grace_s: float = STOP_S) -> None:
@@ -377,7 +377,7 @@ def _serve(services: Services, asked: threading.Event) -> None:
         print(
             "\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True
         )
-        print(f"\nPrefect's page asks for what {CLIENT_AUTH} has.", flush=True)
+        print(f"\nPrefect's page asks for the user and password in {CLIENT_AUTH}.", flush=True)
         while not asked.wait(1.0):
             rotate_logs(services.folder)
             for service in services.services.values():

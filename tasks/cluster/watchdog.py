@@ -6,7 +6,7 @@ automations act only on flow runs with the tag `resumable`, which their deployme
 
 Automations react to events, and a server that is killed, or whose database is locked, may lose an event. So the
 watchdog (`python -m tasks.cluster.watchdog`) checks every minute for crashed runs that no automation has resumed, and
-for runs that did not begin in time. `make services` and infra/compose start it along with the server.
+for runs that did not start in time. `make services` and infra/compose start it along with the server.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _not_begun(name: str, pools: dict[str, str], within_s: float) -> Automation:
     when it begins."""
     return Automation(
         name=name,
-        description=f"A run that a worker took and that did not begin within {within_s:.0f} s counts as crashed.",
+        description=f"A run that a worker took and that did not start within {within_s:.0f} s counts as crashed.",
         trigger=EventTrigger(
             after={"prefect.flow-run.Pending"},
             expect=_BEGUN | _ENDS,
@@ -172,7 +172,7 @@ def _not_begun(name: str, pools: dict[str, str], within_s: float) -> Automation:
 
 
 def _late(within_s: float) -> str:
-    return f"Did not begin within {within_s:.0f} s"
+    return f"Did not start within {within_s:.0f} s"
 
 
 def _loop(crashes: int) -> Automation:
@@ -236,9 +236,9 @@ def _ask() -> None:
 
 def main() -> None:
     """Sweep forever. While the server does not answer, keep trying."""
-    parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has resumed")
+    parser = argparse.ArgumentParser(description="reschedules crashed runs that no automation has resumed")
     parser.add_argument(
-        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two looks (default: %(default)s)"
+        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two checks (default: %(default)s)"
     )
     parser.add_argument(
         "--after",
@@ -252,7 +252,7 @@ def main() -> None:
         try:
             _ask()
             for name in crash_late(arguments.after):
-                print(f"{name} did not begin in time", flush=True)
+                print(f"{name} did not start in time", flush=True)
             for name in sweep(arguments.after):
                 print(f"resumed {name}", flush=True)
         # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between

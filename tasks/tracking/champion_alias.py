@@ -47,7 +47,7 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Champio
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
     champion = _champion(client, name)
     if champion is not None and str(champion.version) == version:
-        return ChampionVerdict(True, champion.tags.get(REASON, "it has the alias already"))
+        return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
     verdict = _verdict(champion, own, base_results(folder, config, own), config.evaluate.confidence)
     client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
     how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {verdict.reason}."

@@ -79,7 +79,7 @@ def _what(config: Config) -> str:
     source = f"`{start.continued_from or Path(config.model.path).name}`"
     recipe = f", recipe `{start.recipe}`" if start.recipe else ""
     return (
-        f"Trains {source} on `{config.data.train}` with the reward `{config.reward.function}`: {train.steps} steps of "
+        f"Trains {source} on `{config.data.train}` with the reward `{config.reward.label}`: {train.steps} steps of "
         f"{train.prompts_per_step} prompts x {config.rollout.group_size} responses, advantage "
         f"`{config.algorithm.advantage}`, loss `{config.algorithm.loss}`, mode `{train.mode}`{recipe}."
     )

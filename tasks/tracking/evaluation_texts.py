@@ -21,7 +21,7 @@ def describe(row: Mapping[str, Any]) -> str:
         figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
     if "math_verify_differs" in row:
         alone = _with_interval(row, "math_verify_avg_at_k", "math_verify_")
-        figures += [f"math-verify alone avg@{k} {alone}, {row['math_verify_differs']} responses judged otherwise"]
+        figures += [f"math-verify alone avg@{k} {alone}, {row['math_verify_differs']} responses judged differently"]
     return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
 
 

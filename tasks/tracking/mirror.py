@@ -389,20 +389,20 @@ class MirrorThread:
             if not self._away:
                 what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
                 complain(
-                    f"warning: MLflow ({shown_store()}) does not take {what}: {first_line(error)}. The run continues; "
-                    "what MLflow lacks is written when it answers"
+                    f"warning: MLflow ({shown_store()}) rejects {what}: {first_line(error)}. The run continues; what "
+                    "MLflow lacks is written when it answers"
                 )
             self._away = True
             return False
         if self._away:
-            complain(f"MLflow ({shown_store()}) answers again; what it lacked is written")
+            complain(f"MLflow ({shown_store()}) is answering again; what it lacked has been written")
         self._away = False
         return True
 
 
 def cut(value: str) -> str:
     """A parameter's value, cut to MLflow's limit with a note at its end."""
-    note = f" ... ({len(value)} characters; whole in config.toml)"
+    note = f" ... ({len(value)} characters; complete in config.toml)"
     return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note
 
 

@@ -55,7 +55,9 @@ def _make_whole(file: Path) -> None:
             return
         aside = file.with_name(f"{file.name}.half-made-{time.strftime('%Y%m%d-%H%M%S')}")
         file.rename(aside)
-        complain(f"warning: the tracking store {file} had no runs and was made halfway; it is kept as {aside.name}")
+        complain(
+            f"warning: the tracking store {file} was only half created and had no runs; it is kept as {aside.name}"
+        )
     partial = file.with_name(f".{file.name}.partial")
     partial.unlink(missing_ok=True)  # sqlite itself drops the journal of an absent file
     store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)

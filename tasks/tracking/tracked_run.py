@@ -135,7 +135,7 @@ def found(config: Config, waits: bool = False) -> str | None:
     try:
         if known or waits:
             return retry_while_away(
-                f"going on with the MLflow run {known}" if known else "logging the evaluation", connect
+                f"continuing the MLflow run {known}" if known else "logging the evaluation", connect
             )
         return connect()
     except mlflow.MlflowException as error:
@@ -153,7 +153,7 @@ def _started(config: Config, known: str | None) -> tuple[str | None, Run]:
     """The previous status of a known run (None for a new run), and the run, which is now active."""
     if known is None:
         return None, begun(config)
-    what = f"going on with the MLflow run {known}"
+    what = f"continuing the MLflow run {known}"
     before = retry_while_away(what, lambda: str(mlflow.MlflowClient().get_run(known).info.status))
     run = retry_while_away(what, lambda: mlflow.start_run(run_id=known))
     write_atomically(config.folder / RUN_ID, known)

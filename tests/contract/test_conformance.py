@@ -125,6 +125,14 @@ def test_an_engine_that_breaks_a_rule_is_told_by_the_rules_name(embedded, name):
     assert tried(embedded, only=["health", "versions"])[0]
 
 
+def test_a_reply_that_lacks_numbers_breaks_a_rule_and_does_not_end_the_command(embedded):
+    with BrokenEngine(embedded, TOKEN, reply_with(broken.one_logprob_too_few)).serving() as url:
+        holds, lines, _ = tried(url, only=["log-probabilities", "continued"])
+    assert not holds
+    assert [line.split()[1] for line in lines.values()] == ["FAIL", "no"]
+    assert all("24 tokens, 23 log-probabilities" in line for line in lines.values())
+
+
 def test_the_page_has_every_rule_and_no_other():
     text = (ROOT / "docs/conformance.md").read_text()
     named = re.findall(
@@ -160,7 +168,7 @@ def test_an_address_that_is_none_is_refused(url):
 def test_no_engine_and_no_model_and_an_engine_in_use_are_named(embedded, tmp_path):
     with pytest.raises(BadInput, match="no engine answers there"):
         tried("http://127.0.0.1:1")
-    with pytest.raises(BadInput, match="no Hugging Face folder on this machine"):
+    with pytest.raises(BadInput, match="not a Hugging Face folder on this machine"):
         tried(embedded, model=str(tmp_path))
     with BrokenEngine(
         embedded, TOKEN, answered("/load", {"running": 0, "waiting": 0, "generated_tokens": 0, "weight_version": 4})

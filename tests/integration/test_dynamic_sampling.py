@@ -92,7 +92,7 @@ def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_
         "bounded": stale | {"train.max_staleness": 2},
         "hopeless": {"train.mode": "periodic", "algorithm.dynamic_sampling_batches": 1},
     }
-    with pytest.raises(MetronomeError, match=r"step \d: of 3 prompts only [012] have responses with different rewards"):
+    with pytest.raises(MetronomeError, match=r"step \d: only [012] of 3 prompts have responses with different rewards"):
         run(
             [Job(config_of(dynamic | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()],
             300,

@@ -33,7 +33,7 @@ def test_a_skipped_publish_is_caught(settings, monkeypatch):
 
 def test_a_tensor_corrupted_in_transit_is_caught_by_its_checksum(settings, monkeypatch):
     corrupt(monkeypatch, version=1, in_transit=True)
-    with pytest.raises(WeightSyncError, match=rf"instance-0.*{re.escape(TENSOR)} was corrupted on its way"):
+    with pytest.raises(WeightSyncError, match=rf"instance-0.*{re.escape(TENSOR)} was corrupted in transit"):
         launch_here(config_of(settings))
     assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
 

@@ -71,8 +71,8 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
     lost = list(read_lines(late / "evaluations/dropped.jsonl"))
     assert [row["weight_version"] for row in lost] == [0, 2]
     for row in lost:  # at the first, the benchmarks may still be being read: they are while the first step is generated
-        landed = re.match(r"(\d+) of 320 responses were in when training had waited 0 s", row["reason"])
-        assert (landed and int(landed[1]) < 320) or "not read and encoded" in row["reason"], row
+        landed = re.match(r"(\d+) of 320 responses had arrived when training had waited 0 s", row["reason"])
+        assert (landed and int(landed[1]) < 320) or "not yet encoded" in row["reason"], row
     assert weights(tmp_path, "plain") == weights(tmp_path, "late")
 
 

@@ -87,7 +87,7 @@ def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_
     assert json.loads((run / "failure.json").read_text())["message"] == f"ended by {number}"
     assert "trainer-0" in (run / "timeline.html").read_text()
 
-    program, *arguments = shlex.split(section(text, "go on with"))
+    program, *arguments = shlex.split(section(text, "resume"))
     assert program.endswith("/metronome")
     with training(arguments, run / "steps.jsonl", step_of(saved) + 2) as (flow, terminal):
         tree = Tree(flow.pid)
@@ -98,4 +98,4 @@ def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_
         assert flow.wait(timeout=20) == 130
         assert time.monotonic() - began < 3
         assert tree.left() == []
-        assert "\nended at once, its processes within seconds: " in terminal.shown()
+        assert "\nstopped at once; its processes end within seconds: " in terminal.shown()

@@ -30,13 +30,20 @@ def small(settings):
 
 
 def test_the_whole_pipeline(small, tmp_path):
+    even = small["reward.function"]
+    small["reward.function"] = ""
+    small["reward.functions"] = f'[{{function="{even}", weight=0.5}}, {{function="{even}", weight=0.5, name="again"}}]'
     done = subprocess.run(command(small), capture_output=True, text=True, timeout=230, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "small"
     lines = list(read_lines(folder / "steps.jsonl"))
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["versions_seen"] == [line["step"]] for line in lines)
-    assert [row["weight_version"] for row in read_lines(folder / "evaluations.jsonl")] == [0, 3]
+    assert all(line["reward/even"] == line["reward/again"] == line["reward_mean"] for line in lines)
+    evaluations = list(read_lines(folder / "evaluations.jsonl"))
+    assert [row["weight_version"] for row in evaluations] == [0, 3]
+    assert all(row["reward/even"] == row["avg_at_k"] for row in evaluations)
+    assert all(row["reward/again"] == row["score"] for row in read_lines(folder / "responses/step-000002.jsonl"))
     assert (folder / "policy/model.safetensors").exists()
     assert "train" in (folder / "timeline.html").read_text()
     assert len(list((folder / "responses").iterdir())) == 3
@@ -58,7 +65,7 @@ def _check_tracking(output):
     client = mlflow.MlflowClient(f"sqlite:///{output}/mlflow.db")
     [run] = client.search_runs([e.experiment_id for e in client.search_experiments()], "attributes.run_name = 'small'")
     assert run.info.status == "FINISHED"
-    for key in ("reward_mean", "max_ratio_gap", "step_s", "tokens_per_s_per_device"):
+    for key in ("reward_mean", "reward/again", "max_ratio_gap", "step_s", "tokens_per_s_per_device"):
         assert len(client.get_metric_history(run.info.run_id, key)) == 3
     assert run.data.params["rollout.group_size"] == "4"
     assert client.search_model_versions()
@@ -82,7 +89,7 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
         assert (code, "interrupted" in output) == ((-9, False) if number == "SIGKILL" else (130, True))
         assert "Traceback" not in output
         if number != "SIGKILL":
-            assert "\n  go on with  " in output
+            assert "\n  resume      " in output
             assert json.loads((tmp_path / "small/failure.json").read_text())["message"] == f"ended by {number}"
             assert "trainer-0" in (tmp_path / "small/timeline.html").read_text()
     finally:

@@ -20,7 +20,7 @@ def test_a_run_its_plan_and_the_plans_run(settings, tmp_path, capsys):
     make_plan(config, [str(tmp_path / "first")], count=0, kind="", lengths="", out=out, page=tmp_path / "page")
     printed = capsys.readouterr().out
     assert "the recipe as it is" in printed
-    assert "settings looked at" in printed
+    assert "settings considered" in printed
     assert f"measured: {tmp_path / 'first'}" in printed
     assert (tmp_path / "page/plan.html").is_file()
     assert "instance-0" in (tmp_path / "page/best/timeline.html").read_text()

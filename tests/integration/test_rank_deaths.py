@@ -49,7 +49,7 @@ def test_a_replica_that_hangs_is_named_and_the_run_resumes(settings, tmp_path):
         "checkpoint.every": 1,
     }
     said = end_of(slow, tmp_path, 1, "SIGSTOP", timeout_s=4 * silent_s)
-    assert f"no sign of life of unit 1 of the trainer in {silent_s} s (train.timeout_s)" in said
+    assert f"no sign of life from unit 1 of the trainer in {silent_s} s (train.timeout_s)" in said
     done = step_of(latest_checkpoint(tmp_path / "run/checkpoints"))
     assert done >= 1
     run(slow | {"train.steps": done + 2}, tmp_path, "--resume")

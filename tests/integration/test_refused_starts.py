@@ -63,7 +63,7 @@ REFUSED = {
         ["data.prompt_template=chat"],
         "the tokenizer has no chat template",
     ),
-    "a model without a tokenizer": (a_model(without_tokenizer), [], "no tokenizer that AutoTokenizer can load there"),
+    "a model without a tokenizer": (a_model(without_tokenizer), [], "AutoTokenizer can't load a tokenizer there"),
     "a model with damaged weights": (a_model(with_cut_weights), [], "damaged safetensors file"),
     "another model's tokenizer": (a_model(with_another_vocabulary), [], "but the model's vocab_size is 40"),
     "another device": (nothing, ["platform.device=cuda"], 'platform.device = "cuda"'),
@@ -125,4 +125,4 @@ def test_a_run_over_an_existing_one_leaves_that_as_it_is(tmp_path, start):
     (tmp_path / "runs/first").mkdir()
     (tmp_path / "runs/first/config.toml").write_text("")
     code, told, same = start("run.name=first")
-    assert (code, "first exists already" in told, same) == (2, True, True), told
+    assert (code, "first already exists" in told, same) == (2, True, True), told

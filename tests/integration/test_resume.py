@@ -125,7 +125,7 @@ REFUSED = {
     "a setting of steps that are trained": (
         nothing,
         ["train.record=false", "train.learning_rate=0.5"],
-        "all 2 steps are trained, so train.learning_rate = 0.5 would have no effect; give train.steps, too",
+        "all 2 steps are trained, so train.learning_rate = 0.5 would have no effect; also give train.steps",
     ),
     "an unknown key": (nothing, ["train.stepz=4"], "unknown key train.stepz"),
     "a wrong value": (nothing, ["train.learning_rate=-1"], "train.learning_rate"),
@@ -152,13 +152,13 @@ REFUSED = {
     "a stop of several tokens": (nothing, ['rollout.stop=["ab"]'], "is 2 tokens of this tokenizer"),
     "an evaluation without a prompt": (nothing, ["evaluate.max_context=2"], "no prompt is left of"),
     "more than the machine's limits": (nothing, ["rollout.concurrency=10000000"], "open files: the run needs"),
-    "a model without a tokenizer": (no_tokenizer, [], "no tokenizer that AutoTokenizer can load"),
+    "a model without a tokenizer": (no_tokenizer, [], "AutoTokenizer can't load a tokenizer"),
     "a model with damaged weights": (cut_weights, [], "damaged safetensors file"),
     "other problems": (other_data, [], "the content of data.train"),
     "another tokenizer": (other_tokenizer, [], "the tokenizer of model.path or its chat template"),
     "another base model": (other_content, [], "its content is not that of the run's base model"),
     "a damaged config": (damaged("config.toml"), [], "its end is missing"),
-    "a damaged number": (damaged("run_id"), [], "is not the number of a run"),
+    "a damaged number": (damaged("run_id"), [], "is not a run number"),
     "a damaged start": (damaged("start.json"), [], "how the run began can't be read"),
     "a damaged attempt of the orchestrator": (damaged("orchestrator_attempt"), [], "the newest attempt can't be read"),
     "a damaged attempt of the flow": (damaged("flow_attempt"), [], "the newest attempt can't be read"),
@@ -236,7 +236,7 @@ def test_which_run_is_meant(trained):
     code, told = metronome("train", "--resume", *sets(f"run.output={trained / 'none'}"))
     assert (code, "has no run" in told) == (2, True)
     code, told = metronome("train", "--resume", *sets(f"run.output={trained / 'none'}", "run.name=first"))
-    assert (code, "is no run folder" in told) == (2, True)
+    assert (code, "is not a run folder" in told) == (2, True)
     assert not (trained / "none").exists()
 
 
@@ -248,8 +248,10 @@ def test_a_resumed_run_is_the_run_with_the_keys_of_the_command(trained, again):
     (trained / "edited.toml").write_text(edited)
     code, told = again("train.steps=3", "train.mode=periodic", recipe=trained / "edited.toml")
     assert code == 0, told
-    assert "first goes on as its own config.toml says; changed by this command: train.steps = 3 (was 2)\n" in told
-    assert "edited.toml is not read again; it has train.learning_rate = 0.5 (the run has 0.001)" in told
+    assert "first continues with its own config.toml; changed by this command: train.steps = 3 (was 2)\n" in told
+    assert (
+        "edited.toml is not read again, so these have no effect: train.learning_rate = 0.5 (the run has 0.001);" in told
+    )
     now = RunFolder(trained / "runs/first").read_config()
     assert now == own.model_copy(update={"train": own.train.model_copy(update={"steps": 3})})
     assert read_start(trained / "runs/first") == begun

@@ -140,6 +140,6 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, start_worker, e
     silent = told["lonely"].index(crashed)
     assert told["lonely"][silent + 1] == resumed
     assert resumed in told["unheard"]
-    late = told["unbegun"].index(("Crashed", f"Did not begin within {BEGINS_S:.0f} s"))
+    late = told["unbegun"].index(("Crashed", f"Did not start within {BEGINS_S:.0f} s"))
     assert told["unbegun"][late + 1] == resumed
     assert [len(begun(folder)) for folder in folders.values()] == [2, 2, 1]

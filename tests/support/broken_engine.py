@@ -189,6 +189,10 @@ def wrong_logprobs(reply, choice):
     choice["logprobs"]["token_logprobs"] = [value - 0.05 for value in choice["logprobs"]["token_logprobs"]]
 
 
+def one_logprob_too_few(reply, choice):
+    choice["logprobs"]["token_logprobs"].pop()
+
+
 def wrong_prompt_logprobs(reply, choice):
     for entry in filter(None, choice.get("prompt_logprobs") or []):
         for value in entry.values():

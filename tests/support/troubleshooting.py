@@ -9,13 +9,13 @@ MESSAGES = {
         UNIT + "config/test_recipe.py",
         "expected table.key=value",
     ),
-    "run folder … exists already": (UNIT + "flows/test_cli.py", "exists already"),
+    "run folder … already exists": (UNIT + "flows/test_cli.py", "already exists"),
     "--resume: … is … but the run has …": (
         UNIT + "trainer/checkpoint/test_checkpoints.py",
         ", but the run has",
     ),
     "--resume: name the run to continue": ("tests/integration/test_resume.py", "name the run to continue"),
-    "--resume: the run would go on with other prompts": (
+    "--resume: the run would continue with other prompts": (
         "tests/integration/test_resume.py",
         "Changed: rollout.max_context",
     ),
@@ -47,7 +47,7 @@ MESSAGES = {
     "no prompt is left of …": (UNIT + "data/test_prompts.py", ": no prompt is left of"),
     "the chat template of … fails": (UNIT + "data/test_prompts.py", "the chat template of models/gemma"),
     "the tokenizer has no chat template": (UNIT + "data/test_prompts.py", "no chat template"),
-    "reward.function = …: while loading it, its process …": (
+    "reward.function…: while loading it, its process …": (
         UNIT + "orchestrator/test_verifier_pool.py",
         "while loading it, its process",
     ),
@@ -56,19 +56,19 @@ MESSAGES = {
         "tests/contract/test_conformance.py",
         "requests and weight version",
     ),
-    "that is no Hugging Face folder on this machine": (
+    "that is not a Hugging Face folder on this machine": (
         "tests/contract/test_conformance.py",
-        "no Hugging Face folder on this machine",
+        "not a Hugging Face folder on this machine",
     ),
     "needs vLLM in …: run ": ("tests/vllm/test_parts.py", "needs vLLM in"),
     "was built from another infra/vllm/…": (
         "tests/vllm/test_parts.py",
-        "than there is now: run `make vllm DEVICE=",
+        "than the current one: run `make vllm DEVICE=",
     ),
     "rank … of this machine has no … device": (UNIT + "platform/test_platform.py", "of this machine has no"),
-    "does not serve after … s (rollout.timeout_s …": (
+    "was not ready after … s (rollout.timeout_s …": (
         UNIT + "orchestrator/pool/test_processes.py",
-        "does not serve after",
+        "was not ready after",
     ),
     "instances of rollout.tensor = … need … devices": (
         UNIT + "tasks/cluster/test_rollout_node.py",
@@ -79,7 +79,7 @@ MESSAGES = {
         UNIT + "orchestrator/test_checks.py",
         "rollout.devices is empty",
     ),
-    "rollout.deterministic = true, but … gives a request other bits …": (
+    "rollout.deterministic = true, but … gives different bits for the same request …": (
         "tests/vllm/test_runs.py",
         "rollout.deterministic = true, but",
     ),
@@ -87,11 +87,11 @@ MESSAGES = {
         UNIT + "orchestrator/pool/test_pool.py",
         "no rollout instance is left: waited",
     ),
-    "no rollout instance has come: waited … s for the first (…)": (
+    "no rollout instance has joined: waited … s for the first (…)": (
         UNIT + "orchestrator/pool/test_pool.py",
-        "no rollout instance has come: waited",
+        "no rollout instance has joined: waited",
     ),
-    "… failed … times, at last: …": (UNIT + "orchestrator/test_producer.py", "times, at last:"),
+    "… failed … times; last error: …": (UNIT + "orchestrator/test_producer.py", "times; last error:"),
     "found no instance that takes it in … s": (
         UNIT + "orchestrator/test_producer.py",
         "found no instance that takes it in",
@@ -116,7 +116,7 @@ MESSAGES = {
         UNIT + "client/publish/test_publisher.py",
         "could not be sent: instances failed in each of",
     ),
-    "the name of this machine, …, means …: instances on other machines can't reach that": (
+    "the name of this machine, …, resolves to …: instances on other machines can't reach that": (
         UNIT + "wire/weights/test_own_address.py",
         "instances on other machines can't reach that",
     ),
@@ -137,7 +137,7 @@ MESSAGES = {
         UNIT + "wire/test_messages.py",
         "no answer from the orchestrator at",
     ),
-    "reward.function = …, prompt …: …": (UNIT + "orchestrator/test_reward_results.py", ", prompt 0123456789abcdef: "),
+    "reward.function…, prompt …: …": (UNIT + "orchestrator/test_reward_results.py", ", prompt 0123456789abcdef: "),
     "--resume: the run has trained … steps already": (
         "tests/integration/test_resume.py",
         "has trained 2 steps already",
@@ -146,9 +146,9 @@ MESSAGES = {
         "tests/integration/test_resume.py",
         "all 2 steps are trained, so train.learning_rate = 0.5 would have no effect",
     ),
-    "no checkpoint of this run is whole": (
+    "no checkpoint of this run is intact": (
         UNIT + "run/test_checkpoint_search.py",
-        "no checkpoint of this run is whole",
+        "no checkpoint of this run is intact",
     ),
     "… can't be read, because the file is damaged": (UNIT + "run/test_fence.py", "can't be read"),
     "MiB are free on its disk": (UNIT + "run/test_disk.py", "MiB are free"),

@@ -132,8 +132,8 @@ def test_an_instance_whose_batches_change_a_bit_refuses_to_start(tmp_path):
     wide = make_model(tmp_path / "wide", MEDIUM)
     message = (
         r"under-test exited with 2; (?s:.*)under-test: rollout\.deterministic = true, but vLLM [0-9.]+ on cpu "
-        r"\(VLLM_BATCH_INVARIANT is not set\) gives a request other bits in a full batch.*: the log-probability of its "
-        r"token \d+ is -\d+\.\d+ instead of -\d+\.\d+. Set rollout\.deterministic = false, or "
+        r"\(VLLM_BATCH_INVARIANT is not set\) gives different bits for the same request in a full batch.*: the "
+        r"log-probability of its token \d+ is -\d+\.\d+ instead of -\d+\.\d+. Set rollout\.deterministic = false, or "
     )
     with pytest.raises(ProcessDied, match=message), serving(wide, tmp_path, deterministic=True):
         pytest.skip("on this CPU a batch changes no bit of a model of this width")
@@ -146,7 +146,7 @@ def test_an_instance_whose_batches_change_no_bit_starts(tied, tmp_path):
             load = client.ask("GET", "/load")[1]
             assert (load["running"], load["waiting"]) == (0, 0)
     except ProcessDied as refusal:
-        if "gives a request other bits" not in str(refusal):
+        if "gives different bits for the same request" not in str(refusal):
             raise
         pytest.skip(f"on this CPU a batch changes bits of a narrow model, too: {refusal}")
 

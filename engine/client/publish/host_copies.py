@@ -110,7 +110,7 @@ class HostCopies:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         except (RuntimeError, MemoryError) as error:
             raise MetronomeError(
-                f"the copy of the weights that late instances load needs {nbytes} bytes more of host memory: {error}"
+                f"the copy of the weights that late instances load needs {nbytes} more bytes of host memory: {error}"
             ) from None
 
     def _release(self, copies: list[BucketCopy]) -> None:

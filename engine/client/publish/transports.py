@@ -204,7 +204,7 @@ class GroupTransport:
     def gather(self, world: int) -> None:
         """Wait for the instances. A world of one has none, and so no group."""
         if self._meeting is None:
-            raise MetronomeError("the weight transfer has no meeting place: `meet` must come before `gather`")
+            raise MetronomeError("the weight transfer is not connected: `meet` must be called before `gather`")
         self._group = self._meeting.gather(world) if world > 1 else None
 
     def call_off(self) -> None:

@@ -102,7 +102,9 @@ class Engine:
         Raise Conflict after a weight update that failed half-way.
         """
         if self._mixed and self._load is None:
-            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
+            raise Conflict(
+                "a weight update failed half-way: this instance's weights are incomplete until another update succeeds"
+            )
         self.waiting.append(request)
 
     def cancel(self, request: SamplingRequest) -> None:
@@ -222,7 +224,8 @@ class Engine:
         """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
         if not self.paused or self.running:
             raise Conflict(
-                f"{len(self.running)} responses run, paused: {self.paused}; call /pause and wait for its reply first"
+                f"{len(self.running)} responses are running, paused: {self.paused}; call /pause and wait for its "
+                "reply first"
             )
         self._load = WeightLoad(self.model.hf)
 

@@ -134,7 +134,11 @@ def parse_request(body: JsonObject, chat: bool, model: str, tokenizer: Tokenizer
     """Return the checked body. Raise Refusal, which names the first key that can't be served as requested."""
     _check_keys(body, chat)
     if body.get("model") not in (None, "", model):
-        raise Refusal(404, f"there is no model {repr_short(body['model'])} here; this is {model!r}", param="model")
+        raise Refusal(
+            404,
+            f"this instance does not serve the model {repr_short(body['model'])}; it serves {model!r}",
+            param="model",
+        )
     count = _count(body)
     prompts = [_chat_prompt(body, tokenizer)] if chat else _text_prompts(body, tokenizer)
     if len(prompts) * count > MOST:
@@ -168,7 +172,7 @@ def _check_keys(body: JsonObject, chat: bool) -> None:
     for key in sorted(body.keys() - known - IGNORED):
         if key not in ONLY:
             listed = ", ".join(sorted(known))
-            raise _wrong(key, f"no such key is served here; known keys are {listed}")
+            raise _wrong(key, f"this key is not served here; known keys are {listed}")
         if body[key] is not None and not any(_same(body[key], one) for one in ONLY[key]):
             allowed = " or ".join(map(json.dumps, ONLY[key]))
             raise _wrong(key, f"{repr_short(body[key])}; the embedded engine serves only {allowed}")
@@ -201,7 +205,9 @@ def _stop(body: JsonObject) -> tuple[str, ...]:
     stop = body.get("stop")
     listed = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(listed, list) or len(listed) > STOPS or not all(isinstance(one, str) and one for one in listed):
-        raise _wrong("stop", f"{repr_short(stop)}; it must be a text or a list of at most {STOPS} texts, none empty")
+        raise _wrong(
+            "stop", f"{repr_short(stop)}; it must be a string or a list of at most {STOPS} strings, none empty"
+        )
     return tuple(listed)
 
 
@@ -211,7 +217,7 @@ def _logprobs(body: JsonObject, chat: bool) -> bool:
     given = body.get("logprobs")
     if given is not None and (type(given) is not int or given != 0):
         raise _wrong(
-            "logprobs", f"{repr_short(given)}; the embedded engine has those of the sampled tokens only, which is 0"
+            "logprobs", f"{repr_short(given)}; the embedded engine only has those of the sampled tokens, which is 0"
         )
     return given is not None
 
@@ -220,7 +226,7 @@ def _text_prompts(body: JsonObject, tokenizer: Tokenizer) -> list[list[int]]:
     prompt = body["prompt"]
     texts = [prompt] if isinstance(prompt, str) else prompt
     if not all(isinstance(text, str) for text in texts):
-        raise _wrong("prompt", "it must be a text, a list of texts, or a list of token ids")
+        raise _wrong("prompt", "it must be a string, a list of strings, or a list of token ids")
     special = _flag(body, "add_special_tokens")
     return [list(tokenizer.hf.encode(text, add_special_tokens=special, verbose=False)) for text in texts]
 
@@ -237,7 +243,7 @@ def _chat_prompt(body: JsonObject, tokenizer: Tokenizer) -> list[int]:
     taken = inspect.signature(tokenizer.hf.apply_chat_template).parameters
     if not isinstance(given, dict) or given.keys() & taken.keys():
         raise _wrong(
-            "chat_template_kwargs", f"{repr_short(given)}; it must be an object of the template's own variables"
+            "chat_template_kwargs", f"{repr_short(given)}; it must be an object with variables of the template"
         )
     messages = _messages(body)
     try:
@@ -261,7 +267,7 @@ def _message(place: int, message: Any) -> dict[str, str]:  # noqa: ANN401
     if isinstance(content, list):  # a list of parts; this engine accepts only text parts
         content = "\n".join(_part(place, part) for part in content)
     if not isinstance(content, str):
-        raise _wrong("messages", f"message {place}: its content is {repr_short(content)}; it must be a text")
+        raise _wrong("messages", f"message {place}: its content is {repr_short(content)}; it must be a string")
     return {"role": message["role"], "content": content}
 
 
@@ -500,7 +506,7 @@ class _Writer:
             if not result.finite:
                 raise Refusal(500, f"the logits of weight version {result.version} are not finite")
             if result.finish_reason == "abort":
-                raise Conflict("a pause of this instance broke the response off; send the request again")
+                raise Conflict("a pause of this instance cut the response short; send the request again")
             reason = result.finish_reason
         rest = self._detokenizer.end()
         self.reason = "stop" if self._detokenizer.stopped else reason

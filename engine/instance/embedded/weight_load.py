@@ -60,7 +60,7 @@ class WeightLoad:
         """Raise Conflict unless every parameter was loaded; BadInput if a tied output layer differs from the
         embedding."""
         if missing := sorted(self._parameters.keys() - self._loaded):
-            raise Conflict(f"the weights are not whole: missing {len(missing)} tensor(s), the first {missing[0]}")
+            raise Conflict(f"the weights are incomplete: {len(missing)} tensor(s) missing, the first {missing[0]}")
         if self._head is not None and not torch.equal(
             self._head.to(self._parameters[EMBEDDING].dtype), self._parameters[EMBEDDING]
         ):
@@ -74,7 +74,7 @@ class WeightLoad:
             if parameter is None:
                 raise BadInput(f"unknown tensor {name}: the model has no such parameter")
             if name in seen:
-                raise BadInput(f"{name} came twice in one update")
+                raise BadInput(f"{name} was sent twice in one update")
             seen.add(name)
             if tensor.shape != parameter.shape or (tensor.dtype != parameter.dtype and not cast):
                 raise BadInput(

@@ -149,7 +149,9 @@ class VllmBackend:
     def check_whole(self) -> None:
         """Raise Conflict after a weight update that failed half-way."""
         if self._mixed and not self._updating:
-            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
+            raise Conflict(
+                "a weight update failed half-way: this instance's weights are incomplete until another update succeeds"
+            )
 
     async def _wait_for_admission(self) -> bool:
         """Wait until the instance is not paused. Return whether the prompt may go to vLLM; False if it is aborted."""
@@ -278,7 +280,8 @@ class VllmBackend:
         async with self._control:
             if not self._paused or self._running:
                 raise Conflict(
-                    f"{self._running} responses run, paused: {self._paused}; call /pause and wait for its reply first"
+                    f"{self._running} responses are running, paused: {self._paused}; call /pause and wait for its "
+                    "reply first"
                 )
             await self._call_workers("start")
             self._updating = True

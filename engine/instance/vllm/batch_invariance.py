@@ -40,15 +40,15 @@ def check_invariance(ask: Ask, slots: int, max_context: int, platform: str) -> N
     ask("POST", "/reset_prefix_cache", {})
     together, late = _in_full_batch(ask, request, others)
     for situation, reply in (
-        ("when it comes again, with its prompt from the prefix cache", again),
+        ("when it is repeated with its prompt in the prefix cache", again),
         ("in a full batch", together),
-        ("in a full batch, with its prompt from the prefix cache", late),
+        ("in a full batch, with its prompt in the prefix cache", late),
     ):
         if found := first_difference(alone, reply):
             raise BadInput(
-                f"rollout.deterministic = true, but {platform} gives a request other bits {situation}: {found}. Set "
-                'rollout.deterministic = false, or take rollout.engine = "embedded", or a platform whose vLLM has '
-                "batch-invariant kernels (docs/rollouts.md, Deterministic responses)"
+                f"rollout.deterministic = true, but {platform} gives different bits for the same request {situation}: "
+                f'{found}. Set rollout.deterministic = false, or use rollout.engine = "embedded", or a platform whose '
+                "vLLM has batch-invariant kernels (docs/rollouts.md, Deterministic responses)"
             )
 
 
@@ -87,7 +87,9 @@ def _wait_until_held(ask: Ask, count: int) -> None:
     deadline = time.monotonic() + WAIT_S
     while (waiting := ask("GET", "/load", {})["waiting"]) < count:
         if time.monotonic() > deadline:
-            raise DeadlineError(f"{waiting} of {count} requests of the probe wait at the instance after {WAIT_S:g} s")
+            raise DeadlineError(
+                f"{waiting} of {count} requests of the probe are still waiting at the instance after {WAIT_S:g} s"
+            )
         time.sleep(POLL_S)
 
 

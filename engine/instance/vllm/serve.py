@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
-    parser.add_argument("--routes", action="store_true", help="keep the experts of each token (routing replay)")
+    parser.add_argument("--routes", action="store_true", help="record the experts of each token (routing replay)")
     parser.add_argument(
         "--vllm", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM (rollout.vllm)"
     )

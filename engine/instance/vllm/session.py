@@ -79,7 +79,7 @@ class WeightSession:
         TransferError if a newer job has replaced it."""
         job = self._job
         if job is None or job.number != number:
-            raise TransferError("the weight transfer was called off by a newer one")
+            raise TransferError("the weight transfer was cancelled by a newer one")
         if not job.done:
             return False
         if found := job.take():

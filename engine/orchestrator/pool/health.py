@@ -164,7 +164,7 @@ class HealthMonitor:
         to."""
         if instance.takes_prompts and instance.version is not None and holds != instance.version:
             self._pool.exclude(
-                instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
+                instance, f"holds weight version {holds}, but was given {instance.version}: was it restarted?"
             )
 
     def _bring_back(self, instance: Instance) -> None:
@@ -185,17 +185,17 @@ class HealthMonitor:
         after ATTEMPTS failures."""
         sync = self._pool.sync
         try:
-            async with instance.client.until_cut("bringing it to the weights"):
+            async with instance.client.until_cut("loading the weights"):
                 while sync is not None and instance.version != sync.version:
                     await sync.catch_up(instance)
         except MetronomeError as error:
             failed = instance.failed_attempt(BACKOFF_S)
             self._pool.exclude(instance, str(error))
             if failed == ATTEMPTS:
-                self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {error}")
+                self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to load the weights: {error}")
         else:
             self._pool.admit(instance)
 
 
 def _spoken(health: Health) -> str:
-    return "no version that it names" if health.protocol is None else f"version {health.protocol}"
+    return "an unnamed version" if health.protocol is None else f"version {health.protocol}"

@@ -243,7 +243,7 @@ class Instance:
     def take_place(self, limit: int) -> Place:
         """Take room for one more group, of at most `limit`."""
         if not self.takes_prompts or self.groups >= limit:
-            raise RuntimeError(f"instance {self.name}: no place for a group: {self._state}, {self.groups} in flight")
+            raise RuntimeError(f"instance {self.name}: no slot for a group: {self._state}, {self.groups} in flight")
         place = Place(self, self.breaker.begin())
         self._places.add(place)
         return place

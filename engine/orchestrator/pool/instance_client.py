@@ -173,7 +173,7 @@ class InstanceClient:
                 yield
         except TimeoutError:
             if reason := self._cut.pop(scope, None):
-                raise InstanceGone(f"{self.name}: {what} was given up: {reason}") from None
+                raise InstanceGone(f"{self.name}: {what} was abandoned: {reason}") from None
             raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
         finally:
             self._under_way.discard(scope)
@@ -202,7 +202,7 @@ class InstanceClient:
             async with self._limited(what, self._timeout_s):
                 await self._trusted.wait()
         if cuts != self._cuts:
-            raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
+            raise InstanceGone(f"{self.name}: POST /v1/completions was abandoned while it waited for that comparison")
 
     def cut(self, reason: str) -> None:
         """End every call in progress with InstanceGone, so that the callers continue without this instance."""
@@ -239,7 +239,7 @@ class InstanceClient:
         response = self._checked(reply, sampling, len(prompt.token_ids), len(begun), seed=seed)
         await self._until_trusted(cuts)
         if response.finish_reason == "abort" and not (sampling.partial and response.length):
-            raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
+            raise Busy(f"{self.name}: a pause cut the response short after {response.length} tokens")
         return join_responses(so_far, response)
 
     def _checked(
@@ -292,4 +292,4 @@ def _reply(call: str, status: int, form: str, raw: bytes, kind: type[msgspec.Str
         return msgspec.json.decode(raw if raw.strip() else b"{}", type=kind)
     except (msgspec.DecodeError, ValueError) as error:
         begins = raw[:200].decode(errors="replace")
-        raise BrokenReply(f"{call} answered 200 with no such reply: {error}; it begins {begins!r}") from None
+        raise BrokenReply(f"{call} answered 200 with an invalid reply: {error}; it begins {begins!r}") from None

@@ -165,7 +165,7 @@ class Pool:
             except MetronomeError as error:
                 if not one.child.was_killed or not one.may_restart(rollout.restarts):
                     return error
-                self._say("fails", f"{one.name} is started again: {error}")
+                self._say("fails", f"{one.name} is being restarted: {error}")
                 self.processes.restart(one)
             else:
                 self.enter(one.name, http_url(*address), one)
@@ -217,7 +217,7 @@ class Pool:
             self.gone(instance, "left")
         elif instance.lives:
             if instance.excluded:
-                self._say("serves", f"{instance.name} serves again")
+                self._say("serves", f"{instance.name} is serving again")
             instance.admit()
             self.changed()
 
@@ -227,7 +227,7 @@ class Pool:
         if instance.leaving or instance.dead:
             self.gone(instance, reason)
         elif instance.state != "gone":
-            self._say("fails", f"{instance.name} takes no prompts for now: {reason}")
+            self._say("fails", f"{instance.name} gets no prompts for now: {reason}")
             instance.exclude(reason)
             self.changed()
 
@@ -287,11 +287,11 @@ class Pool:
         self._changed.set()
         self._dispatcher.hand_out()
 
-    def fault(self, instance: Instance, reason: str = "no reason is known") -> None:
+    def fault(self, instance: Instance, reason: str = "reason unknown") -> None:
         """Record that a request to an instance failed. Several failures in a row open its circuit breaker for a
         while."""
         if instance.state in ("serving", "draining"):  # else the pool itself interrupted the request
-            text = f"{instance.name} has failed on a request, which is sent again: {reason}"
+            text = f"{instance.name} failed a request, which is sent again: {reason}"
             self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
             instance.breaker.fault()
         if instance.dead:
@@ -347,13 +347,13 @@ class Pool:
         limit, key = self.patience
         one = "an instance" if self.lived else "the first instance"
         since = "" if self.needed() else ", counted from when the trainer has loaded its models"
-        how = f". This starts one: {self.how_to_join}" if self.how_to_join else ""
+        how = f". Start one with: {self.how_to_join}" if self.how_to_join else ""
         self._say("waits", f"the run waits for {one}, for up to {limit:g} s ({key}){since}{how}")
 
     def all_gone(self) -> ProcessDied:
         """Return the error that says how the instances ended, or that none has joined."""
         ends = self._ends | {
-            one.name: f"is {one.state}: {one.reason}" if one.met or one.reason else "did not answer since it joined"
+            one.name: f"is {one.state}: {one.reason}" if one.met or one.reason else "has not answered since it joined"
             for one in self.instances
             if not one.counts
         }
@@ -361,8 +361,8 @@ class Pool:
         limit, key = self.patience
         if self.lived:
             return ProcessDied(f"no rollout instance is left: waited {limit:g} s for one ({key}); {how}")
-        command = f"; this starts one: {self.how_to_join}" if self.how_to_join else ""
-        return ProcessDied(f"no rollout instance has come: waited {limit:g} s for the first ({key}); {how}{command}")
+        command = f"; start one with: {self.how_to_join}" if self.how_to_join else ""
+        return ProcessDied(f"no rollout instance has joined: waited {limit:g} s for the first ({key}); {how}{command}")
 
     def note(self, name: str, end: str) -> None:
         """Record how an instance ended that is not in the pool (a restart that failed)."""
@@ -371,7 +371,7 @@ class Pool:
     def failed_restart(self, name: str, end: str) -> None:
         """Record that a restarted declared instance could not serve."""
         self.note(name, end)
-        self._say("fails", f"{name} could not be started again: {end}")
+        self._say("fails", f"{name} could not be restarted: {end}")
 
     def _say(self, kind: str, text: str) -> None:
         self._notices.happened("instances", kind, text)

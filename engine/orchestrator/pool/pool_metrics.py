@@ -18,8 +18,8 @@ FIGURES = {
     "running": "Responses being decoded.",
     "waiting": "Requests that wait for a slot.",
     "tokens_per_s": "Tokens generated per second between the last two heartbeats.",
-    "version": "Weight version it was brought to.",
-    "restarts": "How often its process was started again.",
+    "version": "Weight version it was last given.",
+    "restarts": "Restarts of its process.",
     "groups": "Groups in flight.",
     "group_s": "Seconds per group at its pace, smoothed.",
 }

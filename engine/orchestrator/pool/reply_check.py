@@ -52,15 +52,15 @@ def check_reply(reply: CompletionReply, asked: Asked, seed: int | None, instance
     choice = reply.choices[0]
     count = len(choice.token_ids)
     if len(reply.choices) > 1:
-        raise BrokenRule(f"{len(reply.choices)} responses, one was asked for")
+        raise BrokenRule(f"{len(reply.choices)} responses, expected one")
     if count != len(choice.logprobs.token_logprobs):
         raise BrokenRule(f"{count} tokens and {len(choice.logprobs.token_logprobs)} log-probabilities")
     if count > asked.max_tokens:
-        raise BrokenRule(f"{count} tokens, {asked.max_tokens} were asked for")
+        raise BrokenRule(f"{count} tokens, at most {asked.max_tokens} were requested")
     try:
         packed_ids = _column("q", choice.token_ids)
     except OverflowError:
-        raise BrokenRule(f"token {max(choice.token_ids, key=abs)}, the vocabulary has {asked.vocabulary}") from None
+        raise BrokenRule(f"token {max(choice.token_ids, key=abs)}, but the vocabulary has {asked.vocabulary}") from None
     packed_logprobs = _column("d", choice.logprobs.token_logprobs)
     token_ids = np.frombuffer(packed_ids, np.int64)
     logprobs = np.frombuffer(packed_logprobs, np.float64)
@@ -95,7 +95,7 @@ def problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
     right = (tokens >= 0) & (tokens < vocabulary)
     if not right.all():
         at = int(right.argmin())
-        return f"token {at} is {tokens[at]}, the vocabulary has {vocabulary}"
+        return f"token {at} is {tokens[at]}, but the vocabulary has {vocabulary}"
     return ""
 
 
@@ -126,7 +126,7 @@ def problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
     if not len(tokens):
         return "" if reason == "abort" else f'finish_reason "{reason}" without a token'
     if reason == "stop" and tokens[-1] not in asked.ends:
-        return f'finish_reason "stop", but the last token, {tokens[-1]}, is no stop token'
+        return f'finish_reason "stop", but the last token, {tokens[-1]}, is not a stop token'
     before = tokens if reason == "abort" else tokens[:-1]  # vLLM calls a stop token at the limit "length"
     if any((before == stop).any() for stop in asked.stops):
         return f'a stop token inside, and finish_reason "{reason}"'
@@ -136,7 +136,7 @@ def problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
 def problem_of_reply_routes(routes: Routes | None, asked: Asked, experts: Experts, count: int) -> str:
     """Say what is wrong with the routes of a response of `count` tokens; "" if nothing is."""
     if routes is None:
-        return "no routes, which were asked for" if count else ""
+        return "no routes, although they were requested" if count else ""
     tokens = asked.prompt + count - 1 if count else 0
     wrong = problem_of_form(routes.dtype, routes.shape, tokens, experts)
     size = math.prod(routes.shape)
@@ -150,4 +150,4 @@ def problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: arra
     choice = reply.choices[0]
     routes = choice.routes.data if choice.routes is not None else b""
     found = packed_digest(tokens, logprobs, reply.weight_versions, choice.finish_reason, routes=routes)
-    return "" if found == reply.digest else f"its digest is {reply.digest!r:.50}, that of what arrived is {found}"
+    return "" if found == reply.digest else f"its digest is {reply.digest!r:.50}, but that of what arrived is {found}"

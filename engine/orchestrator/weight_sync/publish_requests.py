@@ -120,13 +120,13 @@ class PublishRequests:
         due = version if self.version is None else self.version + 1
         if version not in (due, self.version) or version < 0:
             raise ServiceConflict(
-                f"weight version {version}: version {self.version} was published last, so {due} is the next"
+                f"weight version {version}: version {self.version} was published last, so the next is {due}"
             )
         for batch in self._batches.values():
             if batch.step < version and batch.trained < batch.expected:
                 raise ServiceConflict(
-                    f"weight version {version}: of step {batch.step} not every group is acknowledged "
-                    f"({batch.arrived} of {batch.expected} have arrived)"
+                    f"weight version {version}: not every group of step {batch.step} is acknowledged ({batch.arrived} "
+                    f"of {batch.expected} have arrived)"
                 )
 
     def _may_publish_now(self) -> bool:

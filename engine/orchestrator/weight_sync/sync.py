@@ -275,7 +275,7 @@ class WeightSync:
         time limit the instance is overtaken again."""
         if self._overtaken:
             names = ", ".join(sorted(instance.name for instance in self._overtaken))
-            print(f"the weight sync waits for {names}, which {OVERTAKEN} versions have overtaken", flush=True)
+            print(f"the weight sync waits for {names}, which {OVERTAKEN} newer versions have overtaken", flush=True)
             deadline = time.monotonic() + self._timeout_s
             while self._overtaken and time.monotonic() < deadline:
                 await asyncio.sleep(LOOK_S)
@@ -413,7 +413,7 @@ class WeightSync:
             return await asyncio.wait_for(asyncio.shield(self._trainer_logprobs), self._timeout_s)
         except TimeoutError:
             raise DeadlineError(
-                f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
+                "the trainer did not report its log-probabilities of the fixed tokens under weight version "
                 f"{self._version} within {self._timeout_s:g} s"
             ) from None
 
@@ -446,7 +446,7 @@ class WeightSync:
         """Bring an instance to the current version. Return whether that version is still the current one."""
         await self._until_quiet(instance)
         if self._version is None:
-            raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
+            raise MetronomeError(f"{instance.name}: no weight version has been published yet; it gets the first one")
         version = self._version
         expected = self._expected
         try:
@@ -465,7 +465,7 @@ class WeightSync:
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:
         if self._snapshot is None:
-            raise MetronomeError(f"{instance.name}: weight version {version} left no snapshot to load")
+            raise MetronomeError(f"{instance.name}: weight version {version} has no snapshot to load")
         files = await self._files(self._snapshot)
         await self._calls.pause(instance, f"weight version {version}", abort=True)
         await self._calls.start(instance, f"weight version {version}")
@@ -492,7 +492,7 @@ class WeightSync:
                     self._wanted.set()  # repeated, because a version may be published a second time
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise DeadlineError(f"the snapshot {snapshot} was not whole within {self._timeout_s:g} s") from None
+            raise DeadlineError(f"the snapshot {snapshot} was not complete within {self._timeout_s:g} s") from None
         if not (files := sorted(snapshot.glob("*.safetensors"))):
             raise BadInput(f"{snapshot}: no weights in this snapshot")
         return files

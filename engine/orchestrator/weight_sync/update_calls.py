@@ -101,8 +101,8 @@ class UpdateCalls:
         measured = "" if noise is None else f" ({noise:.3g} was measured with weights that both held)"
         raise WeightSyncError(
             f"{instance.name}: after the update to weight version {version} its log-probabilities of {len(expected)} "
-            f"fixed tokens differ from the trainer's: {self.probe.which} difference {apart:.3g}, limit {limit:.3g}"
-            f"{measured}; it computes with other weights, or otherwise"
+            f"fixed tokens differ from the trainer's: {self.probe.which} difference {apart:.3g}, limit "
+            f"{limit:.3g}{measured}; its weights or its numerics differ"
         )
 
     async def self_test(self, instance: Instance) -> None:
@@ -125,7 +125,7 @@ class UpdateCalls:
             raise WeightSyncError(
                 f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens "
                 f"{self.probe.perturb} changed, and its log-probabilities moved by {moved:.3g}, expected more than "
-                f"{MOVED:g}; it computes with something else than the weights it is given"
+                f"{MOVED:g}; it does not compute with the weights that it is given"
             )
 
     async def _serves_its_base(self, instance: Instance) -> bool:

@@ -67,7 +67,7 @@ class Broadcast:
                 rank.check()
             if time.monotonic() > deadline:
                 how = "; ".join(f"{rank.name} {rank.how_it_ended()}" for rank in self.ranks)
-                raise DeadlineError(f"{what} was not through within {self._timeout_s:g} s: {how}")
+                raise DeadlineError(f"{what} did not finish within {self._timeout_s:g} s: {how}")
             time.sleep(POLL_S)
 
 
@@ -114,7 +114,7 @@ def _rank(machine: str, port: int, rank: int, world: int, sizes: list[int], time
 
     once()
     if not bool((buffer[: max(sizes)] == MARK).all()):
-        raise SystemExit(f"rank {rank} received other bytes than rank 0 sent")
+        raise SystemExit(f"rank {rank} received bytes that differ from what rank 0 sent")
     dist.all_reduce(together)  # all ranks have finished the comparison
     used.synchronize()
     if rank == 0:

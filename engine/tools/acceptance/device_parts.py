@@ -96,7 +96,7 @@ def broadcast(task: PartTask) -> None:
     """
     machine = chosen_platform(task.platform)
     if machine.name != "cpu" and device_count(machine) < 2:
-        raise PartSkipped(f"{machine.backend} needs two devices, and this process sees one")
+        raise PartSkipped(f"{machine.backend} needs two devices, but this process sees one")
     size = BROADCAST_BYTES.get(machine.name, BROADCAST_BYTES_ELSEWHERE)
     task.notes.doing(f"two ranks meet over {machine.backend} and broadcast")
     with broadcasting(

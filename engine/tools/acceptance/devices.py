@@ -53,7 +53,7 @@ def inventory(machine: Platform) -> Iterator[str]:
     yield f"torch {torch.__version__}, platform {machine.name}"
     if not isinstance(machine, Accelerator):
         missing = "; ".join(f"{other.name}: {other.missing()}" for other in PLATFORMS.values() if other.missing())
-        yield f"no accelerator is used, and all parts are about the CPU{f' ({missing})' if missing else ''}"
+        yield f"no accelerator is used: all parts test the CPU{f' ({missing})' if missing else ''}"
         yield f"CPU: {system.machine()}, {torch.get_num_threads()} computing threads"
         return
     yield from _software(machine)
@@ -66,8 +66,8 @@ def _software(machine: Accelerator) -> Iterator[str]:
     if machine.name == "npu":
         lines = ASCEND_DRIVER.read_text(errors="replace").splitlines() if ASCEND_DRIVER.is_file() else []
         versions = [line.partition("=")[2] for line in lines if line.startswith("Version=")]
-        yield f"driver {versions[0]}" if versions else f"driver: unknown, there is no version in {ASCEND_DRIVER}"
-        yield "HCCL: that of CANN"
+        yield f"driver {versions[0]}" if versions else f"driver: unknown, no version found in {ASCEND_DRIVER}"
+        yield "HCCL: the one in CANN"
         return
     yield f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -28,7 +28,7 @@ class PartFailed(MetronomeError):
     """A part has run and found something wrong."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
-        """`remedy`: what to do; "" for the remedy in the part's own entry (PARTS)."""
+        """`remedy`: what to do; "" for the remedy in the part's own entry (ACCEPTANCE)."""
         super().__init__(reason)
         self.remedy = remedy
 
@@ -63,7 +63,7 @@ class Notes:
     doing: str = "starting"
     lines: list[str] = field(default_factory=list)
     figures: JsonObject = field(default_factory=dict)
-    end: dict[str, str] | None = None
+    end: JsonObject | None = None
     """Status, reason and remedy; None if the part did not reach its end."""
 
     @staticmethod

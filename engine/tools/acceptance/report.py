@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -49,7 +50,8 @@ def summary(results: Sequence[PartResult]) -> str:
 
 def verdict(results: Sequence[PartResult]) -> str:
     """One sentence: the number of parts by status, and the seconds."""
-    counts = ", ".join(f"{count} {status}" for status, count in _counts(results))
+    statuses = Counter(one.status for one in results)
+    counts = ", ".join(f"{statuses[status]} {status}" for status in ("ok", "failed", "skipped") if statuses[status])
     return f"{counts}, in {sum(one.seconds for one in results):.0f} s."
 
 
@@ -67,9 +69,3 @@ def as_json(results: Sequence[PartResult], settings: Sequence[str]) -> JsonObjec
         "seconds": round(sum(one.seconds for one in results), 1),
         "parts": [asdict(one) | {"seconds": round(one.seconds, 1)} for one in results],
     }
-
-
-def _counts(results: Sequence[PartResult]) -> Iterator[tuple[str, int]]:
-    for status in ("ok", "failed", "skipped"):
-        if count := sum(one.status == status for one in results):
-            yield status, count

@@ -68,7 +68,7 @@ def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool)
     if machine.name == "cpu":
         return RolloutChoice(engine, "gloo", tuple(sorted(usable_cores())[1:2]) if training else (), why)
     if engine == "embedded":
-        remark = f"the embedded engine samples, on the CPU, and {machine.backend} is not tried: {why}"
+        remark = f"the embedded engine samples on the CPU, so {machine.backend} is not tested: {why}"
         return RolloutChoice(engine, "gloo", (), remark)
     visible = [int(one) for one in visible_devices(machine.name) if one.isdigit()] or list(range(device_count(machine)))
     return RolloutChoice(engine, machine.backend, (visible[1 if training else 0],), "")
@@ -81,7 +81,7 @@ def embedded_on_cpu(machine: Platform) -> RolloutChoice:
 
 def _no_second_device(machine: Platform) -> str:
     alone = machine.name != "cpu" and device_count(machine) < 2
-    return "vLLM needs a device beside the trainer's, and this process sees one" if alone else ""
+    return "vLLM needs a second device, but this process sees only the trainer's" if alone else ""
 
 
 def _no_vllm(machine: Platform) -> str:

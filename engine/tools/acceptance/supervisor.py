@@ -1,6 +1,7 @@
 """Runs the parts of the acceptance one after the other, each in a separate process with a deadline.
 
-A part that fails, crashes or hangs does not stop the later ones. This process never touches a device.
+A part that fails, crashes or hangs does not stop the later ones. This process never touches a device. pytest could not
+take its place: pytest-timeout does not end a call into a driver that holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -134,20 +135,13 @@ def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s:
         remedy=part.remedy,
     )
     if late:
-        hangs = "" if gone else f"process {child.pid} could not be ended, it hangs in the driver; "
+        hangs = "" if gone else f"process {child.pid} could not be killed: it hangs in the driver; "
         how = f"{_busy()}{hangs}it {child.how_it_ended()}"
-        return replace(result, reason=f"not through after {deadline_s:.0f} s, at: {notes.doing}; {how}")
+        return replace(result, reason=f"not finished after {deadline_s:.0f} s, at: {notes.doing}; {how}")
     if notes.end is None:
         return replace(result, reason=f"crashed, at: {notes.doing}; it {child.how_it_ended()}")
-    status = notes.end["status"]
-    if status == "failed":
-        return replace(result, reason=notes.end["reason"], remedy=notes.end["remedy"] or part.remedy)
-    return replace(
-        result,
-        status="skipped" if status == "skipped" else "ok",
-        reason=notes.end["reason"],
-        remedy=notes.end["remedy"],
-    )
+    remedy = notes.end["remedy"] or (part.remedy if notes.end["status"] == "failed" else "")
+    return replace(result, **{**notes.end, "remedy": remedy})
 
 
 def _end(child: Child) -> bool:
@@ -172,7 +166,7 @@ def _too_late(part: AcceptancePart, total_s: float) -> PartResult:
         part=part.name,
         status="skipped",
         seconds=0.0,
-        reason=f"the {total_s / 60:.0f} minutes of all parts are over",
+        reason=f"the {total_s / 60:.0f} minutes for all parts are used up",
         remedy=f'metronome doctor --device --only "{part.name}"',
     )
 

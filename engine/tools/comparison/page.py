@@ -32,7 +32,7 @@ PARTS = {
 }
 """The parts of a step's time, each with its name on the page and the timeline's name for its colour. (The names differ
 because a run may be called "sync".)"""
-ROLLOUT = ("rollout, beside it", "rollout")
+ROLLOUT = ("rollout, at the same time", "rollout")
 NOTES = (
     "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training "
     "and rollouts together. The first step of a run does not count for speed.",
@@ -126,9 +126,11 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
 
 
 def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    metrics = sorted({key for run in runs for row in run.steps for key in row if key.startswith(run_figures.REWARD)})
     drawn = [
         _chart(runs, "reward_mean", "Mean reward over steps", "step"),
         _chart(runs, "reward_mean", "Mean reward over wall time", "minutes", timed=True),
+        *(_chart(runs, key, f"Mean {key}", "step") for key in metrics if not key.endswith("_std")),
         _chart(runs, "tokens_per_s_per_device", "Trained tokens/s/device", "step", zero=True),
         _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
         _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),

@@ -12,6 +12,8 @@ from engine.evaluation.intervals import t_interval
 
 Row = Mapping[str, Any]
 
+REWARD = "reward/"
+"""How the names of figures of a reward's functions and metrics begin."""
 WARM_UP = 1
 """Number of first steps that are not counted for speed, because caches and allocators are cold."""
 MIN_STEPS = 5

@@ -24,7 +24,7 @@ UNKNOWN = Interval(math.nan, -math.inf, math.inf)
 GRADES = {
     "better": "better",
     "worse": "worse",
-    "none": "without any difference seen",
+    "none": "with no visible difference",
     "open": "not shown to be better or worse",
     "unknown": "of unknown quality",
 }
@@ -116,7 +116,7 @@ def _who(run: ComparedRun) -> str:
 
 def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
     """Both questions in one sentence. Without a benchmark, quality is judged by the training reward."""
-    unlike = " (not evaluated alike)"
+    unlike = " (evaluated differently)"
     measured = [
         (f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy
     ]
@@ -172,7 +172,7 @@ def _more(ratio: Interval, steps: int) -> str:
         return f"; the two are nearly alike: a difference of more than {most:.0%} is unlikely"
     more = max(1, math.ceil(needed - steps))
     digits = max(0, len(str(more)) - 2)
-    return f"; about {math.ceil(more / 10**digits) * 10**digits} more step{'s' if more > 1 else ''} would do"
+    return f"; about {math.ceil(more / 10**digits) * 10**digits} more step{'s' if more > 1 else ''} would be enough"
 
 
 def _as_accurate(who: tuple[str, str], found: Difference) -> str:

@@ -22,7 +22,7 @@ async def pause(engine: TriedEngine) -> str:
     async with engine.under_way(MANY, SAMPLED) as tasks:
         await engine.call(Pause("wait"))
         load = await engine.load()
-        demand(load.running == 0, f"{load.running} responses run after the pause has answered")
+        demand(load.running == 0, f"{load.running} responses are still running after the pause was answered")
         finished = _ended(tasks)
         demand("abort" not in finished, f"a pause with mode=wait ended responses: {finished}")
         await _held(engine)
@@ -65,7 +65,7 @@ def _ended(tasks: list[asyncio.Task[SampledReply]]) -> list[str]:
     return [task.result().choices[0].finish_reason for task in tasks if task.done()]
 
 
-@rule("disconnect", "a request whose client leaves is dropped, and its slot is free")
+@rule("disconnect", "a request whose client disconnects is dropped, and its slot is free")
 async def disconnect(engine: TriedEngine) -> str:
     """The orchestrator abandons requests for responses that it no longer needs."""
     length = len((await engine.complete(max_tokens=SAMPLED)).choices[0].token_ids)
@@ -75,5 +75,5 @@ async def disconnect(engine: TriedEngine) -> str:
     await engine.until(lambda load: load.running + load.waiting == 0, "the requests of a client that left to end")
     sampled = (await engine.load()).generated_tokens - before
     whole = MANY * length
-    demand(sampled < whole / 2, f"{sampled} of {whole} tokens were sampled for a client that had left")
+    demand(sampled < whole / 2, f"{sampled} of {whole} tokens were sampled for a client that had disconnected")
     return f"{sampled} of {whole} tokens were sampled"

@@ -56,8 +56,8 @@ async def token(engine: TriedEngine) -> str:
     """Without a token, an engine listens only on loopback."""
     if engine.token is None:
         host = urlsplit(engine.url).hostname or ""
-        demand(_is_loopback(host), f"{VARIABLE} is not set, and {host} is no loopback address")
-        return f"{VARIABLE} is not set; it is asked on loopback"
+        demand(_is_loopback(host), f"{VARIABLE} is not set, and {host} is not a loopback address")
+        return f"{VARIABLE} is not set, which is allowed on loopback"
     for method, path in GUARDED:
         for headers in ({}, {"Authorization": f"Bearer {engine.token}x"}, {"Authorization": f"Basic {engine.token}"}):
             body = b"{}" if method == "POST" else None
@@ -73,7 +73,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-@rule("errors", "a request that can't be served is refused with the right status, a message, and no effect")
+@rule("errors", "a request that can't be served is refused with the right status and a message, and has no effect")
 async def errors(engine: TriedEngine) -> str:
     """A wrong status would stop a run, or cause endless retries."""
     vocabulary = engine.reference.vocabulary
@@ -162,5 +162,5 @@ async def load(engine: TriedEngine) -> str:
             demand(min(seen.running, seen.waiting, seen.generated_tokens, seen.weight_version) >= 0, f"it says {seen}")
         busy = sum(not task.done() for task in tasks)
         demand(not busy or seen.running + seen.waiting > 0, f"{busy} requests are open, but it says {seen}")
-    demand(slowest <= LOAD_S, f"it took {slowest:.1f} s with {BUSY} requests, at most {LOAD_S:g} s is right")
+    demand(slowest <= LOAD_S, f"it took {slowest:.1f} s with {BUSY} requests, expected at most {LOAD_S:g} s")
     return f"at most {slowest * 1000:.0f} ms with {BUSY} requests"

@@ -23,19 +23,19 @@ async def sampled(engine: TriedEngine, **body: Any) -> SampledReply:  # noqa: AN
     """Return a response of TOKENS tokens, unless `body` asks for another number. Demand that they are valid tokens."""
     reply = await engine.complete(**{"max_tokens": TOKENS, **body})
     ids = reply.choices[0].token_ids
-    demand(len(reply.choices) == 1, f"{len(reply.choices)} choices, one was asked for")
+    demand(len(reply.choices) == 1, f"{len(reply.choices)} choices, expected one")
     demand(bool(ids), "a response without tokens")
     wrong = [token for token in ids if not 0 <= token < engine.reference.vocabulary]
-    demand(not wrong, f"token {wrong[:1]} is none of the {engine.reference.vocabulary} of the vocabulary")
+    demand(not wrong, f"token {wrong[:1]} is not one of the {engine.reference.vocabulary} of the vocabulary")
     return reply
 
 
-@rule("tokens", "a response is one choice with token ids of the vocabulary, as many as were asked for")
+@rule("tokens", "a response is one choice with token ids of the vocabulary, as many as were requested")
 async def tokens(engine: TriedEngine) -> str:
     """With ignore_eos, only the limit ends a response."""
     for count in (1, TOKENS):
         ids = (await sampled(engine, max_tokens=count)).choices[0].token_ids
-        demand(len(ids) == count, f"{len(ids)} tokens, {count} were asked for, without an end of sequence")
+        demand(len(ids) == count, f"{len(ids)} tokens, {count} were requested, without an end of sequence")
     return f"{count} tokens of {engine.reference.vocabulary}"
 
 
@@ -47,7 +47,6 @@ async def log_probabilities(engine: TriedEngine) -> str:
         reply = await sampled(engine, temperature=temperature)
         choice = reply.choices[0]
         given = choice.logprobs.token_logprobs
-        demand(len(given) == len(choice.token_ids), f"{len(choice.token_ids)} tokens, {len(given)} log-probabilities")
         wrong = reply_check.problem_of_logprobs(np.array(given, np.float64)) if given else "there are none"
         demand(not wrong, wrong)
         expected = engine.reference.logprobs(engine.reference.prompt, choice.token_ids, temperature)
@@ -66,13 +65,15 @@ async def prompt_log_probabilities(engine: TriedEngine) -> str:
 
 
 def near(engine: TriedEngine, given: list[float], expected: list[float], what: str) -> float:
-    """Return the largest difference. Demand that it, or with bfloat16 the mean difference, is within UNMEASURED."""
+    """Return the largest difference. Demand one for each token, and that the largest, or with bfloat16 the mean, is
+    within UNMEASURED."""
+    demand(len(given) == len(expected), f"{len(expected)} tokens, {len(given)} log-probabilities")
     apart = [abs(one - other) for one, other in zip(given, expected, strict=True)]
     dtype = engine.reference.dtype
     limit = UNMEASURED[dtype]
     which = "largest" if dtype == "float32" else "mean"
     found = max(apart) if dtype == "float32" else sum(apart) / len(apart)
-    demand(found <= limit, f"{what}: {which} difference from the model's {found:.3g}, at most {limit:g} is right")
+    demand(found <= limit, f"{what}: {which} difference from the model's {found:.3g}, expected at most {limit:g}")
     return max(apart)
 
 
@@ -152,7 +153,7 @@ async def group(engine: TriedEngine) -> str:
     return f"{different} different responses of {GROUP}"
 
 
-@rule("continued", "a response goes on after the tokens that it has (rollout.partial)", required=False)
+@rule("continued", "a response continues after the tokens that it has (rollout.partial)", required=False)
 async def continued(engine: TriedEngine) -> str:
     """Its random numbers must not start over."""
     prompt = engine.reference.prompt

@@ -19,34 +19,12 @@ from engine.tools.conformance.rules import ProtocolRule
 from engine.tools.conformance.tried_engine import EngineCalls, TriedEngine
 from engine.wire.access_token import access_token
 
-RULES: Sequence[ProtocolRule] = (
-    http_rules.health,
-    http_rules.token,
-    http_rules.errors,
-    http_rules.limits,
-    http_rules.load,
-    response_rules.tokens,
-    response_rules.log_probabilities,
-    response_rules.prompt_log_probabilities,
-    response_rules.versions,
-    response_rules.digest,
-    response_rules.finish_reason,
-    response_rules.seeds,
-    response_rules.unseeded,
-    response_rules.group,
-    control_rules.pause,
-    control_rules.abort,
-    control_rules.disconnect,
-    update_rules.world_size,
-    update_rules.base_weights,
-    update_rules.weight_update,
-    update_rules.checksum,
-    update_rules.whole_update,
-    update_rules.update_order,
-    response_rules.continued,
-    update_rules.staged,
+MODULES = (http_rules, response_rules, control_rules, update_rules)
+RULES: Sequence[ProtocolRule] = sorted(
+    (rule for module in MODULES for rule in vars(module).values() if isinstance(rule, ProtocolRule)),
+    key=lambda rule: not rule.required,
 )
-"""All rules, in the order in which they are tried."""
+"""All rules, in the order in which they are tried: as they are defined, and those that are not required at the end."""
 RULE_S = 10
 """Time limit of a rule, as a multiple of the deadline of a call."""
 
@@ -149,7 +127,7 @@ async def _model(engine: EngineCalls, given: str) -> Path:
     if not (folder / "config.json").is_file():
         said = f"--model {given}" if given else f"the engine names the model {named!r}"
         raise BadInput(
-            f"{said}: that is no Hugging Face folder on this machine; give the one that it serves by --model"
+            f"{said}: that is not a Hugging Face folder on this machine; give the one that it serves with --model"
         )
     return folder
 
@@ -163,5 +141,5 @@ async def _check_unused(engine: TriedEngine) -> None:
     if load.running + load.waiting > 0 or load.weight_version != 0:
         raise BadInput(
             f"{engine.url} is in use: it has {load.running + load.waiting} requests and weight version "
-            f"{load.weight_version}. The rules change its weights: give an engine that was just started"
+            f"{load.weight_version}. The rules change its weights: give a freshly started engine"
         )

@@ -230,4 +230,4 @@ def _read(what: str, answer: Answer, kind: type[msgspec.Struct]) -> msgspec.Stru
         return msgspec.json.decode(answer.raw if answer.raw.strip() else b"{}", type=kind)
     except msgspec.DecodeError as error:
         begins = answer.raw[:100].decode(errors="replace")
-        raise RefusedCall(f"{what} answered 200 with no such reply: {error}; it begins {begins!r}") from None
+        raise RefusedCall(f"{what} answered 200 with an invalid reply: {error}; it begins {begins!r}") from None

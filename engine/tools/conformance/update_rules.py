@@ -27,6 +27,19 @@ async def world_size(engine: TriedEngine) -> str:
     return str(size)
 
 
+@rule("base-weights", "the self-test: its own weights with changed output rows move log-probabilities, and come back")
+async def base_weights(engine: TriedEngine) -> str:
+    """An engine that keeps a stale copy of its output layer would not notice."""
+    prompt = engine.reference.prompt
+    before = await engine.prompt_logprobs(prompt)
+    await engine.base(engine.reference.perturb, VERSION)
+    moved = max(abs(one - other) for one, other in zip(before, await engine.prompt_logprobs(prompt), strict=True))
+    demand(moved > MOVED, f"log-probabilities moved by {moved:.3g}, expected more than {MOVED:g}")
+    await engine.base([], 0)
+    near(engine, await engine.prompt_logprobs(prompt), before, "with the weights it was started with")
+    return f"moved by {moved:.2g}, and back"
+
+
 @rule("weight-update", "an update by files gives the new weights, under their version, to all that is sampled after it")
 async def weight_update(engine: TriedEngine) -> str:
     """Requests that arrive during the update wait for it. Nothing that the old weights computed for a prompt is
@@ -140,19 +153,6 @@ async def _same(engine: TriedEngine, before: tuple[int, list[float]]) -> None:
     version, logprobs = await _seen(engine)
     demand(version == before[0], f"GET /weight_version says {version} after a refused update, {before[0]} before")
     near(engine, logprobs, before[1], "after a refused update")
-
-
-@rule("base-weights", "the self-test: its own weights with changed output rows move log-probabilities, and come back")
-async def base_weights(engine: TriedEngine) -> str:
-    """An engine that keeps a stale copy of its output layer would not notice."""
-    prompt = engine.reference.prompt
-    before = await engine.prompt_logprobs(prompt)
-    await engine.base(engine.reference.perturb, VERSION)
-    moved = max(abs(one - other) for one, other in zip(before, await engine.prompt_logprobs(prompt), strict=True))
-    demand(moved > MOVED, f"log-probabilities moved by {moved:.3g}, expected more than {MOVED:g}")
-    await engine.base([], 0)
-    near(engine, await engine.prompt_logprobs(prompt), before, "with the weights it was started with")
-    return f"moved by {moved:.2g}, and back"
 
 
 @rule("staged", "buckets arrive while it generates, and are loaded later (weights.staged)", required=False)

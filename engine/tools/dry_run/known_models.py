@@ -111,5 +111,5 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
             return shape, "published config.json"
     raise BadInput(
         f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-        f"{', '.join(KNOWN)}. A folder that only has config.json is enough"
+        f"{', '.join(KNOWN)}. A folder with only config.json is enough"
     )

@@ -204,7 +204,7 @@ def _cache(room: Room) -> dict[str, str]:
     short = room.tokens < room.wanted
     return {
         "cache": f"{fits}; all slots at full length would fill {room.wanted:,}"
-        + (": they take turns then" if short else "")
+        + (", so they take turns" if short else "")
     }
 
 

@@ -61,7 +61,7 @@ def read_run(folder: Path, last: int = 0) -> MeasuredRun:
     """Read the measurements of a run. `last`: use only this many of its last steps (0: all). Raises BadInput for a
     folder without a run, and for a run that is too short."""
     if not (folder / "config.toml").is_file():
-        raise BadInput(f"--from {folder}: no config.toml there, so it is no run folder")
+        raise BadInput(f"--from {folder}: no config.toml there, so it is not a run folder")
     steps = list(read_lines(folder / "steps.jsonl"))[1:][-last:]
     first = steps[0]["step"] if steps else 1
     run = MeasuredRun(

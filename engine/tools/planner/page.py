@@ -43,17 +43,17 @@ def write_plan(plan: Planned, best: Ranked, changes: Sequence[Sensitivity], fold
     sections = [
         f"<style>{STYLE}</style>",
         "<h1>How many devices</h1>",
-        f"<p>{plan.looked:,} settings looked at, {len(plan.best)} simulated. Seconds are predictions.</p>",
+        f"<p>{plan.looked:,} settings considered, {len(plan.best)} simulated. Seconds are predictions.</p>",
         _table(
             ["step", "times as fast", "devices", "bound by", "settings"],
             [_row(plan, plan.today, "the recipe"), *(_row(plan, one, str(one.candidate)) for one in plan.best[:SHOWN])],
         ),
         "<h2>Steps on a time axis</h2>",
         f"<ul>{''.join(links)}</ul>",
-        "<h2>If it is otherwise</h2>",
-        "<p>Seconds of a step, if responses or one side were as it says.</p>",
+        "<h2>Under other conditions</h2>",
+        "<p>Seconds of a step if responses, instances or trainer were as stated.</p>",
         _chart(changes),
-        "<h2>What this rests on</h2>",
+        "<h2>Assumptions</h2>",
         _table(["what", "value and source"], [[name, source] for name, source in plan.model.assumptions.items()]),
     ]
     target = folder / "plan.html"

@@ -198,8 +198,8 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
             return costs
         if device is None:
             raise BadInput(
-                "these runs have another layout (parallel, rollout.tensor): say with --device what they ran on, "
-                f"one of {', '.join(DEVICES)}"
+                "these runs have another layout (parallel, rollout.tensor): give the device they ran on with "
+                f"--device, one of {', '.join(DEVICES)}"
             )
         return scale_costs(costs, prior_costs(shape, theirs, device), prior_costs(shape, wanted, device))
 

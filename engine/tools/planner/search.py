@@ -77,7 +77,7 @@ def search_settings(
     """
     best: list[tuple[float, int, Candidate]] = []
     looked = 0
-    reason = "there is no layout of so few devices"
+    reason = "no layout fits that few devices"
     for keys in candidate_settings(config, shape, count):
         looked += 1
         try:

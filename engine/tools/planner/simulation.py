@@ -213,7 +213,7 @@ class _Simulation:
             self._now, _, act = heapq.heappop(self._events)
             act()
         if self._step < self._last:
-            raise MetronomeError(f"the simulation stands still in step {self._step}: everybody waits")
+            raise MetronomeError(f"the simulation is deadlocked in step {self._step}: every process waits")
         counted = self._steps[1:] or self._steps
         busy = fmean(instance.busy_s for instance in self._instances) / self._now
         return Simulated(counted, busy, self._orchestrator_s / self._now, self._spans)

@@ -84,7 +84,7 @@ def _header(path: Path) -> tuple[JsonObject, int]:
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError:
-        raise BadInput(f"{path}: not a whole safetensors file") from None
+        raise BadInput(f"{path}: not a complete safetensors file") from None
     if not isinstance(header, dict):
         raise BadInput(f"{path}: not a safetensors file")
     return header, 8 + size
@@ -121,7 +121,7 @@ class BucketFile:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise BadInput(f"{path}: not a safetensors file") from None
         if not whole:
-            raise BadInput(f"{path}: not a whole safetensors file: it is cut off")
+            raise BadInput(f"{path}: not a complete safetensors file: it is cut off")
 
     @property
     def names(self) -> frozenset[str]:
@@ -150,7 +150,7 @@ class BucketFile:
         except OSError as error:
             raise BadInput(f"{self.path}: cannot be read: {error.strerror}") from None
         if left:
-            raise BadInput(f"{self.path}: not a whole safetensors file: it is cut off")
+            raise BadInput(f"{self.path}: not a complete safetensors file: it is cut off")
         return [self._tensor(buffer, spec) for spec in specs]
 
     def _tensor(self, buffer: Tensor, spec: TensorSpec) -> Tensor:

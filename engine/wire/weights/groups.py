@@ -169,7 +169,7 @@ def _await_key(store: dist.Store, key: str, timeout_s: float, off: threading.Eve
 
 def _check_off(store: dist.Store, off: threading.Event, what: str) -> None:
     if off.is_set() or store.check(["off"]):
-        raise TransferError(f"the weight transfer was called off while it waited for {what}")
+        raise TransferError(f"the weight transfer was cancelled while it waited for {what}")
 
 
 def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) -> None:
@@ -182,7 +182,7 @@ def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) ->
         except OSError as error:
             reason = error
         if off.is_set():
-            raise TransferError(f"the weight transfer was called off while it looked for its sender at {host}:{port}")
+            raise TransferError(f"the weight transfer was cancelled while it looked for its sender at {host}:{port}")
         if time.monotonic() > deadline:
             raise TransferError(f"the sender of the weights at {host}:{port} can't be reached: {reason}")
         time.sleep(0.02)
@@ -208,8 +208,8 @@ def own_address(loopback: bool, interface: str = "", towards: str = "") -> str:
             found = address_towards(reachable_host(towards))
     if ipaddress.ip_address(found).is_loopback:
         raise BadInput(
-            f"the name of this machine, {name}, means {means}: instances on other machines can't reach that; set "
-            "weights.interface to the network's, or the machine's own address in /etc/hosts"
+            f"the name of this machine, {name}, resolves to {means}: instances on other machines can't reach that; "
+            "set weights.interface to the network's, or the machine's own address in /etc/hosts"
         )
     return found
 
@@ -265,7 +265,7 @@ class BroadcastGroup:
             timeout_s=timeout_s,
         )
         connected = in_thread("connect-weights", lambda: self._connect(place))
-        self._await_connection(connected, f"the {world} members to connect by {backend}", off)
+        self._await_connection(connected, f"the {world} members to connect over {backend}", off)
 
     def _connect(self, place: Membership) -> None:
         use_device(self.device)
@@ -344,7 +344,7 @@ class Transfer:
             if self._closed.is_set():
                 raise TransferError("the weight transfer was closed while a bucket was under way")
             if time.monotonic() > deadline:
-                raise DeadlineError(f"a bucket of weights was not through within {self._timeout_s:g} s")
+                raise DeadlineError(f"a bucket of weights was not transferred within {self._timeout_s:g} s")
             time.sleep(POLL_S)
         try:
             for work in self._works:

@@ -84,7 +84,7 @@ def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     """
     folder.mkdir(parents=True, exist_ok=True)
     if stale := sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)]):
-        raise BadInput(f"{stale[0]}: there are weights in this folder already; write to another, or delete them first")
+        raise BadInput(f"{stale[0]}: this folder already has weights; write to another, or delete them first")
     shards: list[list[str]] = []
     total = 0
     for shard in _filled(tensors, shard_bytes):
@@ -180,7 +180,8 @@ def _index(path: Path) -> dict[str, Path]:
     for name, file in files.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise BadInput(
-                f"{path}: tensor {name} is said to be in {file!r}; expected a *.safetensors beside the index"
+                f"{path}: tensor {name} is said to be in {file!r}; expected a *.safetensors file in the folder of the "
+                "index"
             )
         if not (path.parent / file).is_file():
             raise BadInput(f"{path.parent / file}: no such file, although {INDEX} says it holds tensor {name}")

@@ -26,5 +26,5 @@ def test_a_rank_whose_orchestrator_is_gone_ends_with_its_own_error_and_no_traceb
 
     assert run_rank(folder=tmp_path, plane=gone, stage="train", session=nullcontext, work=work) == 1
     said = capfd.readouterr().err
-    assert said.startswith("trainer-0 ends: the weights could not be sent (not told to the orchestrator: ")
-    assert "is not reached" in said
+    assert said.startswith("trainer-0 ends: the weights could not be sent (the orchestrator was not told: ")
+    assert "can't be reached" in said

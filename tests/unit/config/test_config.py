@@ -48,21 +48,21 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
                 ("max_model_len", 4096, ": Metronome sets this argument of vLLM; set rollout.max_context"),
                 ("tensor_parallel_size", 2, ": Metronome sets this argument of vLLM; set rollout.tensor"),
                 ("logprobs_mode", "raw_logits", " can't be set: the trainer needs log-probabilities"),
-                ("quantization", "fp8", " can't be set: .* other weights than the policy's"),
+                ("quantization", "fp8", " can't be set: .* not sample from the policy's own weights"),
                 ("no_skip_tokenizer_init", True, " can't be set: instances take token ids"),
                 ("data_parallel_size_local", 2, " can't be set: an instance is one engine"),
                 ("nnodes", 2, " can't be set: an instance is one engine"),
                 (
                     "allowed_media_domains",
                     ["x", "--trust-remote-code"],
-                    ".* begins with - would be an argument of its own",
+                    ".* begins with - would be read as another argument",
                 ),
                 ("hf_overrides", '{"a": 1}', ".*: must be a table"),
-                ("ssl_keyfile", "key.pem", " can't be set: runs speak plain HTTP"),
+                ("ssl_keyfile", "key.pem", " can't be set: runs talk to their instances over plain HTTP"),
                 ("enforce-eager", True, ": expected vLLM's name of an argument, with underscores"),
-                ("seed", 3, " can't be set: each instance gets one of its own"),
-                ("revision", datetime.date(2026, 11, 26), r" = datetime.* must be a text, a number, true, false"),
-                ("gpu_memory_utilization", float("nan"), " = nan: must be a text, a number, true, false"),
+                ("seed", 3, " can't be set: each instance gets a different one"),
+                ("revision", datetime.date(2026, 11, 26), r" = datetime.* must be a string, a number, true, false"),
+                ("gpu_memory_utilization", float("nan"), " = nan: must be a string, a number, true, false"),
             )
         ),
         (
@@ -77,7 +77,7 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ({"rollout": {"partial": True}}, 'train.mode = "periodic" forbids'),
         ({"rollout": {"partial": True}, "train": {"mode": "sync"}}, 'needs "one_step_off" or "bounded"'),
         ({"rollout": {"partial": True}, "train": {"mode": "bounded", "exact_lag": True}}, "so none is ever cut"),
-        ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it lands"),
+        ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it arrives"),
         (
             {
                 "algorithm": {"dynamic_sampling": True, "advantage": "reinforce_plus_plus"},
@@ -124,7 +124,7 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ),
         (
             {"queue": {"store": "transferqueue", "address": "auto"}},
-            "no passwords: whoever reaches the Ray cluster's nodes can .* set queue.un",
+            "no passwords: anyone who can reach the Ray cluster's nodes can .* set queue.un",
         ),
         (
             {"queue": OPEN, "stages": {"judge": {"gives": ["judged"]}}},
@@ -138,7 +138,7 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             for steps in ([1], [3, 2], [5, 6])
         ),
         ({"train": {"profile": [-1, 2]}}, "greater than or equal to 0"),
-        ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be one that is selected"),
+        ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be selected"),
         (
             {"queue": OPEN, "algorithm": {"advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"}},
             "needs rollout.deterministic",

@@ -11,7 +11,7 @@ from engine.config.recipe import HOME, load_config
     ("settings", "said"),
     [
         ({"algorithm": {"clip_high": 0.28}}, "algorithm.clip_high = 0.28 has no effect: every ratio is 1"),
-        ({"algorithm": {"loss": "gpg", "clip_low": 0.1}}, 'algorithm.loss = "gpg" does not clip so'),
+        ({"algorithm": {"loss": "gpg", "clip_low": 0.1}}, 'algorithm.loss = "gpg" does not clip the ratio this way'),
         ({"algorithm": {"kl_estimator": "k1"}}, 'algorithm.kl_estimator = "k1" has no effect: algorithm.kl_coef = 0'),
         ({"algorithm": {"gac_high": 0.5}}, "algorithm.gac_high = 0.5 has no effect"),
         ({"algorithm": {"overlong_penalty": 0.5}}, "algorithm.overlong_penalty = 0.5 has no effect"),

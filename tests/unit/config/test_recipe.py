@@ -31,7 +31,7 @@ def test_a_text_key_takes_what_is_written(text):
 
 def test_a_text_in_a_file_is_a_text(tmp_path):
     (tmp_path / "recipe.toml").write_text("[run]\nname = 3")
-    with pytest.raises(BadInput, match="run.name = 3: must be a text"):
+    with pytest.raises(BadInput, match="run.name = 3: must be a string"):
         load_config(tmp_path / "recipe.toml")
 
 
@@ -164,9 +164,9 @@ def test_a_variant_has_its_bases_values_but_for_its_own(tmp_path):
     ("base", "said"),
     [
         ('"none.toml"', "recipe .*none.toml: no such file"),
-        ('"variant.toml"', "its base .*variant.toml is a variant itself; name a recipe without a base"),
-        ('"../other.toml"', r"base = '\.\./other\.toml': must be a text, the file name of a recipe"),
-        ("3", "base = 3: must be a text, the file name of a recipe in the same folder"),
+        ('"variant.toml"', "its base .*variant.toml is itself a variant; give a recipe without a base"),
+        ('"../other.toml"', r"base = '\.\./other\.toml': must be a string, the file name of a recipe"),
+        ("3", "base = 3: must be a string, the file name of a recipe in the same folder"),
     ],
 )
 def test_a_base_is_a_recipe_of_its_own(tmp_path, base, said):

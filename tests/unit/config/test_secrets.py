@@ -22,11 +22,11 @@ SECRET = "hunter2"
         ("tracking.uri", f"postgresql+psycopg2://mlflow:{SECRET}@db/mlflow", "MLFLOW_TRACKING_URI"),
         ("checkpoint.path", f"s3://AKIA:{SECRET}@bucket/path", "AWS_SECRET_ACCESS_KEY"),
         ("checkpoint.path", f"https://host/path?user=a&token={SECRET}", "AWS_SECRET_ACCESS_KEY"),
-        ("model.path", f"https://host/path?secret={SECRET}#b", "by the environment"),
-        ("data.heldout", f"https://host/path?passwd={SECRET}", "by the environment"),
-        ("data.train", f"https://user:{SECRET}@host/problems.jsonl", "by the environment"),
-        ("data.decontaminate", f'["benchmark", "https://user:{SECRET}@host/x.jsonl"]', "by the environment"),
-        ("evaluate.benchmark", f"aime24,https://user:{SECRET}@host/x.jsonl", "by the environment"),
+        ("model.path", f"https://host/path?secret={SECRET}#b", "in the environment"),
+        ("data.heldout", f"https://host/path?passwd={SECRET}", "in the environment"),
+        ("data.train", f"https://user:{SECRET}@host/problems.jsonl", "in the environment"),
+        ("data.decontaminate", f'["benchmark", "https://user:{SECRET}@host/x.jsonl"]', "in the environment"),
+        ("evaluate.benchmark", f"aime24,https://user:{SECRET}@host/x.jsonl", "in the environment"),
     ],
 )
 def test_a_password_in_an_address_is_refused_with_what_to_use_instead_and_not_repeated(key, value, instead):

@@ -72,19 +72,19 @@ def test_cores_are_shared_evenly_with_the_ranks_of_the_reference(monkeypatch):
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ({"Judge": QUALITY}, r"\[stages.Judge\]: the name of a stage is a small letter"),
+        ({"Judge": QUALITY}, r"\[stages.Judge\]: a stage name is a lowercase letter"),
         ({"reward": QUALITY}, r"every run has a stage of this name \(generate, reward, train\)"),
         ({"judge": {}}, 'stages.judge.gives must name at least one column, for example gives = ."judge"'),
         ({"judge": {**QUALITY, "needs": []}}, 'stages.judge.needs must name .* needs = ."responses"'),
-        ({"judge": {"gives": ["Quality"]}}, "stages.judge.gives: 'Quality': the name of a column is a small letter"),
+        ({"judge": {"gives": ["Quality"]}}, "stages.judge.gives: 'Quality': a column name is a lowercase letter"),
         ({"judge": {"gives": ["scores"]}}, "stages.judge.gives: scores is a column of Metronome's own"),
         ({"judge": {"gives": ["reference_logprobs"]}}, "reference_logprobs is a column of Metronome's own"),
         (
             {"judge": {"gives": ["a", "b"], "reward_weight": 1}},
             "needs exactly one column, and stages.judge.gives has 2",
         ),
-        ({"judge": {**QUALITY, "tensor": 2}}, r"stages.judge.tensor is read for \[stages.reference\] only"),
-        ({"judge": {**QUALITY, "restarts": 0}}, "stages.judge.restarts is read for"),
+        ({"judge": {**QUALITY, "tensor": 2}}, r"stages.judge.tensor only applies to \[stages.reference\];"),
+        ({"judge": {**QUALITY, "restarts": 0}}, "stages.judge.restarts only applies to"),
         ({"a": QUALITY, "b": QUALITY}, "column quality is given twice, by stages.a and stages.b"),
         ({"a": {"gives": ["x", "x"]}}, "column x is given twice, by stages.a and stages.a"),
         (
@@ -101,10 +101,10 @@ def test_cores_are_shared_evenly_with_the_ranks_of_the_reference(monkeypatch):
                 "b": {"gives": ["y"], "needs": ["scores", "z"]},
                 "c": {"gives": ["z"], "needs": ["x"]},
             },
-            "in a circle: (a → b → c → a|b → c → a → b|c → a → b → c) ",
+            "in a cycle: (a → b → c → a|b → c → a → b|c → a → b → c) ",
         ),
-        ({"a": {"gives": ["x"], "needs": ["x"]}}, "in a circle: a → a "),
-        ({"reference": {}}, "set algorithm.kl_coef above 0, or leave the stage out"),
+        ({"a": {"gives": ["x"], "needs": ["x"]}}, "in a cycle: a → a "),
+        ({"reference": {}}, "set algorithm.kl_coef above 0, or remove the stage"),
     ],
 )
 def test_a_stage_that_can_not_be_is_refused_with_what_would_be_right(stages, said):
@@ -135,7 +135,7 @@ def test_the_references_stage_has_columns_and_cores_of_its_own(stage, said):
             {"stages": {"judge": {**QUALITY, "reward_weight": 1}}},
             "with stages.judge.reward_weight: it selects groups by the scores of reward.function alone",
         ),
-        ({"data": {"pushed": True}}, "does not go with data.pushed: the run samples nothing"),
+        ({"data": {"pushed": True}}, "can't be combined with data.pushed: the run samples no groups"),
     ],
 )
 def test_dynamic_sampling_needs_groups_and_rewards_of_the_runs_own(settings, said):
@@ -153,7 +153,7 @@ def test_dynamic_sampling_needs_groups_and_rewards_of_the_runs_own(settings, sai
         ("stages.judge.reward_weight=much", "stages.judge.reward_weight = 'much': must be a number"),
         ("stages.judge.lease_s=0", "stages.judge.lease_s = 0: must be greater than 0"),
         ("stages.judge.gives=quality", "stages.judge.gives = 'quality': must be a list"),
-        ("stages.judge.gives=[1]", "stages.judge.gives.0 = 1: must be a text"),
+        ("stages.judge.gives=[1]", "stages.judge.gives.0 = 1: must be a string"),
         ("stages.other=3", "stages.other = 3: must be a table"),
         ("stages.gives=1", "stages.gives = 1: must be a table"),
     ],

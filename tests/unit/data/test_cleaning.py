@@ -83,7 +83,7 @@ def test_a_brace_that_is_shown_needs_no_other():
 
 def test_nothing_left_names_the_first_reason():
     with pytest.raises(
-        BadInput, match=r"no row is left of 1; the first: set\.json, row 1: answer: answer is a picture"
+        BadInput, match=r"no row is left out of 1; the first: set\.json, row 1: answer: answer is a picture"
     ):
         clean_problems(problems(("p", "![a]")), math=True)
 

@@ -169,7 +169,7 @@ def test_each_rejected_row_says_where_what_and_what_would_be_right(tmp_path):
     problems = read_problems(path)
     assert problems.rows[0].where == f"{path}, line 1"
     assert [str(rejected) for rejected in problems.rejected] == [
-        f'{path}, line 2: answer: answer is an array (found ["1"]; expected a text or a number)',
+        f'{path}, line 2: answer: answer is an array (found ["1"]; expected a string or a number)',
         f"{path}, line 3: problem: problem is a number (found 5; expected a text)",
         f"{path}, line 4: problem: no problem (found the columns question; expected a text)",
     ]

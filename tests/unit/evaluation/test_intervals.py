@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.evaluation.intervals import accuracy_figures, mean_interval, pass_at, pass_curve, t_interval
+from engine.evaluation.intervals import accuracy_figures, is_right, mean_interval, pass_at, pass_curve, t_interval
+from engine.types import Score
 
 
 def test_wilson_interval_of_a_known_case():
@@ -66,7 +67,7 @@ def test_pass_at_k_of_published_form():
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8), min_size=1, max_size=12))
 def test_pass_curve_rises_from_avg_to_pass(values):
-    curve = pass_curve(values)
+    curve = pass_curve([[value == 1.0 for value in row] for row in values])
     assert list(curve) == ["1", "2", "4", "8"]
     assert list(curve.values()) == sorted(curve.values())
     found = accuracy_figures(values)
@@ -76,9 +77,25 @@ def test_pass_curve_rises_from_avg_to_pass(values):
 
 @pytest.mark.parametrize(("samples", "ks"), [(1, "1"), (3, "1 2 3"), (4, "1 2 4"), (6, "1 2 4 6")])
 def test_a_pass_curve_ends_with_the_number_of_samples(samples, ks):
-    curve = pass_curve([[1.0] + [0.0] * (samples - 1)])
+    curve = pass_curve([[True] + [False] * (samples - 1)])
     assert list(curve) == ks.split()
     assert curve[str(samples)] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("score", "threshold", "right"),
+    [
+        (Score(0.7 + 0.2 + 0.1), 1.0, True),  # 0.9999999999999999
+        (Score(0.999), 1.0, False),
+        (Score(0.6), 0.6, True),
+        (Score(0.6, correct=False), 0.5, False),
+        (Score(0.3, correct=True), 1.0, True),
+        (Score(0.0, "timeout"), 0.0, False),
+        (Score(0.0, excluded=True), 0.0, False),
+    ],
+)
+def test_the_reward_says_which_response_is_right_or_else_the_threshold(score, threshold, right):
+    assert is_right(score, threshold) == right
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 16))

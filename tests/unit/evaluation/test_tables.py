@@ -9,8 +9,9 @@ from engine.config import Config
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import evaluation_protocol, protocol_differences
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.types import Prompt
+from engine.types import Prompt, Score
 from support.groups import numbered_group
 
 
@@ -29,17 +30,19 @@ def test_the_same_problems_are_comparable_in_any_order_and_others_are_not():
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A function that records an evaluation of a version: of a response for each (number of tokens, finish_reason)."""
-    config = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4})
+    """A function that records an evaluation of a version: of a response for each (number of tokens, finish_reason), or
+    for each score."""
+    config = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4, "pass_threshold": 0.6})
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
 
-    def of(version, lengths=((1, "stop"),)):
+    def of(version, lengths=((1, "stop"),), scores=()):
         whole = numbered_group(0)
         responses = tuple(
-            replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason) for count, reason in lengths
+            replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason)
+            for count, reason in (lengths * len(scores) or lengths)
         )
-        group = replace(whole, responses=responses, scores=whole.scores * len(responses))
+        group = replace(whole, responses=responses, scores=scores or whole.scores * len(responses))
         benchmark = EncodedBenchmark("mine", (whole.prompt,), {})
         row = record_evaluation(
             config=config,
@@ -58,6 +61,16 @@ def recorded(tmp_path):
 def test_a_response_that_max_new_tokens_cut_is_not_one_that_the_context_cut(recorded):
     row, _ = recorded(0, [(4, "length"), (4, "stop"), (3, "length"), (1, "stop")])
     assert (row["response_length_mean"], row["truncated"], row["context_cut"]) == (3.0, 2, 1)
+
+
+def test_pass_at_k_has_a_threshold_of_its_own_and_the_metrics_of_the_scores_have_means(recorded):
+    whole = Score(0.5 + 0.1, metrics={"form": 0.25})
+    row, folder = recorded(0, scores=(whole, Score(0.5), Score(0.9, correct=False), Score(0.0, metrics={"form": 0.75})))
+    assert (row["avg_at_k"], row["pass_curve"]["1"], row["pass_at_k"]) == (0.5, 0.25, 1.0)
+    assert row["reward/form"] == 0.5
+    (problem,) = read_lines(folder.path / row["table"])
+    assert problem["right"] == 1
+    assert [one.get("reward/form") for one in problem["responses"]] == [0.25, None, None, 0.75]
 
 
 def test_an_evaluation_is_compared_with_the_first_one_whose_table_is_there(recorded):

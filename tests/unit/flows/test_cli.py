@@ -186,11 +186,11 @@ def test_a_checkpoint_place_that_cannot_be_written_to(refuse):
 def test_an_existing_run_folder(refuse, tmp_path, command):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "config.toml").write_text("")
-    assert "mine exists already" in refuse("run.name=mine", command=command)
+    assert "mine already exists" in refuse("run.name=mine", command=command)
 
 
 def test_nothing_to_resume_and_nothing_to_replay(refuse):
-    assert "no run folder" in refuse("run.name=mine", command="train", flags=["--resume"])
+    assert "is not a run folder" in refuse("run.name=mine", command="train", flags=["--resume"])
     assert "no such file" in refuse("run.name=mine", command="train", flags=["--replay", "gone.msgpack"])
 
 

@@ -34,7 +34,7 @@ def test_a_signal_while_libraries_are_loaded_ends_the_command_in_one_line(number
         running.send_signal(number)
         assert running.wait(timeout=20) == 130
         assert time.monotonic() - began < 10
-        assert running.stderr.read() == f"\ninterrupted by {number.name}; nothing had begun\n"
+        assert running.stderr.read() == f"\ninterrupted by {number.name}; nothing had started\n"
 
 
 def test_the_console_script_is_the_command_line():

@@ -118,7 +118,7 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
 async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin():
     made, producer = generation(unequal=lambda prompt: False, batches=3)
     made.resume_at(0, None)
-    with pytest.raises(MetronomeError, match="step 0: of 6 prompts only 0 have"):
+    with pytest.raises(MetronomeError, match="step 0: only 0 of 6 prompts have"):
         await generate(made, range(2))
     assert {step for step, *_ in producer.tried} == {0}
 

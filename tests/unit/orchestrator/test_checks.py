@@ -95,7 +95,7 @@ def test_instances_that_would_get_a_scorers_devices_are_refused():
 
     assert scorer_devices(on([3], [])) == [1, 2]
     assert list(find_overlaps(on([3], []))) == []
-    assert "rollout.devices names [2], which ranks of [stages.reference] have; theirs are [1, 2]" in list(
+    assert "rollout.devices includes [2], which the ranks of [stages.reference] use; they use [1, 2]" in list(
         find_overlaps(on([2], []))
     )
     assert list(find_overlaps(on([1], [2, 3]))) == []
@@ -113,7 +113,9 @@ def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, mon
     check_instances(on([], instances=0))
     with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
         check_instances(on([]))
-    with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have; theirs are \[0, 1\]"):
+    with pytest.raises(
+        BadInput, match=r"rollout\.devices includes \[1\], which the trainer ranks use; they use \[0, 1\]"
+    ):
         check_instances(on([1, 2]))
     check_instances(on([14, 15]))  # a node may have more than the plan's platform.devices_per_node
     with pytest.raises(BadInput, match=r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"):
@@ -127,7 +129,7 @@ def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
     an_environment(tmp_path, monkeypatch, "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
     check_instances(on([0]))
-    with pytest.raises(BadInput, match=r"names \[2\], which trainer ranks have; theirs are \[2\]"):
+    with pytest.raises(BadInput, match=r"includes \[2\], which the trainer ranks use; they use \[2\]"):
         check_instances(on([2]))
     with pytest.raises(BadInput, match=r"is empty.*set rollout\.devices = \[3\]"):
         check_instances(on([]))
@@ -274,7 +276,7 @@ def test_a_users_function_is_tried_before_any_process_starts(tmp_path, key, retu
     save(tmp_path, "qwen3")
     arguments = {"advantage": "rewards, lengths", "loss": "terms, coefficients", "gradient_control": "step"}[key]
     (tmp_path / "own.py").write_text(f"def own({arguments}): return {returns}")
-    with pytest.raises(BadInput, match=rf"algorithm\.{key} = .*own.py:own.*it failed when it was tried"):
+    with pytest.raises(BadInput, match=rf"algorithm\.{key} = .*own.py:own.*it failed in a trial call"):
         check_training(a_config(tmp_path, algorithm={key: f"{tmp_path / 'own.py'}:own"}))
 
 

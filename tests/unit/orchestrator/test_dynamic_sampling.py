@@ -51,7 +51,7 @@ def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_
 ):
     unequal = [number for number, verdict in enumerate(verdicts) if verdict]
     if len(unequal) < wanted:
-        with pytest.raises(MetronomeError, match=f"of {len(verdicts)} prompts only {len(unequal)} have"):
+        with pytest.raises(MetronomeError, match=f"only {len(unequal)} of {len(verdicts)} prompts have"):
             selected(verdicts, wanted, room, draw.randrange)
         return
     due, used, tried = selected(verdicts, wanted, room, draw.randrange)
@@ -88,7 +88,7 @@ def test_the_error_names_step_limit_and_keys():
     selection = DynamicSampling(2, 3, step=7)
     for number in (2, 0):
         selection.decide(group(number, number == 2))
-    named = r"step 7: of 3 prompts only 1 .*train.prompts_per_step = 2 .*dynamic_sampling_batches"
+    named = r"step 7: only 1 of 3 prompts .*train.prompts_per_step = 2 .*dynamic_sampling_batches"
     with pytest.raises(MetronomeError, match=named):
         selection.decide(group(1, False))
 

@@ -116,7 +116,8 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
         await until(lambda: not scripted.running, "the end of its requests")
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert (
-            lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
+            lost["reason"]
+            == "0 of 12 responses had arrived when training had waited 0.2 s for them (evaluate.max_wait_s)"
         )
         assert lost["exposed_s"] >= 0.2
         assert rows(folder) == []
@@ -128,7 +129,7 @@ async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
         assert not evaluation.allows_publish()
         await until(evaluation.allows_publish, "the cut")
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-        assert lost["reason"].startswith("its problems were not read and encoded, or its verifiers not started, when")
+        assert lost["reason"].startswith("its problems were not yet encoded, or its verifiers not yet started, when")
         assert scripted.seeds == []
 
 
@@ -143,10 +144,10 @@ async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_re
         assert 0.3 < asyncio.get_running_loop().time() - began < 5
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"] == (
-            "its responses were not all scored and voted on when the last step had waited 0.4 s for it "
+            "not all of its responses were scored and voted on when the last step had waited 0.4 s for it "
             "(evaluate.max_wait_s, at most half of train.timeout_s)"
         )
-        assert "evaluate: version 0 dropped: its responses were not all scored" in capsys.readouterr().out
+        assert "evaluate: version 0 dropped: not all of its responses were scored" in capsys.readouterr().out
         assert rows(folder) == []
 
 
@@ -155,7 +156,7 @@ async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
         evaluation.evaluate(0)
         await until(lambda: scripted.running, "requests")
     (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-    assert lost["reason"] == "0 of 12 responses were in when the run ended"
+    assert lost["reason"] == "0 of 12 responses had arrived when the run ended"
 
 
 async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_training(world, capsys):

@@ -76,10 +76,10 @@ def test_only_what_was_given_is_done_and_once():
     ledger = ledger_of(3, ready=(0, 1))
     assert taken(ledger) == [0]
     for wrong in (1, 2, 7):
-        with pytest.raises(ValueError, match="was not given out, or is done"):
+        with pytest.raises(ValueError, match="was not leased, or is already done"):
             ledger.finish([wrong])
     ledger.finish([0])
-    with pytest.raises(ValueError, match="is done already"):
+    with pytest.raises(ValueError, match="is already done"):
         ledger.finish([0])
     assert (ledger.ready, ledger.done) == (2, 1)
 
@@ -115,7 +115,7 @@ def test_groups_go_first_to_the_unit_that_scored_them_but_wait_for_nobody():
 def test_rows_that_are_ready_already_or_do_not_exist_are_refused():
     ledger = ledger_of(2, ready=(0,))
     for wrong in (0, 2, -1):
-        with pytest.raises(ValueError, match="is ready already, or there is no such row"):
+        with pytest.raises(ValueError, match="is already ready, or does not exist"):
             ledger.add_ready(wrong, TOKENS)
 
 

@@ -66,7 +66,7 @@ async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
     async with asyncio.timeout(LIMIT_S + 3):
         failure = await watch(plane)
     assert isinstance(failure, DeadlineError)
-    assert str(failure).startswith("no sign of life of unit 1 of the trainer in 0.4 s (train.timeout_s); its log: ")
+    assert str(failure).startswith("no sign of life from unit 1 of the trainer in 0.4 s (train.timeout_s); its log: ")
     with pytest.raises(DeadlineError, match="unit 1"):  # it hears of it, and ends
         await other
     await plane.close()
@@ -90,7 +90,7 @@ async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(c
     ours = (await plane.answer(ready(0))).fingerprint
     other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
     (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    with pytest.raises(BadInput, match=r"not those that its checkpoint was trained on.*evaluate\.benchmark"):
+    with pytest.raises(BadInput, match=r"differ from those that its checkpoint was trained on.*evaluate\.benchmark"):
         await plane.answer(ready(1, other))
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
     assert await plane.answer(ready(1, ours)) == Prompts(ours)
@@ -104,7 +104,7 @@ async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_late
     await asyncio.sleep(2 * LIMIT_S)
     await plane.check()
     assert plane.failure is None
-    with_keys = r"no sign of life of the trainer in 1.6 s \(train.timeout_s \+ rollout.timeout_s\)"
+    with_keys = r"no sign of life from the trainer in 1.6 s \(train.timeout_s \+ rollout.timeout_s\)"
     async with asyncio.timeout(5):
         with pytest.raises(DeadlineError, match=with_keys):
             raise await watch(plane)
@@ -138,7 +138,7 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
     other = asyncio.create_task(work(plane, 0))
     async with asyncio.timeout(LIMIT_S + 3):
         # afterwards each has its own clock again
-        assert "no sign of life of unit 1 of the trainer" in str(await watching)
+        assert "no sign of life from unit 1 of the trainer" in str(await watching)
     with pytest.raises(DeadlineError, match="unit 1"):
         await other
     await plane.close()
@@ -181,7 +181,7 @@ async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(cond
     assert plane.failure is None
     async with asyncio.timeout(5):
         failure = await watch(plane)
-    assert "no sign of life of the trainer" in str(failure)
+    assert "no sign of life from the trainer" in str(failure)
     with pytest.raises(DeadlineError):
         await plane.answer(Heartbeat(unit=1))
     await plane.close()

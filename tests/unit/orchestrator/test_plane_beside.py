@@ -76,7 +76,7 @@ async def test_a_program_gets_no_groups_of_our_trainer_and_begins_no_run_in_its_
     come.put_nowait(0)
     (tmp_path / "steps.jsonl").write_text('{"step": 0}\n')
     for request in (ready(0), Heartbeat(), PutPrompts(step=1), Lease(budget=100), MayPublish(version=0)):
-        with pytest.raises(ServiceConflict, match="^" + type(request).__name__ + ": the run has a trainer of its own"):
+        with pytest.raises(ServiceConflict, match="^" + type(request).__name__ + ": the run has its own trainer"):
             await plane.answer(request, ours=False)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 0}\n'
     assert await work(plane, 0) == [0]
@@ -93,7 +93,7 @@ async def test_what_programs_ask_hides_no_trainer_that_hangs(conduct):
 
     asking = asyncio.create_task(ask())
     async with asyncio.timeout(LIMIT_S + 3):
-        assert "no sign of life of the trainer" in str(await watch(plane))
+        assert "no sign of life from the trainer" in str(await watch(plane))
     asking.cancel()
     await plane.close()
 

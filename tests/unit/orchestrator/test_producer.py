@@ -118,6 +118,6 @@ class Failing(World):
 
 
 async def test_a_response_on_which_every_instance_fails_ends_the_run_by_name():
-    said = f"step 0, generating: response 0 to prompt a failed {producer.FAULTS} times, at last: 500: out of memory"
+    said = f"step 0, generating: response 0 to prompt a failed {producer.FAULTS} times; last error: 500: out of memory"
     with pytest.raises(MetronomeError, match=said):
         await Failing({}).run("a")

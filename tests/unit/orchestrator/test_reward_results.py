@@ -27,6 +27,13 @@ NUMBERS = {  # what a reward returns for four responses
         Score(0.0, excluded=True),
         0.0,
     ],
+    "[Score(0.5, correct=numpy.bool_(True), metrics={'form/a': torch.tensor(2)}), {'score': True}, "
+    "{'reward': 0.5, 'acc': False, 'pred': '7', 'why': None}, 0]": [
+        Score(0.5, correct=True, metrics={"form/a": 2.0}),
+        1.0,
+        Score(0.5, detail="pred: 7", metrics={"acc": 0.0}),
+        0.0,
+    ],
 }
 
 
@@ -51,7 +58,15 @@ WRONG = {
     "return None": "returned NoneType, expected a list of 2 scores",
     "return 'no'": "returned str, expected a list of 2 scores",
     "return [1.0, None]": "returned None for response 1",
-    "return ['1', 1]": "returned '1' for response 0, expected a number that is finite in fp32, or a Score",
+    "return ['1', 1]": "returned '1' for response 0, expected a number that is finite in fp32, a Score, or",
+    "return [{'value': 1.0}, 1]": "returned a dict with the keys value for response 0, expected the score under one of "
+    "the keys score and reward",
+    "return [{'score': 1.0, 'reward': 1.0}, 1]": "a dict with the keys score, reward for response 0",
+    "return [{'score': [1.0]}, 1]": r"returned \[1.0\] for response 0",
+    "return [{'score': 1.0, 'all': [1]}, 1]": r"returned \[1\] as the metric all of response 0, expected a number",
+    "return [{'score': 1.0, 'a b': 1}, 1]": "returned a metric named 'a b' for response 0; a name has letters, digits",
+    "from engine.types import Score; return [1, Score(1, metrics={'x': float('nan')})]": "nan as the metric x of resp",
+    "from engine.types import Score; return [1, Score(1, metrics=[1])]": r"returned \[1\] as the metrics of response 1",
     "return [b'1', 1]": "returned b'1' for response 0",
     "return [[1.0], 1]": r"returned \[1.0\] for response 0",
     "return [1j, 1]": "returned 1j for response 0",

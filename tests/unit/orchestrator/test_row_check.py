@@ -54,8 +54,12 @@ WRONG = {
         "it is incomplete: 1 responses and 1 scores, expected 2",
     ),
     "a score missing": (lambda: replace(made(), scores=made().scores[:1]), "incomplete: 2 responses and 1 scores"),
+    "a metric that is not a number": (
+        lambda: replace(made(), scores=(Score(1.0, metrics={"form": float("nan")}),) * 2),
+        "a metric of a score is not finite",
+    ),
     "an infinite score": (lambda: replace(made(), scores=(Score(float("inf")),) * 2), "a score is not finite"),
-    "a foreign token": (lambda: made(token_ids=(5, 10)), "response 0: token 1 is 10, the vocabulary has 10"),
+    "a foreign token": (lambda: made(token_ids=(5, 10)), "response 0: token 1 is 10, but the vocabulary has 10"),
     "no number as log-probability": (lambda: made(logprobs=(-1.0, float("nan"))), "log-probability 1 is nan"),
     "a probability above 1": (lambda: made(logprobs=(-1.0, 0.5)), "log-probability 1 is 0.5"),
     "a token without a version": (lambda: made(versions=((1, STEP),)), "do not name one version for each of 2 tokens"),
@@ -83,7 +87,7 @@ def test_a_malformed_group_is_refused_by_name(check, name):
 @pytest.mark.parametrize("at", [0, -1])
 @pytest.mark.parametrize("name", OWN)
 def test_a_flipped_byte_is_refused(check, name, at):
-    with pytest.raises(BadInput, match=f"column '{name}' are not those that were packed.*; send it again"):
+    with pytest.raises(BadInput, match=f"column '{name}' differ from those that were packed.*; send it again"):
         check.check(flipped(pack_group(made()), name, at), newest=STEP)
 
 
@@ -141,7 +145,7 @@ def test_a_group_needs_the_routes_of_its_tokens_where_they_are_replayed(check):
     for wrong, said in (
         (some_routes()[1:], r"routes uint8 \[.*\], expected uint8 \[.*, 2, 2\]"),
         (some_routes().astype(np.int64), "routes int64"),
-        (foreign, "routes to expert 4, the model has 4 in a layer"),
+        (foreign, "routes to expert 4, but the model has 4 in a layer"),
     ):
         with pytest.raises(BadInput, match=f"step 5, group .*: {said}"):
             replaying.check(routed(wrong), newest=STEP)

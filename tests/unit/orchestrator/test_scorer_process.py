@@ -161,7 +161,7 @@ async def test_the_run_fails_by_name_after_too_many_ends_without_progress(scorer
         "the stage 'reference' has made no progress in the 3 starts of its ranks (stages.reference.restarts = 2)"
         in said
     )
-    assert "they hold groups [0] of step 0 for more than 5 s (stages.reference.lease_s)" in said
+    assert "they have held groups [0] of step 0 for more than 5 s (stages.reference.lease_s)" in said
     assert "its log scorer-reference.log" in said
     assert len(started) == 5
 

@@ -12,10 +12,10 @@ from support.runs import config_of
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"train.record": True}, "train.record = true: a service keeps no record"),
+        ({"train.record": True}, "train.record = true: a service can't keep a record"),
         (
             {"rollout.engine": "vllm", "weights.transport": "nccl"},
-            '"nccl": a trainer outside sends from host',
+            '"nccl": an outside trainer sends from host',
         ),
     ],
 )

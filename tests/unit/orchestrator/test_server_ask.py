@@ -81,7 +81,7 @@ async def test_a_request_with_the_token_in_the_run_folder_is_answered(tmp_path):
         connection.close()
     assert not token.exists()
     connection = Connection(server.url, server.key, "trainer-0", 5.0)
-    with pytest.raises(MetronomeError, match=f"trainer-0: the orchestrator at {server.url} is not reached"):
+    with pytest.raises(MetronomeError, match=f"trainer-0: the orchestrator at {server.url} can't be reached"):
         await asyncio.to_thread(connection.ask, Heartbeat())
     connection.close()
 
@@ -97,7 +97,7 @@ REFUSED = {
     "no protocol": ({"headers": {PROTOCOL_HEADER: None}}, 400, "speaks version none"),
     "another type": ({"headers": {"Content-Type": "application/json"}}, 415, "'application/json', expected"),
     "no length": ({"body": None, "data": "pieces"}, 411, "needs a Content-Length"),
-    "too large": ({"body": bytes(2**20 + 1)}, 429, r"1,048,577 more would be more than 1,048,576 \(service.max_mib\)"),
+    "too large": ({"body": bytes(2**20 + 1)}, 429, r"1,048,577 more would exceed 1,048,576 \(service.max_mib\)"),
     "no message": ({"body": b"\xc1"}, 400, "is not a request of the plane"),
     "nothing": ({"body": b""}, 400, "is not a request of the plane"),
     "a reply": ({"body": pack(Done())}, 400, "is not a request of the plane"),

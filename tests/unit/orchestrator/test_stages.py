@@ -93,7 +93,7 @@ WRONG = {
     "nan": (pack_values("mark", np.array([np.nan])), "values that are not finite numbers"),
     "no array": (pack_column("values", [1, 2]), "is malformed"),
     "no numbers": (pack_column("values", ["U1", [2], b"ab"]), "is malformed|not finite numbers"),
-    "damaged": (Column("values", bytes(16), b"other"), "not those that were packed"),
+    "damaged": (Column("values", bytes(16), b"other"), "differ from those that were packed"),
 }
 
 

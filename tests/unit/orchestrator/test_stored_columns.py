@@ -241,7 +241,7 @@ async def test_a_store_that_loses_everything_is_not_started_again_for_ever():
 
     rows.put = put
     rows.rows.clear()
-    with pytest.raises(StoreError, match="was restarted 3 times in a row, and still: get"):
+    with pytest.raises(StoreError, match="was restarted 3 times in a row, and still fails: get"):
         await groups.open(kept)
     assert rows.starts == RESTARTS
     await groups.close()
@@ -257,7 +257,7 @@ async def test_a_store_that_does_not_work_after_its_restart_is_named():
         rows.broken = True
 
     rows.start = broken
-    with pytest.raises(StoreError, match="was restarted, and does not work: put"):
+    with pytest.raises(StoreError, match="was restarted, but does not work: put"):
         await groups.open(kept)
 
 

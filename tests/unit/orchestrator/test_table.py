@@ -163,7 +163,7 @@ class TableMachine(RuleBasedStateMachine):
         elif all(there.get(column.name) == column.digest for column in row.columns):
             assert not self.table.put(row)
         else:
-            with pytest.raises(ServiceConflict, match=f"another group {index} already"):
+            with pytest.raises(ServiceConflict, match=f"already has another group {index} "):
                 self.table.put(row)
 
     def fill(self, step):
@@ -193,7 +193,7 @@ class TableMachine(RuleBasedStateMachine):
             assert self.table.write(step, index, columns) == (there is None)
             self.known(step, index, columns)
         else:
-            with pytest.raises(ServiceConflict, match=r"column 'scores' is there already"):
+            with pytest.raises(ServiceConflict, match=r"column 'scores' already exists"):
                 self.table.write(step, index, columns)
 
     @precondition(has_steps)

@@ -36,7 +36,7 @@ def test_rows_of_a_consumer_that_died_are_given_again_as_they_were_and_the_late_
     with pytest.raises(ServiceConflict, match=r"were given to 'other'; drop what was computed"):
         table.write_columns("judge", dead["judge"].number, written_of((0, 1), {"mark"}))
     table.begin_again(3)
-    with pytest.raises(ServiceConflict, match="the trainer has begun the step again since; drop the gradient"):
+    with pytest.raises(ServiceConflict, match="the trainer has since restarted the step; drop the gradient"):
         table.acknowledge(again[TRAIN].number)
     assert table.write_columns("judge", again["judge"].number, written_of((0, 1), {"mark"})), "that stage has not"
 

@@ -89,13 +89,13 @@ async def test_a_reward_has_a_limit_of_memory(reward):
 
 
 @pytest.mark.parametrize(
-    ("spec", "memory", "limit", "kind"),
-    [("exact", 0, MEMORY + 2**20, "AS"), ("file.py:reward", 2**30, 2**30 + 2**10, "DATA")],
+    ("built_in", "memory", "limit", "kind"),
+    [(True, 0, MEMORY + 2**20, "AS"), (False, 2**30, 2**30 + 2**10, "DATA")],
 )
-def test_what_the_tokenizer_takes_is_not_the_rewards(spec, memory, limit, kind):
+def test_what_the_tokenizer_takes_is_not_the_rewards(built_in, memory, limit, kind):
     code = (
         "import resource; from engine.verifier.worker import MemoryUse, limit_memory\n"
-        f"limit_memory({spec!r}, {memory}, MemoryUse(5, 7).since(MemoryUse(9, 9)))\n"
+        f"limit_memory({built_in}, {memory}, MemoryUse(5, 7).since(MemoryUse(9, 9)))\n"
         f"first = resource.getrlimit(resource.RLIMIT_{kind})\n"
         f"print(*first)"
     )

@@ -189,7 +189,7 @@ async def test_a_response_that_kills_its_worker_again_and_again_is_an_error_by_n
     (tmp_path / "killed").write_text("99")
     spec = reward(DIES)
     async with VerifierPool(spec) as pool:
-        with pytest.raises(RewardError, match="3 processes died of it, at last: its process was ended by SIGKILL"):
+        with pytest.raises(RewardError, match="3 processes died of it; last error: its process was ended by SIGKILL"):
             await pool.score(PROMPT, [response("killed")])
         assert (tmp_path / "killed").read_text() == "96"
         assert await pool.score(PROMPT, [response("other")]) == [Score(1.0)]
@@ -211,7 +211,7 @@ async def test_a_built_in_reward_whose_worker_is_killed_again_and_again_stops_no
         kill_worker(pool)
         (score,) = await pool.score(PROMPT, [response(r"\boxed{2}")])
         assert (score.value, score.status) == (0.0, "error")
-        assert "1 processes died of it, at last: its process was ended by SIGKILL" in score.detail
+        assert "1 processes died of it; last error: its process was ended by SIGKILL" in score.detail
 
 
 async def test_an_idle_worker_that_is_killed_costs_no_score():

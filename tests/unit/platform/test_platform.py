@@ -112,7 +112,7 @@ def test_torch_npu_without_cann_is_said_in_our_words(tmp_path):
         text=True,
         timeout=120,
     )
-    assert "is CANN's environment set up? (libascendcl.so: cannot open)" in done.stderr.splitlines()[-1]
+    assert "(libascendcl.so: cannot open); is CANN's environment set up?" in done.stderr.splitlines()[-1]
 
 
 def test_mindspeed_does_not_see_our_command_line(monkeypatch):

@@ -99,7 +99,7 @@ def test_one_node_takes_a_free_port_and_listens_on_loopback_only():
 
 
 def test_a_node_that_does_not_come_is_counted():
-    with pytest.raises(RendezvousTimeoutError, match="2 of 3 nodes did not arrive within 0.5 s"):
+    with pytest.raises(RendezvousTimeoutError, match="2 of 3 nodes did not join within 0.5 s"):
         nodes(0, 3, wait_s=0.5)[0].next_rendezvous()
 
 
@@ -109,7 +109,7 @@ def test_one_node_too_many_is_refused():
     late = FixedNodes(f"127.0.0.1:{port}", "attempt", 2, serves=False, wait_s=10)
     with ThreadPoolExecutor(2) as threads:
         kept = list(threads.map(FixedNodes.next_rendezvous, [first, other]))
-    with pytest.raises(RendezvousConnectionError, match="the run has 2 nodes, and all of them are there"):
+    with pytest.raises(RendezvousConnectionError, match="the run has 2 nodes, and all of them have joined"):
         late.next_rendezvous()
     assert len(kept) == 2
 
@@ -131,7 +131,7 @@ def test_a_node_of_an_earlier_attempt_is_not_counted():
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert sorted(errors) == ["1 of 2 nodes did not arrive within 0.5 s", "1 of 2 nodes did not arrive within 1 s"]
+    assert sorted(errors) == ["1 of 2 nodes did not join within 0.5 s", "1 of 2 nodes did not join within 1 s"]
 
 
 class Harmful:

@@ -45,7 +45,7 @@ def test_an_index_of_tensors_is_read(tmp_path):
     folder = marked(tmp_path / "step-000002", an_index(TensorStorageMetadata(TensorProperties(), (3,), [])))
     files.check_checkpoint(folder)
     (folder / files.INDEX).write_bytes((folder / files.INDEX).read_bytes() + b".")
-    with pytest.raises(MetronomeError, match=r"\.metadata is not the file that .* \(SHA-256 differs\)"):
+    with pytest.raises(MetronomeError, match=r"\.metadata does not match .* \(SHA-256 differs\)"):
         files.check_checkpoint(folder)
 
 

@@ -32,7 +32,7 @@ def test_the_newest_whole_one_is_taken_and_damaged_ones_are_named_and_kept(tmp_p
     assert newest_whole(tmp_path, "", "", said.append) == tmp_path / "step-000002"
     assert len(said) == 2
     for step, line in zip((6, 4), said, strict=True):
-        assert f"step-00000{step}: {name} is not the file that _SUCCESS.json was written for" in line
+        assert f"step-00000{step}: {name} does not match _SUCCESS.json" in line
         assert line.endswith(f"skipped, and kept as damaged-step-00000{step}")
     assert (tmp_path / "damaged-step-000006" / name).read_bytes() == content
     said.clear()
@@ -63,7 +63,7 @@ def test_an_interrupted_one_is_ignored_and_stays(tmp_path, said):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_by_itself(tmp_path, said):
     flip(a_checkpoint(tmp_path, 2) / "__0_0.distcp")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"no checkpoint of this run is whole; to begin again at step 0 "):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of this run is intact; to start again at step 0 "):
             newest_whole(tmp_path, "", "", said.append)
 
 
@@ -98,7 +98,7 @@ def test_a_damaged_one_of_the_place_is_kept_there_and_the_one_before_is_fetched(
     data[3] ^= 1
     files.pipe_file(path, bytes(data))
     assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000002"
-    assert "step-000004: __0_0.distcp is not the file" in said[0]
+    assert "step-000004: __0_0.distcp does not match" in said[0]
     assert said[0].endswith(f"skipped, and kept as {place}/damaged-step-000004")
     assert store.damaged_checkpoints(place) == ["damaged-step-000004"]
     assert list(store.survey_place(place)[0]) == ["step-000002"]
@@ -127,7 +127,7 @@ def test_a_run_whose_only_checkpoint_in_the_place_is_cut_does_not_begin_again_by
     store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
     files, root = store._open(place)
     files.pipe_file(f"{root}/step-000002/state.json", b"{")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of this run is whole; .*: .*/damaged-step-000002$"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of this run is intact; .*: .*/damaged-step-000002$"):
         newest_whole(tmp_path / "here", place, "", said.append)
     assert "step-000002: state.json has 1 bytes" in said[0]
 

@@ -65,7 +65,7 @@ def test_a_run_does_not_begin_among_the_checkpoints_of_another(config, tmp_path)
 
 def test_a_lost_run_folder_gets_the_number_of_the_newest_checkpoint(config, tmp_path):
     with pytest.raises(
-        BadInput, match=r"is no run folder, and .*place/nightly \(checkpoint.path\) holds no complete checkpoint"
+        BadInput, match=r"is not a run folder, and .*place/nightly \(checkpoint.path\) holds no complete checkpoint"
     ):
         check_run_folder(config, resume=True)
     checkpoint(tmp_path / "place/nightly", 96, run=OLDER)
@@ -92,7 +92,7 @@ def test_a_file_without_a_number_is_refused_and_its_deletion_brings_the_number_b
     """Also one that was edited by hand: `run_began` would fail on it."""
     checkpoint(config.folder / "checkpoints", 5, run=LOST)
     (config.folder / "run_id").write_text(text)
-    with pytest.raises(BadInput, match=r"run_id: .* is not the number of a run .*; delete the file and resume"):
+    with pytest.raises(BadInput, match=r"run_id: .* is not a run number .*; delete the file and resume"):
         known_number(config)
     (config.folder / "run_id").unlink()
     claim_run_id(config.folder, config, resume=True)

@@ -101,7 +101,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
     count, each = limits.checkpoints_to_come(config, 10**9)
     assert (count, each) == (3, 16e9)  # two are kept while the third is written
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 40e9))
-    with pytest.raises(BadInput, match=r"disk space at .*: the run needs 44.70 GiB .*there are 37.25 GiB; make space"):
+    with pytest.raises(BadInput, match=r"disk space at .*: the run needs 44.70 GiB .*there are 37.25 GiB; free space"):
         limits.check_limits(config, 10**9)
     for step in (10, 20):
         a_checkpoint(config.folder / "checkpoints", step)

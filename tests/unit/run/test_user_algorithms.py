@@ -26,9 +26,9 @@ def written(folder, text):
     return path
 
 
-def shown(name):
-    """The documentation's example that defines `name`, of at most 20 lines."""
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S)
+def shown(name, page="docs/algorithms.md"):
+    """The page's example that defines `name`, of at most 20 lines."""
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     (example,) = [example for example in examples if f"def {name}(" in example]
     assert example.count("\n") < 20
     return example
@@ -70,7 +70,7 @@ def test_the_documented_gradient_control(tmp_path):
 
 
 def test_the_documented_verifier(tmp_path):
-    reward = load_reward(f"{written(tmp_path, shown('reward'))}:reward")
+    reward = load_reward(f"{written(tmp_path, shown('reward', 'README.md'))}:reward")
     prompt = Prompt("p", "1+1=", "2", (1,))
     responses = [
         Response(
@@ -148,7 +148,7 @@ def test_a_wrong_advantage_is_named(tmp_path, body, said):
         ("terms.advantages.sum(), terms.advantages > 9", "for 3 tokens it returned gains of shape"),
         ("terms.advantages, terms.advantages > 9", "does not require grad|no finite gradient"),
         ("terms.logprobs / 0, terms.advantages > 9", "no finite gradient"),
-        ("terms.logprobs", "it failed when it was tried"),
+        ("terms.logprobs", "it failed in a trial call"),
     ],
 )
 def test_a_wrong_loss_is_named(tmp_path, gives, said):
@@ -197,5 +197,5 @@ def test_losses_of_batch_scope_are_refused_in_periodic_alone(name):
 
 @pytest.mark.parametrize("setting", ["bapo.low=[0.9, 0.6]", "bapo.high=[0.8, 2.0]", "bapo.high=[3.0, 1.2]"])
 def test_bounds_that_make_no_range_are_refused(setting):
-    with pytest.raises(BadInput, match=r"algorithm\.bapo\.(low|high) = .*expected where the bound starts"):
+    with pytest.raises(BadInput, match=r"algorithm\.bapo\.(low|high) = .*expected the value where the bound starts"):
         load_config(None, [f"algorithm.{setting}"])

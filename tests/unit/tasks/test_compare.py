@@ -45,7 +45,7 @@ def stored(tmp_path_factory):
     output = tmp_path_factory.mktemp("runs")
     uri = f"sqlite:///{output / 'mlflow.db'}"
     config = Config(run=RunTable(name="run", output=str(output)), train=Train(steps=12), tracking=Tracking(uri=uri))
-    rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n]) for n in range(12)]
+    rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n], **{"reward/form": n / 24}) for n in range(12)]
     with tracked_run.tracked(config) as run_id:
         for row in rows:
             append_line(config.folder / "steps.jsonl", row)
@@ -69,7 +69,8 @@ def test_a_folder_and_an_mlflow_run_read_the_same(stored):
     one = from_folder(folder)
     other = from_mlflow(run_id, uri)
     assert config_differences([one, other]) == {}
-    assert run_figures.figure_series(one, "reward_mean") == run_figures.figure_series(other, "reward_mean")
+    for key in ("reward_mean", "reward/form"):
+        assert run_figures.figure_series(one, key) == run_figures.figure_series(other, key) != []
     assert run_figures.elapsed_seconds(one) == run_figures.elapsed_seconds(other)
     for key in ("avg_at_k", "ci_low", "ci_high", "step", "weight_version", "benchmark"):
         assert one.evaluations[0][key] == other.evaluations[0][key]
@@ -79,8 +80,8 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     folder, run_id, uri = stored
     told = compare([str(folder), run_id], tmp_path / "page.html", uri)
     assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
-    assert "without any difference seen" in told
-    assert (tmp_path / "page.html").is_file()
+    assert "with no visible difference" in told
+    assert "Mean reward/form" in (tmp_path / "page.html").read_text()
 
 
 def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):

@@ -54,7 +54,7 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
     flow_run("a person's, the next morning")
     name = f"run.name={config.run.name}"
     with (
-        pytest.raises(BadInput, match="exists already"),
+        pytest.raises(BadInput, match="already exists"),
         entered(settled(recipe(1e-3, name)), RunStart(), resume=False),
     ):
         pass

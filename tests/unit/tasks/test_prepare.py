@@ -47,6 +47,7 @@ def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
     base = settings()
     assert settings("train.steps=3", "run.seed=5", "evaluate.samples=2", "run.name=other") == base
     assert settings("reward.function=math") != base
+    assert settings('reward.functions=[{function="math"}, {function="mine.py:f"}]') == settings("reward.function=math")
     assert settings("data.decontaminate=[]") != base
     assert settings("evaluate.benchmark=other.json") != base
     assert Config.model_validate(base).data == config.data

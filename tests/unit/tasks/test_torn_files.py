@@ -93,7 +93,7 @@ def test_every_state_file_may_be_torn(made, tmp_path, monkeypatch):
     newest = 4 if made is finished else 2
     for (name, length), end in ends.items():
         if name.startswith(f"checkpoints/step-00000{newest}/"):
-            expected = end == 2 if newest == 4 else "no checkpoint of this run is whole" in end
+            expected = end == 2 if newest == 4 else "no checkpoint of this run is intact" in end
         elif name in NAMED and not length:
             expected = isinstance(end, str)
         elif name in ("steps.jsonl", "attempts.jsonl", "evaluations.jsonl", "failure.json", "trace/orchestrator.jsonl"):

@@ -55,7 +55,7 @@ def test_the_states_are_too_large(said, tmp_path):
     found = said(held=MIB)
     assert "\n" not in found
     assert found.startswith("trainer-3 ran out of memory in step 7: ")
-    assert "were held at the step's begin, where the dry run counts weights 0." in found
+    assert "were held at the start of the step, where the dry run counts weights 0." in found
     assert "parallel.tensor (now 1)" in found
     assert "train.micro_batch_tokens" not in found
     assert "train.recompute" not in found

@@ -53,6 +53,18 @@ def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_
     )
 
 
+def test_metrics_of_the_scores_have_mean_and_deviation_over_the_responses_of_all_ranks_that_have_them():
+    first = StepMetrics()
+    second = StepMetrics()
+    some = group(0, 0, rewards=(1.0, 0.0, 0.0), statuses=("ok", "ok", "ok"))
+    scores = [replace(one, metrics={"form": form}) for one, form in zip(some.scores, (1.0, 0.0, 9.0), strict=True)]
+    scores[2] = replace(scores[2], excluded=True)
+    first.add_group(replace(some, scores=tuple(scores)), 4, True)
+    second.add_group(replace(some, scores=(*scores[:1], *some.scores[1:])), 4, True)
+    figures = StepMetrics.merged([RankMetrics(first, True, 1), RankMetrics(second, True, 1)], [4])
+    assert figures["reward_metrics"] == {"reward/form": 2 / 3, "reward/form_std": math.sqrt(2 / 9)}
+
+
 def test_excluded_responses_are_counted_and_no_part_of_the_rewards_mean():
     metrics = StepMetrics()
     some = group(0, 0, rewards=(1.0, 9.0), statuses=("ok", "timeout"))

@@ -72,7 +72,10 @@ def test_every_number_of_every_response_crosses_and_stays_its_own(made, prompt, 
         index=3,
         prompt=Prompt("id", "é", "2", tuple(prompt)),
         responses=tuple(made),
-        scores=tuple(Score(reward + number, "ok", "ñ") for number in range(len(made))),
+        scores=tuple(
+            Score(reward + number, "ok", "ñ", correct=number == 0, metrics={"form": reward / 3})
+            for number in range(len(made))
+        ),
     )
     row = pack_group(group)
     opened = crossed(group)
@@ -118,7 +121,7 @@ def test_a_column_with_any_flipped_bit_is_refused_by_step_group_and_name(name):
         flipped = bytearray(column.body)
         flipped[at] ^= 1 << at % 8
         damaged = row.with_columns([msgspec.structs.replace(column, body=bytes(flipped))])
-        with pytest.raises(TransferError, match=rf"step 7, group 4: the \d+ bytes of its column '{name}' are not"):
+        with pytest.raises(TransferError, match=rf"step 7, group 4: the \d+ bytes of its column '{name}' differ"):
             open_group(damaged)
 
 

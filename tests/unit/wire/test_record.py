@@ -192,7 +192,7 @@ def test_a_group_with_a_flipped_byte_is_refused_by_step_and_group(tmp_path):
     data[data.rindex(pack_ids([5, 6]))] ^= 4  # a token of the last window
     path.write_bytes(data)
     with pytest.raises(
-        BadInput, match=r"entry 7 is damaged \(step 1, group 1: \['responses'\] are not what was recorded"
+        BadInput, match=r"entry 7 is damaged \(step 1, group 1: \['responses'\] differ from what was recorded"
     ):
         check_record(path, CONFIG)
 
@@ -228,7 +228,9 @@ def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     damaged = path.read_bytes()[:-100] + b"\0" * 100
     path.write_bytes(damaged)
-    with pytest.raises(BadInput, match=r"--resume: .* has only 2 of 3 groups of step 1; keep it, and go on with train"):
+    with pytest.raises(
+        BadInput, match=r"--resume: .* has only 2 of 3 groups of step 1; keep it, and continue with train"
+    ):
         RecordWriter(path, CONFIG, 2)
     assert path.read_bytes() == damaged
     RecordWriter(path, CONFIG, 1)

@@ -57,7 +57,7 @@ def test_a_reply_with_any_flipped_bit_is_not_taken_or_says_the_same(at):
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 15])
 def test_numbers_that_are_cut_off_are_refused(cut):
-    with pytest.raises(ValueError, match=f"{3 * 16 - cut} bytes of numbers, which must be 16 for each token"):
+    with pytest.raises(ValueError, match=f"{3 * 16 - cut} bytes of numbers, expected 16 for each token"):
         read_reply(written()[:-cut])
 
 

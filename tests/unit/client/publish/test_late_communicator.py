@@ -109,7 +109,7 @@ def test_a_connection_that_is_not_made_in_time_says_what_it_waited_for(backend):
     for thread in threads:
         thread.join(PATIENCE_S)
     first = next(error for error in ended.values() if isinstance(error, DeadlineError))
-    assert str(first) == "the weight transfer waited 8 s for the 3 members to connect by late"
+    assert str(first) == "the weight transfer waited 8 s for the 3 members to connect over late"
     assert len(ended) == 3
     assert {type(error) for error in ended.values()} <= {DeadlineError, TransferError}
 

@@ -348,4 +348,4 @@ def test_an_error_of_the_orchestrator_is_raised_on_all_ranks(run, transport):
 
     _, ended, _ = run(transport, [1], a=corrupt, b=corrupt)
     assert {type(error) for error in ended} == {WeightSyncError}
-    assert all("b was corrupted on its way" in str(error) for error in ended)
+    assert all("b was corrupted in transit" in str(error) for error in ended)

@@ -159,7 +159,7 @@ async def test_what_is_wrong_with_a_broadcast_bucket_fails_the_update_by_name(se
     second.tensors[0] = second.tensors[0].clone()
     second.pieces()[0][5] ^= 1
     await sent(second, group, updates, two)
-    with pytest.raises(BadInput, match=f"{two['names'][0]} was corrupted on its way"):
+    with pytest.raises(BadInput, match=f"{two['names'][0]} was corrupted in transit"):
         await updates.finish_update(1)
     with pytest.raises(Conflict, match="failed half-way"):  # the first bucket is in the model
         await scores(worker)
@@ -180,7 +180,7 @@ async def test_a_broadcast_bucket_that_is_refused_before_anything_was_loaded_lea
     await begin(worker, updates)
     (bucket, info), *_ = buckets(folders[1], tmp_path, transport="gloo")
     await sent(bucket, group, updates, info | {"checksums": ["0" * 16] * len(info["checksums"])})
-    with pytest.raises(BadInput, match="was corrupted on its way"):
+    with pytest.raises(BadInput, match="was corrupted in transit"):
         await updates.finish_update(1)
     await worker.call(Engine.resume)
     assert await scores(worker) == before

@@ -97,7 +97,7 @@ class Engine:
 
     def answer(self, number, action, argument):
         if action == self.refuses and number in self.refusing:
-            return {"error": "model.norm was corrupted on its way", "kind": "BadRequestError", "status": 400}
+            return {"error": "model.norm was corrupted in transit", "kind": "BadRequestError", "status": 400}
         if action == "finish":
             self.workers[number] |= {"weight_version": argument, "damaged": False}
         return {"result": {"state": dict(self.workers[number]), "poll": True}.get(action)}

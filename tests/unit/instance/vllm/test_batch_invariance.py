@@ -78,9 +78,9 @@ def test_equal_bits_pass_and_the_batch_is_full():
 @pytest.mark.parametrize(
     ("spoilt", "situation"),
     [
-        (AGAIN, "when it comes again, with its prompt from the prefix cache"),
+        (AGAIN, "when it is repeated with its prompt in the prefix cache"),
         (TOGETHER, "in a full batch"),
-        (LATE, "in a full batch, with its prompt from the prefix cache"),
+        (LATE, "in a full batch, with its prompt in the prefix cache"),
     ],
 )
 def test_the_last_bit_of_one_log_probability_is_a_refusal(spoilt, situation):
@@ -94,7 +94,7 @@ def test_the_last_bit_of_one_log_probability_is_a_refusal(spoilt, situation):
     message = str(refusal.value)
     assert "\n" not in message  # the orchestrator shows a line
     assert message.startswith(
-        f"rollout.deterministic = true, but vLLM 9 on cpu gives a request other bits {situation}: "
+        f"rollout.deterministic = true, but vLLM 9 on cpu gives different bits for the same request {situation}: "
     )
     assert "the log-probability of its token 7 is -0." in message
     for remedy in ("rollout.deterministic = false", 'rollout.engine = "embedded"', "has batch-invariant kernels"):
@@ -137,7 +137,9 @@ def test_every_request_has_room_in_the_context(slots, context):
 def test_requests_that_never_wait_are_named_and_let_go(monkeypatch):
     monkeypatch.setattr(batch_invariance, "WAIT_S", 0.1)
     instance = Instance(holds=False)
-    with pytest.raises(DeadlineError, match=r"0 of 4 requests of the probe wait at the instance after 0\.1 s"):
+    with pytest.raises(
+        DeadlineError, match=r"0 of 4 requests of the probe are still waiting at the instance after 0\.1 s"
+    ):
         check_invariance(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
     assert instance.open.is_set()
 
@@ -181,7 +183,7 @@ def test_an_instance_whose_probe_fails_ends_as_one_with_bad_input_does(announced
     code, printed, _ = announced(other_each_time, "--deterministic")
     assert code == 2
     assert printed.err.startswith(
-        "instance-0: rollout.deterministic = true, but vLLM 9 on cpu gives a request other bits"
+        "instance-0: rollout.deterministic = true, but vLLM 9 on cpu gives different bits for the same request"
     )
     assert printed.err.count("\n") == 1
     assert "serving" not in printed.out

@@ -210,7 +210,7 @@ async def test_a_reply_that_is_none_excludes_its_instance(world):
         bad.body = "<html>welcome</html>"
         await w.run()
         w.check_complete()
-        assert "a: POST /v1/completions answered 200 with no such reply" in one.reason
+        assert "a: POST /v1/completions answered 200 with an invalid reply" in one.reason
 
 
 async def test_dropped_connections_are_sent_again(world):
@@ -229,7 +229,7 @@ async def test_a_response_that_fails_everywhere_ends_the_run_by_name(world, monk
         (await w.join("a"))[0].status = 500
         with pytest.raises(
             MetronomeError,
-            match=r"step 3, generating: response \d to prompt p0 failed 10 times, .*a: POST "
+            match=r"step 3, generating: response \d to prompt p0 failed 10 times; last error: a: POST "
             r"/v1/completions answered 500",
         ):
             await w.run(PROMPTS[:1])

@@ -102,7 +102,7 @@ async def test_what_is_no_reply_is_a_fault(instance, body):
 async def test_a_response_that_a_pause_broke_off_is_sent_again(instance):
     scripted, client = instance
     scripted.finish = "abort"
-    with pytest.raises(Busy, match="broke off"):
+    with pytest.raises(Busy, match="cut the response short"):
         await client.complete(PROMPT, SAMPLING, 0)
 
 
@@ -138,7 +138,7 @@ async def test_a_reply_that_is_there_when_the_instance_is_cut_does_not_count(ins
     begun = client._cuts
     client.cut("its weights differ")
     client.trust()
-    with pytest.raises(InstanceGone, match="given up meanwhile"):
+    with pytest.raises(InstanceGone, match="abandoned while it waited for that comparison"):
         await client._until_trusted(begun)
 
 
@@ -147,7 +147,7 @@ async def test_a_reply_that_is_there_when_the_instance_is_cut_is_lost_at_once_an
     begun = client._cuts
     client.distrust()
     client.cut("its weights differ")
-    with pytest.raises(InstanceGone, match="given up meanwhile"):
+    with pytest.raises(InstanceGone, match="abandoned while it waited for that comparison"):
         await asyncio.wait_for(client._until_trusted(begun), 1.0)
 
 
@@ -160,7 +160,7 @@ async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_is_trusted
     await asyncio.sleep(0.05)
     assert not held.done()
     client.trust(anew=True)
-    with pytest.raises(InstanceGone, match="given up meanwhile"):
+    with pytest.raises(InstanceGone, match="abandoned while it waited for that comparison"):
         await held
     assert (await client.complete(PROMPT, SAMPLING, 4)).seed == 4
 
@@ -246,7 +246,7 @@ async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
     client.cut("it was silent")
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, InstanceGone)
-        assert "was given up: it was silent" in str(result)
+        assert "was abandoned: it was silent" in str(result)
     await until(lambda: scripted.running == 0, "the instance to see it")
     scripted.delay_s = 0
     await client.complete(PROMPT, SAMPLING, 9)
@@ -273,7 +273,7 @@ async def test_an_empty_answer_lacks_what_a_load_has(instance):
     scripted, client = instance
     scripted.body = " "
     assert await client.call(GetHealth()) == Health(protocol=ROLLOUT_PROTOCOL)
-    with pytest.raises(InstanceFault, match="GET /load answered 200 with no such reply"):
+    with pytest.raises(InstanceFault, match="GET /load answered 200 with an invalid reply"):
         await client.call(GetLoad())
 
 

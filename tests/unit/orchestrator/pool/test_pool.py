@@ -40,7 +40,7 @@ async def test_a_silent_instance_loses_what_it_holds_and_comes_back_through_catc
         assert w.pool.sync.caught_up == [("a", 3), ("b", 3), ("a", 3)]
 
 
-@pytest.mark.parametrize(("spoken", "said"), [(1, "speaks version 1"), (None, "speaks no version that it names")])
+@pytest.mark.parametrize(("spoken", "said"), [(1, "speaks version 1"), (None, "speaks an unnamed version")])
 async def test_an_instance_of_another_protocol_is_refused_by_name(world, spoken, said):
     async with world(synced=True) as w:
         w.pool.sync = Sync(version=3)
@@ -147,7 +147,7 @@ async def test_an_instance_that_can_not_be_brought_to_the_weights_is_tried_again
         w.pool.sync = Sync(version=1, fails=99, error=MetronomeError("a checksum differs"))
         _, two = await w.join("b")
         await until(lambda: two.state == "gone", "the end")
-        assert two.reason == "given up after 3 attempts to bring it to the weights: a checksum differs"
+        assert two.reason == "given up after 3 attempts to load the weights: a checksum differs"
         assert w.pool.sync.fails == 99 - 3
 
 
@@ -170,7 +170,7 @@ async def test_an_instance_that_was_started_again_behind_its_address_is_brought_
         await until(lambda: one.state == "serving", "it")
         a.version = 0
         await until(lambda: a.version == 1, "its update")
-        assert one.reason == "holds weight version 0, it was brought to 1: started again?"
+        assert one.reason == "holds weight version 0, but was given 1: was it restarted?"
         await until(lambda: one.state == "serving", "its return")
 
 
@@ -275,7 +275,7 @@ async def test_an_address_that_never_answers_but_joins_again_and_again_holds_up_
 
         joining = asyncio.create_task(joins())
         try:
-            with pytest.raises(ProcessDied, match=r"no rollout instance has come: waited 1 s.*; far "):
+            with pytest.raises(ProcessDied, match=r"no rollout instance has joined: waited 1 s.*; far "):
                 await asyncio.wait_for(w.pool.wait_for_member(), 15)
         finally:
             joining.cancel()
@@ -293,16 +293,16 @@ async def test_the_wait_for_the_first_begins_when_the_trainer_is_ready_and_is_as
         assert not waiting.done()
         assert told == [
             "the run waits for the first instance, for up to 1 s (rollout.timeout_s), counted from when the trainer "
-            "has loaded its models. This starts one: metronome serve RECIPE --join RUN"
+            "has loaded its models. Start one with: metronome serve RECIPE --join RUN"
         ]
         ready.set()
         began = time.monotonic()
         with pytest.raises(
-            ProcessDied, match=r"has come: waited 1 s for the first \(rollout\.timeout_s\); none has joined"
+            ProcessDied, match=r"has joined: waited 1 s for the first \(rollout\.timeout_s\); none has joined"
         ):
             await waiting
         assert time.monotonic() - began > 0.9
-        assert "up to 1 s (rollout.timeout_s). This starts one: metronome serve RECIPE" in told[1]
+        assert "up to 1 s (rollout.timeout_s). Start one with: metronome serve RECIPE" in told[1]
 
 
 async def test_no_wait_is_told_for_an_instance_that_was_not_asked_yet(world):

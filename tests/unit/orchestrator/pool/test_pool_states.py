@@ -273,11 +273,11 @@ def test_tokens_per_second_are_those_between_two_answers_and_none_after_a_restar
 def test_it_has_no_more_places_than_its_limit_and_none_unless_it_serves():
     one = brought("serving")
     first, _ = (one.take_place(2) for _ in range(2))
-    with pytest.raises(RuntimeError, match="instance a: no place for a group: serving, 2 in flight"):
+    with pytest.raises(RuntimeError, match="instance a: no slot for a group: serving, 2 in flight"):
         one.take_place(2)
     one.give_back(first)
     one.exclude("silent")
-    with pytest.raises(RuntimeError, match="instance a: no place for a group: silent, 1 in flight"):
+    with pytest.raises(RuntimeError, match="instance a: no slot for a group: silent, 1 in flight"):
         one.take_place(2)
 
 
@@ -305,4 +305,4 @@ def test_that_an_instance_serves_again_is_said_once_and_not_with_each_version_fr
         else:
             update()
             pool.admit(one)
-    assert told == ["a takes no prompts for now: no answer", "a serves again"]
+    assert told == ["a gets no prompts for now: no answer", "a is serving again"]

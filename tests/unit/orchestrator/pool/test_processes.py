@@ -181,7 +181,7 @@ async def test_one_that_is_killed_while_it_starts_is_started_again(declare):
 async def test_an_instance_that_never_serves_is_named(declare):
     async with declare([HANGS], timeout_s=0.3) as (pool, _):
         with pytest.raises(
-            DeadlineError, match=r"instance-0 does not serve after 0\.3 s \(rollout.timeout_s.* is running; its"
+            DeadlineError, match=r"instance-0 was not ready after 0\.3 s \(rollout.timeout_s.* is running; its"
         ):
             await pool.connect()
 

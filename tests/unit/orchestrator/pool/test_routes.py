@@ -101,11 +101,11 @@ def put(value, at=(1, 2, 0)):
 
 
 WRONG = {
-    "none": (None, "no routes, which were asked for"),
+    "none": (None, "no routes, although they were requested"),
     "a token less": (spoil(lambda routes: routes[1:]), r"routes uint8 \[\d, 3, 2\], expected uint8 \[\d, 3, 2\]"),
     "a layer more": (spoil(lambda routes: np.concatenate([routes, routes], axis=1)), r"routes uint8 \[\d, 6, 2\]"),
     "another type": (spoil(lambda routes: routes.astype(np.uint16)), "routes uint16"),
-    "an expert that is not there": (spoil(put(6)), "routes to expert 6, the model has 6 in a layer"),
+    "an expert that is not there": (spoil(put(6)), "routes to expert 6, but the model has 6 in a layer"),
     "no expert": (spoil(put(255)), "routes to expert 255"),
     "one expert twice": (
         spoil(lambda routes: put(routes[1, 2, 1])(routes)),

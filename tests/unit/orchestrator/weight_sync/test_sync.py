@@ -188,7 +188,7 @@ def test_a_bucket_that_one_instance_gets_corrupted_costs_it_its_place(start, tmp
     orchestrator = start(2, b=on(UPDATE, AFTER_TEST + 1, corrupt))
     publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
     assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
-    assert "c was corrupted on its way" in orchestrator.pool.reasons["b"]
+    assert "c was corrupted in transit" in orchestrator.pool.reasons["b"]
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -196,7 +196,7 @@ def test_a_bucket_that_one_instance_gets_corrupted_costs_it_its_place(start, tmp
 def test_a_bucket_that_everybody_gets_corrupted_fails_the_sync_by_the_tensors_name(start, tmp_path, transport, staged):
     orchestrator = start(2, staged, a=on(UPDATE, AFTER_TEST, corrupt), b=on(UPDATE, AFTER_TEST, corrupt))
     with pytest.raises(
-        WeightSyncError, match=rf"{OUTPUT} was corrupted on its way: its checksum is \w+, announced was '0"
+        WeightSyncError, match=rf"{OUTPUT} was corrupted in transit: its checksum is \w+, but the announced one is '0"
     ):
         publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
     assert orchestrator.sync.version is None
@@ -229,7 +229,7 @@ def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_ver
     late = orchestrator.pool.named("b")
     orchestrator.pool.late.add(late)
     sender = publisher(orchestrator, "file", tmp_path)
-    with pytest.raises(MetronomeError, match="b: no weight version was published yet"):
+    with pytest.raises(MetronomeError, match="b: no weight version has been published yet"):
         orchestrator.run(orchestrator.sync.catch_up(late))
     sender.publish(Model(1), 1)
     opened = asyncio.run_coroutine_threadsafe(orchestrator.sync.open(OpenSync(version=2)), orchestrator.loop).result(5)

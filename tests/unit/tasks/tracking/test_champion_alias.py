@@ -161,7 +161,7 @@ def test_the_first_is_champion_only_if_it_is_better_than_its_base(output):
     folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in (inside, final)))
     found, _, champion = registered(config, folder, "no-base")
     assert (found.wins, champion) == (True, 1)
-    assert found.reason == "there was no champion; not compared: there is no comparable evaluation of the base model"
+    assert found.reason == "there was no champion; not compared: the base model has no comparable evaluation"
 
     config, folder = finished(output, "not-evaluated", [4] * 6)
     folder.evaluations.unlink()

@@ -190,7 +190,7 @@ def test_a_long_parameter_is_cut_and_says_so():
     assert mirror.cut("x" * 6000) == "x" * 6000
     short = mirror.cut("x" * 6001)
     assert len(short) == 6000
-    assert short.endswith("xxx ... (6001 characters; whole in config.toml)")
+    assert short.endswith("xxx ... (6001 characters; complete in config.toml)")
 
 
 @pytest.fixture(scope="module")

@@ -95,14 +95,12 @@ def test_visible_devices_keep_their_numbers(machine, monkeypatch):
     assert rollout_choice(CUDA, (), training=True).devices == (6,)
 
 
-@pytest.mark.parametrize(
-    ("devices", "vllm", "why"), [(1, True, "a device beside the trainer's"), (8, False, "no vLLM")]
-)
+@pytest.mark.parametrize(("devices", "vllm", "why"), [(1, True, "needs a second device"), (8, False, "no vLLM")])
 def test_without_vllm_or_a_second_device_the_embedded_engine_samples(machine, devices, vllm, why):
     machine(devices, vllm)
     found = rollout_choice(CUDA, (), training=True)
     assert (found.engine, found.transport) == ("embedded", "gloo")
-    assert "nccl is not tried" in found.remark
+    assert "nccl is not tested" in found.remark
     assert why in found.remark
 
 

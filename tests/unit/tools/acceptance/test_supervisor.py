@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engine.errors import BadInput
-from engine.tools.acceptance import part, supervisor
+from engine.tools.acceptance import device_parts, part, supervisor
 from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartSkipped, notes_of
 from engine.tools.acceptance.report import PartResult
 from engine.tools.acceptance.supervisor import ACCEPTANCE, NAMES, AcceptancePart, check, run_part
@@ -39,7 +39,7 @@ def test_a_part_that_hangs_is_ended_at_its_deadline_and_says_where(tmp_path):
     found = run(tmp_path, code, AcceptancePart("hung", 2.0, "check the driver"))
     assert time.monotonic() - began < 20
     assert found.status == "failed"
-    assert found.reason.startswith("not through after 2 s, at: rank 1 of nccl; ")
+    assert found.reason.startswith("not finished after 2 s, at: rank 1 of nccl; ")
     assert "the log" in found.reason
     assert (found.lines, found.remedy) == (("before",), "check the driver")
 
@@ -66,7 +66,7 @@ def test_a_part_that_exits_without_a_word(tmp_path):
 
 def test_the_deadline_of_all_parts_counts_too(tmp_path):
     found = run(tmp_path, "time.sleep(600)", left_s=0.5)
-    assert found.reason.startswith("not through after 0 s, at: starting")
+    assert found.reason.startswith("not finished after 0 s, at: starting")
 
 
 ENDS = (
@@ -83,7 +83,7 @@ def test_how_a_part_ends_is_told(tmp_path, monkeypatch, error, expected):
         task.notes.doing("something")
         raise error
 
-    monkeypatch.setitem(part.PARTS, "devices", fails)
+    monkeypatch.setattr(device_parts, "devices", fails)
     part.main("devices", tmp_path, ["platform.device=cpu"])
     last = json.loads(notes_of(tmp_path, "devices").read_text().splitlines()[-1])
     assert last == {"end": expected}
@@ -174,7 +174,8 @@ def test_an_unknown_part_is_refused(tmp_path):
 
 
 def test_every_part_has_a_function_a_deadline_and_a_remedy():
-    assert tuple(part.PARTS) == NAMES
+    assert tuple(part.MODULES) == NAMES
+    assert all(callable(part.function_of(name)) for name in NAMES)
     assert all(one.deadline_s > 0 and one.remedy for one in ACCEPTANCE)
 
 

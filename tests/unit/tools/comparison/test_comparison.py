@@ -135,7 +135,7 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
     found = judge_runs([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
-    assert "on b (not evaluated alike), compared" in found.answer
+    assert "on b (evaluated differently), compared" in found.answer
 
 
 def test_a_part_whose_figures_mlflow_did_not_get_is_in_other():
@@ -198,10 +198,14 @@ def test_the_key_that_two_runs_were_meant_to_differ_in_is_no_caution():
 def test_how_many_more_steps_would_decide():
     """The interval's half width, as a log, shrinks with the square root of the steps."""
     ratio = Interval(math.exp(0.1), math.exp(-0.1), math.exp(0.3))
-    assert _more(ratio, 50) == "; about 150 more steps would do"  # half width 0.2: four times the steps
-    assert _more(Interval(math.exp(-0.1), math.exp(-0.3), math.exp(0.1)), 50) == "; about 150 more steps would do"
-    assert _more(Interval(math.exp(0.1), math.exp(-0.001), math.exp(0.201)), 10) == "; about 1 more step would do"
-    assert _more(ratio, 111) == "; about 340 more steps would do"
+    assert _more(ratio, 50) == "; about 150 more steps would be enough"  # half width 0.2: four times the steps
+    assert (
+        _more(Interval(math.exp(-0.1), math.exp(-0.3), math.exp(0.1)), 50) == "; about 150 more steps would be enough"
+    )
+    assert (
+        _more(Interval(math.exp(0.1), math.exp(-0.001), math.exp(0.201)), 10) == "; about 1 more step would be enough"
+    )
+    assert _more(ratio, 111) == "; about 340 more steps would be enough"
     alike = _more(Interval(1.001, 0.9, 1.1), 50)
     assert alike == "; the two are nearly alike: a difference of more than 10% is unlikely"
     assert _more(Interval(1.0, 0.9, 1.1), 50) == alike
@@ -213,7 +217,7 @@ def test_how_many_more_steps_would_decide():
         (8.0, 90, "faster (1.25 times as fast), and better on b"),
         (8.0, 60, "faster (1.25 times as fast), but worse on b"),
         (12.5, 90, "slower (0.80 times as fast), but better on b"),
-        (8.0, 75, "faster (1.25 times as fast), and without any difference seen on b"),
+        (8.0, 75, "faster (1.25 times as fast), and with no visible difference on b"),
         (8.0, 76, "faster (1.25 times as fast), and not shown to be better or worse on b"),
         (
             8.0,

@@ -140,7 +140,7 @@ SHORT = "too little memory on a trainer rank"
         (
             NODE,
             ["rollout.devices=[3,4,5,6]"],
-            ["rollout.devices names [3], which trainer ranks have; theirs are [0, 1, 2, 3]"],
+            ["rollout.devices includes [3], which the trainer ranks use; they use [0, 1, 2, 3]"],
         ),
         (NODE, ["rollout.devices=[4,5,6,6]"], ["rollout.devices names [6] more than once"]),
         (NODE, ["rollout.devices=[5,6,7,8]"], ["rollout.devices names [8], and a node has 0 to 7"]),

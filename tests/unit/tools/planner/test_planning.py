@@ -53,7 +53,7 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     assert len(best) == 6
     assert all(one.devices <= 16 for one in best)
     assert all(one.candidate.bound_s <= one.step_s * 1.1 for one in best)
-    with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: there is no layout of so few"):
+    with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: no layout fits that few"):
         search_settings(recipe, shape, 1, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS)
 
 

@@ -197,7 +197,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(buil
     file.write_bytes(data)
     other, again = build()
     assert again.resume() == 1
-    assert f"step-000002: {file.name} is not the file" in capsys.readouterr().out
+    assert f"step-000002: {file.name} does not match" in capsys.readouterr().out
     train(other, 2)
     assert_same(policy, other)
     assert train(policy, 3) == train(other, 3)

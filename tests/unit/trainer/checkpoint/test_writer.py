@@ -197,5 +197,5 @@ def test_a_tampered_index_is_not_read(build):
     policy, checkpoints = build()
     index = save(checkpoints, 1) / files.INDEX
     index.write_bytes(b"." * index.stat().st_size)
-    with pytest.raises(MetronomeError, match=r"\.metadata is not the file that _SUCCESS.json was written for"):
+    with pytest.raises(MetronomeError, match=r"\.metadata does not match _SUCCESS.json"):
         build()[1].resume()

@@ -144,7 +144,7 @@ def test_parts_of_several_writers_become_one_folder(sharded, tmp_path):
 
 
 def test_a_folder_with_weights_is_not_written_over(sharded):
-    with pytest.raises(BadInput, match=r"model-00001-of-.* there are weights in this folder already"):
+    with pytest.raises(BadInput, match=r"model-00001-of-.* this folder already has weights"):
         write_sharded(sharded, [("a", torch.ones(1))])
 
 

@@ -14,7 +14,8 @@ def test_a_host_name_that_means_loopback_is_refused_where_instances_are_elsewher
     assert own_address(loopback=True) == "127.0.0.1"
     with pytest.raises(
         BadInput,
-        match=r"the name of this machine, node7, means 127\.0\.1\.1: instances on other machines can't reach that",
+        match=r"the name of this machine, node7, resolves to 127\.0\.1\.1: "
+        "instances on other machines can't reach that",
     ):
         own_address(loopback=False)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")

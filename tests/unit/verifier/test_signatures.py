@@ -1,0 +1,97 @@
+"""The three signatures of a reward: what each is called with, and what a function of none is told."""
+
+import asyncio
+
+import pytest
+
+from engine.errors import BadInput
+from engine.types import Prompt
+from engine.verifier.reward_function import load_reward
+from support.verifier_calls import response
+
+ROW = {
+    "data_source": "openai/gsm8k",
+    "question": "1+1=",
+    "reward_model": {"style": "rule", "ground_truth": "two"},
+    "extra_info": {"split": "train"},
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def write(body):
+        (tmp_path / "theirs.py").write_text(body)
+        return load_reward(f"{tmp_path}/theirs.py:f")
+
+    return write
+
+
+def prompt(**columns):
+    return Prompt("id", "1+1=", "2", (5, 6), columns=columns, text="1+1=")
+
+
+def test_trl_gets_lists_with_an_entry_per_response_and_only_what_it_takes(load):
+    reward = load("def f(prompts, completions, question, completion_ids, **kwargs): return [locals()] * 2")
+    assert not reward.per_response
+    found, _ = reward.call(prompt(**ROW), [response("a"), response("b")])
+    assert (found["prompts"], found["completions"]) == (["1+1="] * 2, ["a", "b"])
+    assert (found["question"], found["completion_ids"]) == (["1+1="] * 2, [[8, 9]] * 2)
+    assert found["kwargs"]["answer"] == ["2", "2"]
+    assert found["kwargs"]["prompt_ids"] == [[5, 6]] * 2
+    reward = load("def f(completions, answer): return [c == a for c, a in zip(completions, answer)]")
+    assert reward.call(prompt(answer="2"), [response("2"), response("3")]) == [True, False]
+
+
+def test_trl_gets_messages_where_the_prompt_is_a_conversation(load):
+    reward = load("def f(completions, prompts): return [(p[-1], c[0]) for p, c in zip(prompts, completions)]")
+    user = {"role": "user", "content": "1+1="}
+    assert reward.call(prompt(prompt=[user]), [response("2")]) == [(user, {"role": "assistant", "content": "2"})]
+
+
+def test_trl_that_takes_a_column_that_no_row_has_says_which(load):
+    reward = load("def f(completions, solution, **kwargs): return [1.0]")
+    with pytest.raises(TypeError, match="it takes solution, but the row has only the columns question, level"):
+        reward.call(prompt(question="1+1=", level=3), [response()])
+
+
+def test_verl_is_called_for_each_response_with_the_row_as_its_data_has_it(load):
+    reward = load("def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs): return locals()")
+    assert reward.per_response
+    assert reward.call(prompt(**ROW), response("x")) == {
+        "data_source": "openai/gsm8k",
+        "solution_str": "x",
+        "ground_truth": "two",
+        "extra_info": {"split": "train"},
+        "kwargs": {},
+    }
+    reward = load("def f(solution_str, ground_truth, extra_info): return ground_truth, extra_info")
+    assert reward.call(prompt(level=3), response()) == ("2", {"level": 3})
+
+
+def test_each_signature_may_be_async(load):
+    reward = load("async def f(solution_str, ground_truth): return solution_str == ground_truth")
+    assert asyncio.run(reward.call(prompt(), response("2"))) is True
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "data, solution, truth",
+        "solution, ground_truth",
+        "prompts, responses",
+        "prompt, *, responses",
+        "prompt",
+        "solution_str, judge",
+        "",
+    ],
+)
+def test_a_function_of_no_signature_is_refused_with_all_three(load, parameters):
+    with pytest.raises(BadInput, match=r'reward.function = ".*theirs.py:f": its parameters are \(.*\)') as raised:
+        load(f"def f({parameters}): pass")
+    for signature in ("(prompt, responses)", "(prompts, completions, ", "(data_source, solution_str, ground_truth, "):
+        assert signature in str(raised.value)
+
+
+@pytest.mark.parametrize("parameters", ["p, rs", "prompt, responses, scale=1.0", "*arguments"])
+def test_metronomes_own_may_have_any_other_names(load, parameters):
+    assert load(f"def f({parameters}): return 1.0").call(None, None) == 1.0
