@@ -13,7 +13,10 @@ from pathlib import Path
 SEED = 2026
 TRAIN_ROWS = 2_000
 HELDOUT_ROWS = 256
-NAMES = "Anna Ben Carla David Eva Finn Grace Hugo Ines Jack Kate Leo Mia Noah Olga Tom".split()
+NAMES = (
+    *("Anna", "Ben", "Carla", "David", "Eva", "Finn", "Grace", "Hugo"),
+    *("Ines", "Jack", "Kate", "Leo", "Mia", "Noah", "Olga", "Tom"),
+)
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "plums", "shells", "stamps", "stickers")
 MORE = (
     "{name} has {first} {things} and gets {second} more. How many {things} does {name} have now?",

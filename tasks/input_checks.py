@@ -247,7 +247,7 @@ def local_model(path: str) -> str:
         share = min(1.0, download.done / download.total)
         return Progress(f"{path}: {format_size(download.done)} of {format_size(download.total)}", share)
 
-    with showing("download", look):
+    with show_progress("download", look):
         folder = fetch_model(path, download)
     if download.done:
         say("download", f"{path}: {format_size(download.done)} in {folder}")
