@@ -18,12 +18,16 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
+.PHONY: run smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
 	nightly check-pins hashes \
 	lint clean
 
 run: $(VENV)/installed  ## train the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
+
+smollm2: $(VENV)/installed  ## train SmolLM2-135M-Instruct, a pretrained model, on word problems (about 10 minutes on 2 cores)
+	test -d data/smollm2 || $(BIN)/python -m data.make_smollm2
+	$(BIN)/metronome run infra/recipes/smollm2.toml --set run.name=$(NAME:quickstart-%=smollm2-%) $(ARGS)
 
 services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
 	$(BIN)/python -m tasks.cluster.services $(ARGS)

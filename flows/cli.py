@@ -109,7 +109,7 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        data = check_inputs(config, sampling=replay is None)
+        config, data = check_inputs(config, sampling=replay is None)
         if data is not None:
             console.say("prepare data", describe_report(data))
         if resume:
@@ -130,7 +130,8 @@ def evaluate(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
     model: Annotated[
-        str, typer.Option(metavar="RUN|DIR", help="the policy of a run, or a Hugging Face folder (default: model.path)")
+        str,
+        typer.Option(metavar="RUN|DIR", help="the policy of a run, or any model.path (default: model.path)"),
     ] = "",
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
 ) -> None:
@@ -138,14 +139,13 @@ def evaluate(
     evaluations.jsonl."""
     from engine.run.served_model import model_folder
     from flows.local import evaluate_here
-    from tasks.input_checks import check_inputs, with_model_folder
+    from tasks.input_checks import check_inputs, local_model, with_model_folder
 
     with _exit_codes():
-        given = [f"model.path={model_folder(model)[0]}"] if model else []
+        given = [f"model.path={model_folder(local_model(model))[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load_config(recipe, [*overrides, *given])
-        check_inputs(config, training=False)
-        config = with_model_folder(config)
+        config = with_model_folder(check_inputs(config, training=False)[0])
         evaluate_here(config)
 
 
@@ -191,7 +191,7 @@ def serve(
     instance leaves its run and ends."""
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
     from engine.run.served_model import served_config
-    from tasks.input_checks import with_model_folder
+    from tasks.input_checks import local_model, with_model_folder
 
     with _exit_codes():
         instance = name or default_name()
@@ -200,7 +200,9 @@ def serve(
         if join:
             check_join(join)
         if model:
-            config, text = served_config(model, recipe, overrides)
+            folder = local_model(model)
+            config, text = served_config(folder, recipe, overrides)
+            text = text if folder == model else model  # a name on the hub
             raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
         config = with_model_folder(load_config(recipe or QUICKSTART, overrides))
         if not join:
@@ -218,8 +220,7 @@ def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: 
 
     with _exit_codes():
         config = load_config(recipe, overrides)
-        check_inputs(config, training=False)
-        config = with_model_folder(config)
+        config = with_model_folder(check_inputs(config, training=False)[0])
         serve_programs(config, partial(console.say, "service"))
 
 
@@ -355,8 +356,7 @@ def plan(
     with _exit_codes():
         config = load_config(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
         if measured or autotune:
-            check_inputs(config)
-            config = with_model_folder(config)
+            config = with_model_folder(check_inputs(config)[0])
         make_plan(
             config,
             [*runs, *(measure_probes(config) if measured else [])],

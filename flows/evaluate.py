@@ -50,8 +50,7 @@ def evaluate(
             config = model_folder(
                 read_settled_config(configured(recipe, settings, [*overrides, *given])), recipe, model
             )
-            check_inputs(config, training=False)
-            config = with_model_folder(config)
+            config = with_model_folder(check_inputs(config, training=False)[0])
             folder = RunFolder(config.folder)
             name_flow_run(f"evaluation of {config.run.name}")
             chosen = Path(config.model.path)

@@ -44,7 +44,7 @@ def opened(
     again = begun_by_this_flow(RunFolder(config.folder))
     if not again:
         check_run_folder(config, resume)
-    check_inputs(config)
+    config, _ = check_inputs(config)
     if resume and not again:
         found.tell()
         config = check_resume(config)

@@ -13,6 +13,7 @@ from engine.config import Config
 from engine.config.no_effect import without_effect
 from engine.config.recipe import find_file
 from engine.config.rules import ratio_is_one
+from engine.data.hub import Download, fetch_model, is_model_name
 from engine.data.prepared import prepare_problems
 from engine.data.problem_statistics import DataReport, report_data
 from engine.data.problems import Problems
@@ -28,6 +29,7 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
+from engine.run.progress import Progress, format_size
 from tasks.console import say
 from tasks.progress_display import show_progress, since_now
 
@@ -71,9 +73,10 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
         check_unclaimed(config)
 
 
-def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> DataReport | None:
-    """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the report on the
-    problem sets of a training. Raises BadInput at the first failure.
+def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, DataReport | None]:
+    """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
+    model of the hub downloaded (`with_local_model`), and the report on the problem sets of a training. Raises BadInput
+    at the first failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -117,6 +120,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         )
     for sentence in without_effect(config) if training else ():
         _warn(sentence)
+    config = with_local_model(config)
     if training and sampling:
         listen_address(config.rollout.listen)
         check_instances(config)
@@ -127,7 +131,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         check_rollouts(config)
     with show_progress("check", since_now("encoding the prompts")):
         _check_encoding(config, problems, [one.problems for one in benchmarks])
-    return report_data(prepared) if prepared is not None else None
+    return config, report_data(prepared) if prepared is not None else None
 
 
 def _check_prompts(config: Config, problems: int) -> None:
@@ -217,7 +221,34 @@ async def _try_reward(config: Config) -> None:
 
 def with_model_folder(config: Config) -> Config:
     """The config with `model.path` as an absolute folder. Raises BadInput if there is no model."""
-    folder = find_file(config.model.path)
+    folder = find_file(with_local_model(config).model.path)
     read_shape(folder)
     model = config.model.model_copy(update={"path": str(folder.resolve())})
     return config.model_copy(update={"model": model})
+
+
+def with_local_model(config: Config) -> Config:
+    """The config with `model.path` as a folder of the hub's cache if it is a name on the Hugging Face hub, else
+    unchanged. Raises BadInput like `fetch_model`."""
+    model = config.model.model_copy(update={"path": local_model(config.model.path)})
+    return config.model_copy(update={"model": model})
+
+
+def local_model(path: str) -> str:
+    """The folder in the hub's cache if a path is the name of a model on the Hugging Face hub, else the path. Shows a
+    download and raises BadInput like `fetch_model`."""
+    if not is_model_name(path):
+        return path
+    download = Download()
+
+    def look() -> Progress:
+        if not download.total:
+            return Progress(f"{path}: asking the Hugging Face hub")
+        share = min(1.0, download.done / download.total)
+        return Progress(f"{path}: {format_size(download.done)} of {format_size(download.total)}", share)
+
+    with show_progress("download", look):
+        folder = fetch_model(path, download)
+    if download.done:
+        say("download", f"{path}: {format_size(download.done)} in {folder}")
+    return str(folder)

@@ -53,8 +53,9 @@ class Model(Table):
     """The base model."""
 
     path: str = "data/quickstart_model"
-    """Hugging Face folder with config.json, tokenizer files and safetensors. The default is the tiny Qwen3 that comes
-    with Metronome."""
+    """Hugging Face folder with config.json, tokenizer files and safetensors, or a model of the hub, owner/name or
+    owner/name@revision, which is downloaded into the hub's cache once. The default is the tiny Qwen3 that comes with
+    Metronome."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the rollout instances; the trainer's is train.dtype. "bfloat16" needs rollout.engine =
     "vllm". On a CPU take "float32", since bfloat16 moves log-probabilities by up to 0.15."""
@@ -90,7 +91,7 @@ class DataColumns(Table):
 class Data(Table):
     """The problem sets, with rows as DeepScaleR, GSM8K, TRL, verl or OpenAI have them (docs/data.md, Formats of rows).
     A set is a .json, .jsonl or .parquet file or a folder of them, on disk or s3://, or a dataset of the Hugging Face
-    hub (owner/name or owner/name:split)."""
+    hub (owner/name, owner/name:split or owner/name:config/split@revision)."""
 
     train: str | list[str | TrainingSet] = "data/addition_train.jsonl"
     """Problem set to train on. A relative path is tried from the current folder, then from Metronome's own. A list of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.recipe import find_file
-from engine.data.hub import read_hub
+from engine.data.hub import read_hub, set_name
 from engine.data.problem_files import SUFFIXES
 from engine.errors import BadInput
 from engine.run.files import write_atomically
@@ -32,6 +32,7 @@ FORMATS: dict[str, Format] = {
     "aime24": Format("HuggingFaceH4/aime_2024", "train", 30, ("aime24", "aime_2024", "aime2024")),
     "aime25": Format("math-ai/aime25", "test", 30, ("aime25", "aime_2025", "aime2025")),
     "amc": Format("math-ai/amc23", "test", 40, ("amc", "amc23", "amc_2023")),
+    "gsm8k": Format("openai/gsm8k", "test", 1319, ("gsm8k", "gsm8k_test")),
     "math500": Format("HuggingFaceH4/MATH-500", "test", 500, ("math500", "math_500", "MATH-500")),
     "minerva": Format("math-ai/minervamath", "test", 272, ("minerva", "minerva_math", "minervamath")),
     "olympiadbench": Format("math-ai/olympiadbench", "test", 674, ("olympiadbench", "olympiad_bench", "OlympiadBench")),
@@ -48,7 +49,7 @@ def benchmark_paths(config: Config) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for given in config.evaluate.benchmarks:
-        name = given.lower() if given.lower() in FORMATS else Path(given).stem
+        name = given.lower() if given.lower() in FORMATS else set_name(given)
         if name in found:
             raise BadInput(f"evaluate.benchmark names {name!r} twice; names of files without suffix must differ too")
         found[name] = _path(given, config)
@@ -96,7 +97,7 @@ def _cache(config: Config) -> Path:
 def _fetched(name: str, known: Format, config: Config) -> Path:
     """The benchmark's file under run.output, downloaded from the hub the first time. Raises BadInput."""
     try:
-        rows = read_hub(f"{known.hub}:{known.split}")
+        _, rows = read_hub(f"{known.hub}:{known.split}")
     except BadInput as error:
         places = " or ".join(str(folder) for folder in _folders(config))
         raise BadInput(

@@ -87,7 +87,7 @@ class Problems:
     skipped: Mapping[str, int]
     """Reason → number of rows left out for it."""
     source: str
-    """The path, address or dataset id that was read."""
+    """The path, the address, or the dataset id with split and commit that was read."""
     content_hash: str
     """SHA-256 (hex) of the file, as `sha256sum` prints it. For a folder it is over the digests of its files sorted by
     name; for a dataset of the hub, over its rows as JSON lines."""
@@ -145,9 +145,10 @@ def shorten_value(value: object) -> str:
 def _raw(path: str) -> tuple[str, list[tuple[str, JsonObject]], str]:
     """The source, (place, columns) of every row, and the content hash."""
     if is_hub_id(path):
-        rows = [(f"{path}, {place}", columns) for place, columns in read_hub(path)]
+        source, found = read_hub(path)
+        rows = [(f"{path}, {place}", columns) for place, columns in found]
         lines = "".join(json.dumps(columns, sort_keys=True) + "\n" for _, columns in rows)
-        return path, rows, hashlib.sha256(lines.encode()).hexdigest()
+        return source, rows, hashlib.sha256(lines.encode()).hexdigest()
     files = read_files(path)
     rows = [(f"{file.name}, {place}", columns) for file in files for place, columns in parse_file(file)]
     return (path if "://" in path else str(find_file(path))), rows, _hash(files)

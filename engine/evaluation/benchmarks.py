@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.data.benchmark_files import FORMATS, benchmark_paths
+from engine.data.hub import set_name
 from engine.data.prepared import heldout_problems
 from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode_problems
@@ -43,7 +44,7 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
     """
     layout = RowFormat.of(config)
     named = [Benchmark(name, read_problems(path, layout)) for name, path in benchmark_paths(config).items()]
-    return named or [Benchmark(Path(config.data.heldout).stem or "heldout", heldout_problems(config))]
+    return named or [Benchmark(set_name(config.data.heldout) or "heldout", heldout_problems(config))]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +97,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     if not path.is_file():
         raise BadInput(
             f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
-            f"tokenizer files and *.safetensors{from_hub(folder, '--set model.path=')}"
+            f"tokenizer files and *.safetensors, or owner/name on the hub (where no folder `owner` is here)"
         )
     config = _read_object(path)
     architecture = (config.get("architectures") or ["none"])[0]
@@ -218,18 +217,6 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
             "it is not supported, only two or more experts per token"
         )
     return shape
-
-
-def from_hub(folder: Path, option: str) -> str:
-    """Return how to get a model that is named as on the Hugging Face hub, owner/name; "" for any other path. `option`:
-    the option that takes the downloaded folder."""
-    if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)):
-        return ""
-    there = f"models/{folder.name}"
-    return (
-        f". If {folder} is a name on the Hugging Face hub, download it: `hf download {folder} --local-dir {there}`, "
-        f"then {option}{there}"
-    )
 
 
 def content_hash(folder: Path) -> str:

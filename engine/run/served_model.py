@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.config import Config
 from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
-from engine.model.shape import from_hub, read_shape
+from engine.model.shape import read_shape
 from engine.run.folder import RunFolder
 
 CONTEXT = 4096
@@ -49,8 +49,8 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
     if not (place / "config.json").is_file():
         found = "it has no config.json" if place.is_dir() else f"there is no folder {place.absolute()}"
         raise BadInput(
-            f"--model {model}: {found}; expected a run folder with a policy, or a Hugging Face folder"
-            f"{from_hub(place, '--model ')}"
+            f"--model {model}: {found}; expected a run folder with a policy, or a Hugging Face folder, or owner/name "
+            "on the hub (where no folder `owner` is here)"
         )
     return place, None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import mlflow
 
 from engine.config import Config
+from engine.data.hub import model_name
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
 from tasks.code_version import code_version
@@ -77,7 +78,7 @@ def _what(config: Config) -> str:
     train = config.train
     start = read_start(config.folder)
     data = ", ".join(f"`{one.path}`" for one in config.data.sets)
-    source = f"`{start.continued_from or Path(config.model.path).name}`"
+    source = f"`{start.continued_from or model_name(Path(config.model.path))}`"
     recipe = f", recipe `{start.recipe}`" if start.recipe else ""
     return (
         f"Trains {source} on {data} with the reward `{config.reward.label}`: {train.steps} steps of "

@@ -26,6 +26,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.secrets import without_password
+from engine.data.hub import HubDataset, dataset_of, is_hub_id, model_name
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of
@@ -68,7 +69,7 @@ def log_base_model(client: mlflow.MlflowClient, run: Run, path: Path) -> None:
         known[0]
         if known
         else mlflow.create_external_model(
-            metric_name(path.name).replace(".", "_"),
+            metric_name(model_name(path)).replace(".", "_"),
             source_run_id=run.info.run_id,
             model_type="base",
             experiment_id=experiment,
@@ -82,14 +83,19 @@ def log_base_model(client: mlflow.MlflowClient, run: Run, path: Path) -> None:
 def _source(source: str) -> DatasetSource:
     whole = source.partition(" (held out")[0].partition(", ")[0]  # of several sets the first
     if "://" not in whole and not Path(whole).exists():
-        return HuggingFaceDatasetSource(path=whole.partition(":")[0])
+        found = dataset_of(whole) if is_hub_id(whole) else HubDataset(whole)
+        return HuggingFaceDatasetSource(
+            path=found.name, config_name=found.config, split=found.split, revision=found.revision
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # MLflow warns that two of its own classes fit the address
         return resolve_dataset_source(whole)
 
 
 def _name(source: str) -> str:
-    return source.rstrip("/").rpartition("/")[2]
+    whole, held_out, share = source.partition(" (held out")
+    name = dataset_of(whole).label if is_hub_id(whole) else whole.rstrip("/").rpartition("/")[2]
+    return name + held_out + share
 
 
 EVERY_S = 10.0

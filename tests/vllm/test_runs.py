@@ -56,6 +56,7 @@ def check_on_policy(lines, steps, sizes=(2,)):
         assert line["mismatch_kl"] <= 1e-6
 
 
+@pytest.mark.slow
 def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
     """Compared with the run in METRONOME_RUN (what `make run` left, in .ci/run), else with one of its own."""
     folder = ROOT / "runs" / f"vllm-{time.time_ns()}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.config.recipe import find_file
+from engine.data.hub import fetch_shape, is_model_name
 from engine.errors import BadInput
 from engine.model.shape import Llama3Scaling, ModelShape, read_shape
 
@@ -98,9 +99,10 @@ KNOWN: Mapping[str, ModelShape] = {
 
 
 def shape_of(path: str) -> tuple[ModelShape, str]:
-    """The shape of `model.path` and its source: config.json if the folder exists, else the table `KNOWN`.
+    """The shape of `model.path` and its source: config.json if the folder exists, else the table `KNOWN`, else
+    config.json on the Hugging Face hub.
 
-    Raises BadInput for a model with neither.
+    Raises BadInput for a model with none of them.
     """
     folder = find_file(path)
     if (folder / "config.json").is_file():
@@ -109,7 +111,13 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
     for known, shape in KNOWN.items():
         if known.lower() == name:
             return shape, "published config.json"
+    there = ""
+    if is_model_name(path):
+        try:
+            return read_shape(fetch_shape(path), weights=False), "config.json on the hub"
+        except BadInput as error:
+            there = f"; {error}"
     raise BadInput(
         f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-        f"{', '.join(KNOWN)}. A folder with only config.json is enough"
+        f"{', '.join(KNOWN)}. A folder with only config.json is enough{there}"
     )

@@ -18,6 +18,7 @@ ROWS = {
     "aime_2024.jsonl": {"id": 60, "problem": "Every morning Aya …", "solution": "…", "answer": "204", "year": "2024"},
     "aime25.jsonl": {"problem": "Find the sum of all integer bases …", "answer": "70", "id": "0"},
     "amc23.jsonl": {"id": 0, "question": "Cities $A$ and $B$ are $45$ miles apart …", "answer": 27.0, "url": "…"},
+    "gsm8k.jsonl": {"question": "Janet’s ducks lay 16 eggs …", "answer": "Janet sells 16 - 3 - 4 = 9 …\n#### 18"},
     "math500/test.jsonl": {
         "problem": "Convert the point …",
         "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
@@ -42,6 +43,7 @@ ANSWERS = {
     "aime24": "204",
     "aime25": "70",
     "amc": "27.0",
+    "gsm8k": "18",
     "math500": "\\left( 3, \\frac{\\pi}{2} \\right)",
     "minerva": "16",
     "olympiadbench": "$\\frac{1}{2}$, 3",

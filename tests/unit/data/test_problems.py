@@ -200,6 +200,7 @@ def test_what_reads_as_a_dataset_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("agentica-org/DeepScaleR-Preview-Dataset")
     assert is_hub_id("HuggingFaceH4/MATH-500:test")
+    assert is_hub_id("openai/gsm8k:main/test@refs/convert/parquet")
     assert not any(map(is_hub_id, ["a/b.json", "a/b/c", "s3://a/b", "name", "/a/b", "../a"]))
     (tmp_path / "a" / "b").mkdir(parents=True)
     assert not is_hub_id("a/b")

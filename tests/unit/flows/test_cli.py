@@ -168,14 +168,11 @@ def test_a_model_folder_that_is_none_or_of_another_architecture(refuse, tmp_path
     assert "MambaForCausalLM is not supported; supported: " in refuse(f"model.path={tmp_path}")
 
 
-def test_a_name_of_the_hub_as_model_says_how_to_get_it(refuse, tmp_path):
-    message = refuse("model.path=Qwen/Qwen3-0.6B")
-    assert (
-        "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then --set model.path=models/Qwen3-0.6B"
-        in message
-    )
-    assert "hf download" not in refuse(f"model.path={tmp_path}/gone")
-    assert (Path(sys.executable).parent / "hf").exists(), "the command that the message names"
+def test_a_name_of_the_hub_as_model_is_asked_for_there(refuse, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    message = refuse("model.path=nobody/tiny")
+    assert "model nobody/tiny: no such file or folder here, and the Hugging Face hub can't be reached" in message
+    assert "no config.json there" in refuse(f"model.path={tmp_path}/gone")
 
 
 def test_a_checkpoint_place_that_cannot_be_written_to(refuse):

@@ -58,19 +58,6 @@ def test_the_folder_of_a_model_and_the_run_that_it_is_of(run, tmp_path):
     assert model_folder(str(tmp_path / "other")) == (tmp_path / "other", None)
 
 
-def test_a_folder_that_is_missing_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput) as refused:
-        served_config("runs/nothere", "", [])
-    assert "hf download" not in str(refused.value)
-
-
-def test_a_name_on_the_hub_is_answered_with_its_download():
-    with pytest.raises(BadInput, match="hf download owner/name --local-dir models/name`, then --model models/name"):
-        served_config("owner/name", "", [])
-
-
 def test_a_folder_without_a_model_and_a_missing_one_are_told_apart(tmp_path):
     missing = Path("runs/x")
     for place, why in ((tmp_path, "it has no config.json"), (missing, f"there is no folder {Path.cwd() / missing}")):

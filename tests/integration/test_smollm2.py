@@ -1,0 +1,64 @@
+"""SmolLM2-135M-Instruct, a real pretrained model: made from the package index, trained by its recipe."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.run.files import read_lines
+from support.runs import ROOT
+
+pytestmark = pytest.mark.timeout(1800)
+MODEL = ROOT / "data/smollm2"
+
+
+@pytest.fixture(scope="module")
+def model():
+    """data/smollm2, made if it is not there: a download of 98 MB."""
+    if not MODEL.exists():
+        made = subprocess.run([sys.executable, "-m", "data.make_smollm2"], cwd=ROOT, capture_output=True, text=True)
+        assert made.returncode == 0, made.stdout + made.stderr
+        assert "its logits equal those of" in made.stdout
+    return MODEL
+
+
+def run_recipe(folder, **settings):
+    """The recipe's run to its end; what it printed."""
+    given = {"run.output": folder, "run.name": "run", **settings}
+    arguments = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-c", "from flows.main import main; main()", "run", "infra/recipes/smollm2.toml"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_written_model_answers_as_an_instruct_model_does(model):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    turns = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = network.generate(**tokens, max_new_tokens=16, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_two_steps_of_the_recipe_are_on_policy(model, tmp_path):
+    settings = {"train.steps": 2, "train.prompts_per_step": 4, "evaluate.problems": 8}
+    run_recipe(tmp_path, **settings)
+    steps = list(read_lines(tmp_path / "run/steps.jsonl"))
+    assert [step["versions_seen"] for step in steps] == [[0], [1]]
+    assert all(step["max_ratio_gap"] <= 1e-3 for step in steps)
+    assert json.loads((tmp_path / "run/policy/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_recipe_raises_the_accuracy_so_far_that_the_intervals_are_apart(model, tmp_path, seed):
+    run_recipe(tmp_path, **{"run.seed": seed})
+    before, *_, after = read_lines(tmp_path / "run/evaluations.jsonl")
+    assert before["problems"] == after["problems"] == 128
+    assert before["ci_high"] < after["ci_low"]
