@@ -113,7 +113,7 @@ class _Tried:
     response: str
     score: Score
     seconds: float
-    """Of the whole call, if the reward takes all responses to a problem."""
+    """Time to score the response, or all responses to the problem if the reward takes them in one call."""
 
 
 async def _score_all(

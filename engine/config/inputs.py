@@ -159,8 +159,8 @@ class Data(Table):
         for key in ("system", "instruction", "chat_template_kwargs"):
             if getattr(self, key) and self.prompt_template != "chat":
                 raise ValueError(
-                    f'data.{key} needs data.prompt_template = "chat"; write it into the text of data.prompt_template '
-                    "instead"
+                    f'data.{key} needs data.prompt_template = "chat"; with a template of your own, remove data.{key} '
+                    "and put what it says into that template"
                 )
         _check_plain(self.chat_template_kwargs)
         if taken := sorted(TAKEN & self.chat_template_kwargs.keys()):

@@ -39,7 +39,7 @@ class Stage(Table):
     """Seconds that rows of a step wait for a stage that makes no progress. After that the run fails and names the
     stage."""
     budget: int = Field(default=0, ge=0)
-    """Largest number of tokens of a window of the stage. 0: that of the trainer."""
+    """Largest number of tokens of a window of the stage. 0: as many as in a window of the trainer."""
     tensor: PositiveInt = 1
     """Ranks that share each layer's matrices. Only for "reference", as are the keys that follow."""
     pipeline: PositiveInt = 1

@@ -89,7 +89,8 @@ class Tree(Table):
 
     @property
     def trainer_threads(self) -> int:
-        """Number of computing threads of a trainer rank: that of its own cores, or an even share without any."""
+        """Number of computing threads of a trainer rank: one for each of its own cores, or an even share of the
+        process's cores if it has none."""
         return len(self.train.devices) // self.parallel.ranks or self._even_share
 
     @property
@@ -125,14 +126,15 @@ class Tree(Table):
 
     @property
     def scorer_threads(self) -> int:
-        """Number of computing threads of a rank of [stages.reference]: that of its own cores, or an even share without
-        any."""
+        """Number of computing threads of a rank of [stages.reference]: one for each of its own cores, or an even share
+        of the process's cores if it has none."""
         stage = self.reference_stage
         return (len(stage.devices) // stage.ranks if stage is not None else 0) or self._even_share
 
     @property
     def instance_threads(self) -> int:
-        """Number of computing threads of a rollout instance: that of its own cores, or an even share without any."""
+        """Number of computing threads of a rollout instance: one for each of its own cores, or an even share of the
+        process's cores if it has none."""
         return len(self.rollout.devices) // max(1, self.rollout.instances) or self._even_share
 
     def instance_cores(self, number: int) -> list[int]:

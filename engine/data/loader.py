@@ -23,10 +23,11 @@ class PromptLoader:
     """Batches of prompts, in a new random order each epoch. A batch may cross the end of an epoch, so no prompt is
     dropped.
 
-    With `parts` the prompts are those of several sets, one after another: (number of prompts, weight) of each. An epoch
-    then has about as many prompts as all sets together, those of a set in proportion to its weight, and at least one.
-    They are the next ones of the set's own random order, which begins anew when it is used up. So every prompt of a set
-    is used equally often, and `epoch` is the set's own.
+    With `parts` the prompts come from several sets: `prompts` holds one set after another, and `parts` gives (number of
+    prompts, weight) for each. An epoch then has about as many prompts as all sets together. Each set contributes in
+    proportion to its weight, but at least one prompt. Each set has its own random order, which goes on from one epoch
+    to the next, and a new order begins when it is used up. So all prompts of a set are used equally often, and the
+    epoch that `at` returns counts the passes through the set.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ class ProblemRow:
     """One usable row of a problem set."""
 
     problem: str
-    """The problem's text, unchanged from the file. Of a conversation, the user's message, or its turns with roles."""
+    """The problem's text, unchanged from the file. If it is a conversation: the user's message, or all turns with their
+    roles."""
     answer: str
     """The gold answer. A number in the file becomes text without an exponent (5 → "5", 142.0 → "142.0", 1e-05 →
     "0.00001")."""

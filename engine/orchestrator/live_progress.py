@@ -29,7 +29,7 @@ class LiveProgress:
     """Writes both files of a run folder. `pool` and `plane` are set as soon as they exist."""
 
     def __init__(self, folder: RunFolder, steps: int) -> None:
-        """`steps`: of the run (train.steps)."""
+        """`steps`: the run's number of steps (train.steps)."""
         self._folder = folder
         self._steps = steps
         self._written: Progress | None = None

@@ -74,8 +74,8 @@ class RunEvents:
         self._kinds: dict[tuple[str, str], _Kind] = {}
 
     def happened(self, stage: str, kind: str, text: str, burst: int = BURST) -> None:
-        """Report an event at once, or count it if there were already `burst` of its kind within PAUSE_S. Of a text with
-        several lines, for example the end of a log, only the first line is reported."""
+        """Report an event at once, or count it if there were already `burst` of its kind within PAUSE_S. If the
+        text has several lines, for example the end of a log, only the first is reported."""
         text = text.partition("\n")[0].removesuffix(" ends:")
         now = time.monotonic()
         found = self._kinds.get((stage, kind))

@@ -91,8 +91,8 @@ class StageWatch:
         """Return the stage with this name. Raises BadInput if the recipe has none."""
         if name not in self._table.stages:
             raise BadInput(
-                f"there is no stage {name!r} in the recipe; it has {', '.join(sorted(self._table.stages))}. Declare it "
-                f"as [stages.{name}]"
+                f"there is no stage {name!r} in the recipe, whose stages are {', '.join(sorted(self._table.stages))}. "
+                f"To add it, declare [stages.{name}]"
             )
         return self._table.stages[name]
 

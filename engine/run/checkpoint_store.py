@@ -114,8 +114,8 @@ class Survey(NamedTuple):
 
 
 def survey_place(place: str, run: str | None = None) -> Survey:
-    """List the checkpoints in a place. `run`: of those that have a marker, list only the ones of the run with this
-    number; None: of all runs."""
+    """List the checkpoints in a place. `run`: number of the only run whose checkpoints are listed; None: all runs. A
+    checkpoint without a marker is listed in either case."""
     found = Survey({}, {}, {})
     with _named(f"looking for checkpoints in {place}"):
         store, root = _open(place)

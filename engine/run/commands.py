@@ -54,8 +54,8 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
-    """Additional environment of the agent on the orchestrator's node and of its ranks: `rank_defaults`, the number of
-    threads, and the network interfaces of collectives.
+    """Environment variables that are added for the agent on the orchestrator's node and its ranks: `rank_defaults`, the
+    number of threads, and the network interfaces of collectives.
 
     On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL and HCCL unless
     the trainer also sends weights with them or there may be `instances_elsewhere`. On several nodes, each agent chooses
@@ -94,8 +94,8 @@ def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list
 
 
 def scorer_environment(config: Config, stage: str) -> dict[str, str]:
-    """Additional environment of the agent of [stages.NAME] and of its ranks, whose collectives listen on loopback only.
-    A variable that the user has set is kept."""
+    """Environment variables that are added for the agent of [stages.NAME] and its ranks; they make the ranks'
+    collectives listen on loopback only. A variable that the user has set is kept."""
     names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
     found = {"OMP_NUM_THREADS": str(config.scorer_threads)} | rank_defaults(config.stages[stage].tensor)
     return found | _on_loopback(names)
@@ -142,7 +142,8 @@ def conversion_command(model: str, progress: Path) -> list[str]:
 def instance_command(
     config: Config, model: Path, name: str, number: int, port_file: Path, port: int = 0, host: str = ""
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and additional environment of the process of one instance, which writes its address to `port_file`.
+    """Command line of the process of one instance, which writes its address to `port_file`, and the environment
+    variables that are added for it.
 
     `number` selects its share of rollout.devices. Port 0 means any free port, and an empty host means loopback.
     """

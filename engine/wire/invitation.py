@@ -56,8 +56,8 @@ class Invitation(msgspec.Struct):
 def write_invitation(
     config: Config, folder: Path, run_id: str, arguments: Sequence[str], token: str, certificate: str
 ) -> None:
-    """Write the invitation. `arguments`: command-line arguments of a rank; `token`, `certificate`: of the
-    orchestrator's server."""
+    """Write the invitation. `arguments`: command-line arguments of a rank. `token`, `certificate`: the ones
+    with which a rank reaches the orchestrator's server."""
     invitation = Invitation(
         protocol=PROTOCOL,
         run_id=run_id,

@@ -24,7 +24,7 @@ def get_json(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
 
 
 def post_json(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any:  # noqa: ANN401
-    """The JSON reply to a JSON request. `auth`: "user:password"; None: from the environment."""
+    """The JSON reply to a JSON request. `auth`: "user:password"; None: the value in the environment is used."""
     return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), auth)
 
 

@@ -24,8 +24,8 @@ def ui_address(config: Config) -> str:
 
 
 def experiment_page(config: Config) -> str:
-    """Address of the table of the experiment's runs, in the view of `tasks.tracking.view`. If the experiment's id
-    cannot be read from the store: of the UI's first page."""
+    """Address of the table of the experiment's runs, in the view of `tasks.tracking.view`; the address of the UI's
+    first page if the experiment's id cannot be read from the store."""
     try:
         found = mlflow.MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
     except STORE_ERRORS:  # do not wait: the run is over, and its figures are in its folder

@@ -43,7 +43,7 @@ COLUMNS = ("train.mode", "train.steps", "train.learning_rate", "algorithm.advant
 
 
 def update_view(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
-    """Update the view of an experiment. `benchmarks`: those of one more run.
+    """Update the view of an experiment. `benchmarks`: the benchmarks of a run to add to it.
 
     Raises mlflow.MlflowException if the update is refused twice. It may be refused once, because MLflow's store rejects
     one of two runs that write the same tag at the same moment.

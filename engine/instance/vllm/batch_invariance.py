@@ -32,8 +32,8 @@ Ask = Callable[[str, str, JsonObject], JsonObject]
 
 
 def check_invariance(ask: Ask, slots: int, max_context: int, platform: str) -> None:
-    """Raise BadInput if the request's token ids and log-probabilities do not have the same bits each time. `platform`:
-    its description for messages."""
+    """Send the same request alone, again, and in full batches; raise BadInput if the bits of its token ids or
+    log-probabilities differ. `slots`: number of other requests in a full batch. `platform`: its name in the message."""
     request, others = invariance_requests(slots, max_context)
     alone = ask("POST", COMPLETIONS, request)
     again = ask("POST", COMPLETIONS, request)

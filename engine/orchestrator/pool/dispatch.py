@@ -53,8 +53,8 @@ class Dispatcher:
     asking."""
 
     def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
-        """`instances`: those of the pool, now and later. `concurrency`: groups in flight on each. `give_back`: takes a
-        place whose waiter was cancelled."""
+        """`instances`: the pool's own list, which changes as instances come and go. `concurrency`: groups in flight on
+        each. `give_back`: takes a place whose waiter was cancelled."""
         self._instances = instances
         self._concurrency = concurrency
         self._give_back = give_back

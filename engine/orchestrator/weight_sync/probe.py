@@ -99,7 +99,8 @@ def make_probe(
 ) -> Probe | None:
     """Return a probe of `count` tokens, or as many as context and vocabulary allow; None if that is fewer than two.
 
-    The probe begins with the tokens of `text`. If these are too few, other tokens follow, all of them different.
+    The probe begins with the tokens of `text`. If these are too few, random tokens follow, each of which occurs once.
+    The last token of the probe occurs nowhere else in it. `recorded`: as in Probe.
     """
     count = min(count, max_context - 1, vocabulary // 2)
     if count < 2:

@@ -448,7 +448,7 @@ class WeightSync:
         """Bring an instance to the current version. Return whether that version is still the current one."""
         await self._until_quiet(instance)
         if self._version is None:
-            raise MetronomeError(f"{instance.name}: no weight version has been published yet; it gets the first one")
+            raise MetronomeError(f"{instance.name}: there is no weight version to load before the first publish")
         version = self._version
         expected = self._expected
         try:

@@ -127,7 +127,7 @@ class UpdateCalls:
             raise WeightSyncError(
                 f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens "
                 f"{self.probe.perturb} changed, and its log-probabilities moved by {moved:.3g}, expected more than "
-                f"{MOVED:g}; it does not compute with the weights that it is given"
+                f"{MOVED:g}; the instance does not compute with the weights that it is sent"
             )
 
     async def _serves_its_base(self, instance: Instance) -> bool:

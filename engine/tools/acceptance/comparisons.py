@@ -217,8 +217,8 @@ def _compared(
     device: torch.device,
     limit: float | None = None,
 ) -> Comparison:
-    """Compare output and gradients of `ours` on the device with `reference` on the host in fp32. `names`: of the
-    inputs; `limit`: None for that of the dtype."""
+    """Compare output and gradients of `ours` on the device with `reference` on the host in fp32. `names`: the names of
+    the inputs. `limit`: the largest difference allowed; None: the dtype's own limit."""
     dtype = inputs[0].dtype
     here = [one.float().requires_grad_() for one in inputs]
     there = [one.to(device).requires_grad_() for one in inputs]

@@ -32,10 +32,10 @@ class Difference:
 
     @property
     def agreed(self) -> bool:
-        """Whether the test finds a difference at the interval's level. True if there is no test.
+        """Whether the sign-flip test, too, finds a difference at the interval's level. True if there is no test.
 
-        With few unequal problems, the t interval alone is too narrow: with five problems better and none worse, p =
-        0.06.
+        The interval alone is too narrow if few problems differ: it can exclude 0 when the first run is better on
+        five problems and worse on none, but the test gives p = 0.06.
         """
         return self.p_value is None or self.p_value <= 1 - self.level
 

@@ -34,7 +34,7 @@ class Reference:
     """A Hugging Face folder, computed in float32 on the CPU, and the same model with changed weights."""
 
     def __init__(self, model: Path, dtype: str, scratch: Path) -> None:
-        """`dtype`: that of the engine's weights. `scratch`: a folder that the engine can read, for buckets of
+        """`dtype`: the dtype of the engine's weights. `scratch`: a folder that the engine can read, for buckets of
         weights.
         """
         shape = read_shape(model)

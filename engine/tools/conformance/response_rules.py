@@ -41,7 +41,7 @@ async def tokens(engine: TriedEngine) -> str:
 
 @rule("log-probabilities", "a response's log-probabilities are those of the model at the request's temperature")
 async def log_probabilities(engine: TriedEngine) -> str:
-    """They are compared with transformers' in float32."""
+    """The engine's values are compared with those of transformers in float32."""
     largest = 0.0
     for temperature in (1.0, 0.7):
         reply = await sampled(engine, temperature=temperature)

@@ -88,7 +88,7 @@ async def checksum(engine: TriedEngine) -> str:
 
 @rule("whole-update", "an update that lacks tensors can't be finished, and no mixture of weights is served")
 async def whole_update(engine: TriedEngine) -> str:
-    """Nothing is served until another update is complete."""
+    """After a refused finish the engine serves nothing until a new update has sent every tensor."""
     infos = engine.reference.buckets(VERSION)
     demand(len(infos) > 1, "the model is too small to be sent in two buckets")
     await engine.begin_update()

@@ -81,7 +81,7 @@ class Lengths:
         these figures."""
         if p99 <= mean or mean < 1:
             raise BadInput(
-                f"response lengths: the mean is {mean:g}, the 99 % quantile {p99:g}; it must be above the mean"
+                f"response lengths: the mean is {mean:g}, the 99 % quantile {p99:g}; the latter must be above the mean"
             )
         # ln(p99) = mu + z sigma and ln(mean) = mu + sigma^2 / 2 give two values of sigma; this is the smaller
         log = math.log(p99 / mean)

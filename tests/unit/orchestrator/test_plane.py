@@ -219,7 +219,7 @@ async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
     come.put_nowait(0)
     await asyncio.sleep(0.1)
     wrong = {
-        "there is no stage 'judge' in the recipe; it has train": Lease(stage="judge", budget=1),
+        "there is no stage 'judge' in the recipe, whose stages are train": Lease(stage="judge", budget=1),
         "replica group 2 of the stage 'train', which has 2": Lease(step=0, replica_group=2, budget=1),
         "replica group -1 of the stage 'train'": Lease(step=0, replica_group=-1, budget=1),
         "there is no lease 7": Lease(step=0, replica_group=0, budget=1, done=(7,)),

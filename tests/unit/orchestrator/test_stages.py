@@ -66,7 +66,7 @@ def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
 
 
 def test_a_stage_that_the_recipe_does_not_have_is_refused_by_name(watched):
-    with pytest.raises(BadInput, match=r"there is no stage 'other' in the recipe; it has critic, judge, train"):
+    with pytest.raises(BadInput, match=r"no stage 'other' in the recipe, whose stages are critic, judge, train"):
         watched[0].find_stage("other")
 
 
