@@ -159,7 +159,7 @@ class Experience:
         self._generator = generator
         self._batches = batches
         self._publishing = publishing
-        self._generate = generate
+        self._generate_batch = generate
         self._started = started
         self._weights = weights
         self._trains = trains
@@ -233,7 +233,7 @@ class Experience:
             self._bytes[step] = len(encoded)
         self._prompts[step] = digest
         batch = self._generator.begin_batch(step)
-        self._batches.start_batch(batch, self._generate(batch, prompts))
+        self._batches.start_batch(batch, self._generate_batch(batch, prompts))
         self._started()
         return Taken(new=True)
 

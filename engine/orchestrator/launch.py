@@ -139,7 +139,7 @@ class _Orchestrator:
         async with server.listening(self.folder.path, self._certificate):
             if self.replay is not None:
                 plane = Plane(self.config, self.folder, self.trace)
-                await self._train(plane, server, self._start_trainer(server))
+                await self._serve_trainer(plane, server, self._start_trainer(server))
                 return
             problems = await asyncio.to_thread(training_problems, self.config)
             trainer = self._start_trainer(server)
@@ -160,7 +160,7 @@ class _Orchestrator:
             weights=weights,
             live=self._live,
         ) as plane:
-            await self._train(plane, server, trainer)
+            await self._serve_trainer(plane, server, trainer)
 
     def _start_trainer(self, server: Server) -> Child:
         # A run that was killed may have left an incomplete version there, in another layout.
@@ -169,7 +169,7 @@ class _Orchestrator:
         env = trainer_environment(self.config, self._instances_elsewhere) | server.environment
         return Child("trainer", self._trainer_command(server), log, env)
 
-    async def _train(self, plane: Plane, server: Server, trainer: Child) -> None:
+    async def _serve_trainer(self, plane: Plane, server: Server, trainer: Child) -> None:
         """Answer the trainer's requests and watch all processes until the trainer ends."""
         self._plane = plane
         self._live.plane = plane

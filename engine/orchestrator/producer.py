@@ -191,9 +191,7 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
-                    while selection.wants(
-                        tried, len(running), self._pool.serving * self._pool.config.rollout.concurrency
-                    ):
+                    while selection.wants(tried, len(running), self._pool.serving * self._pool.concurrency):
                         epoch, prompt = next(prompts)
                         running.add(
                             tasks.create_task(

@@ -49,7 +49,15 @@ async def rollout_service(
     declare no instances, since others can join. In all other cases at least one is started. Instances may still be
     loading when the body begins: `pool.connect()` waits for them.
     """
-    pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced, notices=notices)
+    pool = Pool(
+        config=config,
+        model=model,
+        folder=folder,
+        trace=trace,
+        synced=synced,
+        notices=notices,
+        group_size=group_size,
+    )
     verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
     try:
         async with HealthMonitor(pool):

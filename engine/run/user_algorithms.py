@@ -39,7 +39,7 @@ def advantage_of(spec: str) -> Advantage:
 
 
 @cache
-def loss_of(spec: str) -> PolicyLoss:
+def find_loss(spec: str) -> PolicyLoss:
     """The loss of `algorithm.loss`. A user's function takes (terms, coefficients) and returns ([T] gains, [T] bool
     clipped).
 
@@ -77,7 +77,7 @@ def control_of(spec: str) -> Control:
 def try_algorithms(advantage: str, loss: str, control: str) -> None:
     """Load a run's advantage, loss and gradient control, and try the user's own. Raises BadInput."""
     advantage_of(advantage)
-    loss_of(loss)
+    find_loss(loss)
     if control != "none":
         control_of(control)
 

@@ -15,7 +15,7 @@ from engine.algorithm.shaping import are_equal, soft_overlong_penalty
 from engine.config import Config
 from engine.errors import BadInput
 from engine.ranks.packing import tensor_of
-from engine.run.user_algorithms import advantage_of, loss_of
+from engine.run.user_algorithms import advantage_of, find_loss
 from engine.run.user_code import UserCode, describe_error
 from engine.types import BatchScores, Group
 
@@ -109,7 +109,7 @@ class GroupAdvantages:
     def weights(self, group: Group, number: int) -> Tensor:
         """Return [tokens] fp32: each token's weight in the loss's sums (engine.algorithm.losses.Aggregation)."""
         mask = self.mask(group, number)
-        return mask / mask.sum().clamp(min=1.0) if loss_of(self.loss).aggregation == "response" else mask
+        return mask / mask.sum().clamp(min=1.0) if find_loss(self.loss).aggregation == "response" else mask
 
     def count_tokens(self, group: Group) -> int:
         """Return the number of trained response tokens of the group."""

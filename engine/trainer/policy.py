@@ -32,7 +32,7 @@ from engine.ranks.models import make_computation, open_models, packing_of
 from engine.ranks.packing import Packing
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
-from engine.run.user_algorithms import advantage_of, loss_of
+from engine.run.user_algorithms import advantage_of, find_loss
 from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
 from engine.trainer.gradient_control import GradientControl
 from engine.trainer.group_advantages import GroupAdvantages, coefficients_of
@@ -195,7 +195,7 @@ class Policy(Trainer):
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's advantage is wrong
-        self._loss = loss_of(algorithm.loss)
+        self._loss = find_loss(algorithm.loss)
         self._coefficients = coefficients_of(config)
         check_scope(algorithm.loss, self._loss, config.train.mode)
         self._batch_scope = self._loss.scope != "group"
@@ -395,9 +395,9 @@ class Policy(Trainer):
             self.metrics.computed_tokens += layout.size
             self.metrics.operations += training_flops(self.models.shape, layout.segments) / layout.shards
             self.metrics.micro_batches += 1
-        return compute_logits(model, scored.batch.layout), partial(self._loss_of, scored)
+        return compute_logits(model, scored.batch.layout), partial(self._compute_loss, scored)
 
-    def _loss_of(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def _compute_loss(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the sum of the responses' losses, and 0 as Megatron's token count, because `reduce_gradients` does the
         division."""
         batch = scored.batch

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -33,6 +33,10 @@ from engine.run.trace import Trace
 from engine.types import StepFigures
 from engine.wire import messages
 from engine.wire.weights.watchdogs import WATCHDOGS
+
+if TYPE_CHECKING:
+    from engine.trainer.policy import Policy
+    from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts
 
 TOLERANCE = 1.05
 """The dry run's sum of the memory held between two steps is exact except for small tensors."""
@@ -238,7 +242,13 @@ def reference_hash(config: Config, ranks: HostRanks) -> str | None:
     return ranks.from_first(lambda: messages.ReferenceHash(content_hash(Path(config.model.path)))).hash
 
 
-def _rollouts(config: Config, arguments: argparse.Namespace, plane: Connection, ranks: Any, policy: Any) -> Any:  # noqa: ANN401
+def _rollouts(
+    config: Config,
+    arguments: argparse.Namespace,
+    plane: Connection,
+    ranks: Any,  # noqa: ANN401
+    policy: Policy,
+) -> LiveRollouts | ReplayedRollouts:
     from engine.client.publish.publisher import Publisher
     from engine.client.stored_bodies import StoredBodies
     from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts

@@ -266,10 +266,10 @@ class Publisher:
 
     def _make_pipeline(self) -> SendPipeline:
         if self._copies is not None:
-            steps = [self._announce] if self._alone else [self._announce, self._copies.copy]
+            steps = [self._send_bucket] if self._alone else [self._send_bucket, self._copies.copy]
             counted = 1
         else:
-            steps = [self._transport.write, self._announce]
+            steps = [self._transport.write, self._send_bucket]
             counted = 2
         return SendPipeline(steps, lambda bucket: self._buffers.give_back(bucket.buffer), counted, self._timeout_s)
 
@@ -426,7 +426,7 @@ class Publisher:
             self._transport.call_off()
         return outcome
 
-    def _announce(self, bucket: Bucket, info: BucketInfo) -> None:
+    def _send_bucket(self, bucket: Bucket, info: BucketInfo) -> None:
         """Send a bucket while the orchestrator has all instances receive it. Raises Retry if that fails."""
         sent = self._transport.send(bucket)
         if self._connection.ask(SendBucket(info=info)).retry:

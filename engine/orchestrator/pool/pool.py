@@ -97,10 +97,16 @@ class Pool:
         trace: Trace | None = None,
         synced: bool = False,
         notices: RunEvents | None = None,
+        group_size: int = 0,
     ) -> None:
         """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve at once, with the
-        weights that they loaded from disk. `notices`: is told which instances join, leave and fail."""
+        weights that they loaded from disk. `notices`: is told which instances join, leave and fail. `group_size`:
+        responses per group; 0: `rollout.group_size`."""
         self.config = config
+        rollout = config.rollout
+        self.concurrency = max(1, rollout.concurrency * rollout.group_size // (group_size or rollout.group_size))
+        """Largest number of groups in flight on one instance. Groups of another size than `rollout.group_size` fill as
+        many places of an instance's batch."""
         self.processes = InstanceProcesses(config, model, folder)
         self.sync: Sync | None = None
         """Used by the health monitor; None until a weight sync is set up."""
@@ -125,7 +131,7 @@ class Pool:
         """Set once every declared instance has served or has failed to start."""
         self._trace = trace
         self._notices = notices or RunEvents()
-        self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
+        self._dispatcher = Dispatcher(self.instances, self.concurrency, self._give_back)
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._ends: dict[str, str] = {}

@@ -61,7 +61,7 @@ class UpdateCalls:
         """Have the instance receive and load weights."""
         await self.send_request(instance, Update(weights), during)
 
-    async def name_version(self, instance: Instance, version: int, during: str) -> None:
+    async def name_and_resume(self, instance: Instance, version: int, during: str) -> None:
         """Complete the update: the instance names it `version` and serves it."""
         await self.send_request(instance, FinishUpdate(version), during)
         await self.send_request(instance, ResetPrefixCache(), during)
@@ -70,7 +70,7 @@ class UpdateCalls:
     async def swap_version(self, instance: Instance, version: int) -> None:
         """Name the version and check that the instance holds it. Raises WeightSyncError naming the instance."""
         during = f"weight version {version}"
-        await self.name_version(instance, version, during)
+        await self.name_and_resume(instance, version, during)
         holds = (await self.send_request(instance, GetWeightVersion(), during)).weight_version
         if holds != version:
             raise WeightSyncError(
@@ -145,7 +145,7 @@ class UpdateCalls:
         await self.pause_instance(instance, SELF_TEST, abort=True)
         await self.begin_update(instance, SELF_TEST)
         await self.update_weights(instance, BaseWeights(perturb), SELF_TEST)
-        await self.name_version(instance, version, SELF_TEST)
+        await self.name_and_resume(instance, version, SELF_TEST)
 
     async def ask_probe(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """Return the instance's log-probabilities of the probe."""

@@ -15,6 +15,8 @@ from engine.wire.address import ADDRESS_FILE
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
+PLACES = 8
+
 
 @pytest.fixture
 def world(tmp_path, tiny_model, problems):
@@ -24,7 +26,10 @@ def world(tmp_path, tiny_model, problems):
             "run": {"name": "run", "output": str(tmp_path)},
             "model": {"path": str(tiny_model)},
             "data": {"train": str(problems), "heldout": str(problems)},
-            "rollout": {"instances": 0, "max_context": 64, "max_new_tokens": 16, "timeout_s": 20, "wait_s": 20.0},
+            "rollout": {
+                **{"instances": 0, "max_context": 64, "max_new_tokens": 16, "timeout_s": 20, "wait_s": 20.0},
+                **{"concurrency": 2, "group_size": PLACES // 2},
+            },
             "evaluate": {"problems": 6, "samples": 2},
         }
     )
@@ -38,6 +43,7 @@ def world(tmp_path, tiny_model, problems):
 async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
     config, folder, meeting = world
     scripted = Scripted()
+    scripted.delay_s = 0.2
     address = meeting / ADDRESS_FILE
     async with scripted.serving() as url, aiohttp.ClientSession() as session:
         work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting))
@@ -47,6 +53,7 @@ async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
             assert answer.status == 200
         [row] = await work
     assert (row["weight_version"], row["problems"], len(scripted.seeds)) == (3, 6, 12)
+    assert scripted.most == PLACES  # a training step has as many responses in flight
     assert list(read_lines(folder.evaluations)) == [row]
     assert not list(folder.logs.glob("instance-*"))
     assert not address.exists()

@@ -14,7 +14,7 @@ from engine.algorithm.losses import LOSSES
 from engine.config import BATCH_SCOPE, BATCH_SCOPE_LOSSES
 from engine.config.recipe import load_config
 from engine.errors import BadInput
-from engine.run.user_algorithms import advantage_of, control_of, loss_of
+from engine.run.user_algorithms import advantage_of, control_of, find_loss
 from engine.types import Prompt, Response
 from engine.verifier.reward_function import load_reward
 from support.runs import ROOT
@@ -43,7 +43,7 @@ def test_the_documented_advantage(tmp_path):
 
 def test_the_documented_loss_and_its_aggregation(tmp_path):
     try:
-        own = loss_of(f"{written(tmp_path, shown('reinforce'))}:reinforce")
+        own = find_loss(f"{written(tmp_path, shown('reinforce'))}:reinforce")
         assert own.aggregation == "token"
         assert own is LOSSES["reinforce"]
     finally:
@@ -52,7 +52,7 @@ def test_the_documented_loss_and_its_aggregation(tmp_path):
 
 def test_the_documented_loss_of_batch_scope(tmp_path):
     try:
-        own = loss_of(f"{written(tmp_path, shown('centred'))}:centred")
+        own = find_loss(f"{written(tmp_path, shown('centred'))}:centred")
         assert own.scope == "batch"
         tokens = BatchTokens(torch.tensor([0.0, 0.2]), torch.tensor([1.0, -1.0]))
         assert own.statistics(tokens, BatchLossSettings()) == (pytest.approx(0.1),)
@@ -153,7 +153,7 @@ def test_a_wrong_advantage_is_named(tmp_path, body, said):
 )
 def test_a_wrong_loss_is_named(tmp_path, gives, said):
     with pytest.raises(BadInput, match=r"(?s)algorithm\.loss = .*" + f"({said})"):
-        loss_of(f"{written(tmp_path, f'def own(terms, coefficients): return {gives}')}:own")
+        find_loss(f"{written(tmp_path, f'def own(terms, coefficients): return {gives}')}:own")
 
 
 def test_an_unknown_name_says_what_there_is():
