@@ -35,7 +35,8 @@ def rows() -> list[dict[str, str]]:
     draw = random.Random(SEED)
     found: dict[str, str] = {}
     while len(found) < TRAIN_ROWS + HELDOUT_ROWS:
-        first, second = draw.randint(2, 9), draw.randint(2, 9)
+        first = draw.randint(2, 9)
+        second = draw.randint(2, 9)
         name, other = draw.sample(NAMES, 2)
         gets = draw.random() < 0.5
         text = draw.choice(MORE if gets else FEWER)
