@@ -92,6 +92,9 @@ def test_toml_examples_have_known_keys(page):
 def names(page):
     """(what, name) of every key, path and make target that the page's inline code names."""
     for code in re.findall(r"`([^`\n]+)`", ours(page)):
+        if module := re.match(r"(?:\S*/)?python -m ((?:data|engine|tasks|flows)\.[\w.]+)", code):
+            yield "path", f"{module[1].replace('.', '/')}.py"
+            continue
         for name in re.findall(r"(?<![\w./<])([a-z_]+(?:\.[a-z_0-9]+)+)\b(?![./(])", code):
             if name.partition(".")[0] in Config.model_fields and not name.endswith((".json", ".md")):
                 yield "key", known(name)
