@@ -15,7 +15,8 @@ from pydantic_core import ErrorDetails
 
 from engine.config import Config
 from engine.config.keys import flatten_keys, nest_keys
-from engine.config.table import is_table, keys_in, named_table, tables_in
+from engine.config.other_names import KEYS, find_other_name
+from engine.config.table import is_table, named_table, tables_in
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -136,6 +137,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
+        if equals and find_other_name(key.strip()):
+            raise BadInput(f"--set: {_other_name(key.strip())}")
         raise BadInput(f"--set {override}: expected table.key=value, for example --set rollout.group_size=8")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
@@ -145,11 +148,11 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def _first_mistake(error: ValidationError) -> str:
-    """The first mistake in one line: the dotted key and what is wrong; for an unknown key the nearest valid one."""
+    """The first mistake in one line: the dotted key and what is wrong; for an unknown key the one that is meant."""
     mistake = error.errors()[0]
     key = ".".join(str(part) for part in mistake["loc"])
     if mistake["type"] == "extra_forbidden":
-        return f"unknown key {key}; {_nearest_key(mistake['loc'])}"
+        return _unknown_key(mistake["loc"], mistake["input"])
     if mistake["type"] == "value_error":
         return str(mistake["ctx"]["error"])
     place = _key_part(mistake["loc"])
@@ -181,11 +184,23 @@ def _key_part(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return loc
 
 
-def _nearest_key(loc: tuple[int | str, ...]) -> str:
-    """The valid key that is most like an unknown one. A key in a table that the recipe names stays in it."""
+def _unknown_key(loc: tuple[int | str, ...], value: object) -> str:
+    """The message about an unknown key, or unknown table: what it means if another library has it, else the valid key
+    that is most like it. A key in a table that the recipe names stays in it."""
+    key = ".".join(map(str, loc))
+    field = Config.model_fields.get(str(loc[0]))
+    named = named_table(field.annotation) if field is not None else None
+    inner = [f"{key}.{name}" for name in flatten_keys(value)] if isinstance(value, dict) else []
+    if told := "" if named else next(filter(None, map(_other_name, [*inner, key])), ""):
+        return told
     names: Iterable[str] = Config.model_fields
     if len(loc) > 1:
-        named = named_table(Config.model_fields[str(loc[0])].annotation)
-        names = [f"{loc[0]}.{loc[1]}.{key}" for key in named.model_fields] if named else keys_in(Config)
-    close = difflib.get_close_matches(".".join(map(str, loc)), sorted(names), n=1, cutoff=0.0)
-    return f"did you mean {close[0]}?"
+        names = [f"{loc[0]}.{loc[1]}.{key}" for key in named.model_fields] if named else KEYS
+    close = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.0)
+    return f"unknown key {key}; did you mean {close[0]}?"
+
+
+def _other_name(key: str) -> str:
+    """The message about a key of another library; "" if it is of none."""
+    ours = find_other_name(key)
+    return f"unknown key {key}; did you mean {ours}?" if ours in KEYS else ours and f"unknown key {key}: {ours}"
