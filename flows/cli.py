@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 
-from engine.config.recipe import load_config
+from engine.config.recipe import load_config, override_keys
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
-from flows import QUICKSTART
+from engine.types import JsonObject
+from flows import OWN_DATA, QUICKSTART
 from tasks import console, interruption
 from tasks.dry_run import dry_run
 from tasks.progress_display import show_progress, since_now
@@ -24,8 +25,8 @@ Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are fo
 OwnRecipe = Annotated[
     str,
     typer.Argument(
-        help=f"TOML file; recipes that ship are found by infra/recipes/NAME.toml. Default: {QUICKSTART}; with --resume "
-        "the run's own settings are used in any case"
+        help=f"TOML file; recipes that ship are found by infra/recipes/NAME.toml. Default: {QUICKSTART}, with --set "
+        f"data.train {OWN_DATA}; with --resume the run's own settings are used in any case"
     ),
 ]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]
@@ -82,7 +83,26 @@ def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
 
     if resume:
         return find_resumed(recipe or None, overrides)
-    return Resumed(load_config(recipe or QUICKSTART, overrides), recipe or QUICKSTART)
+    named, note = (recipe, "") if recipe else _default_recipe(override_keys(overrides))
+    config = load_config(named, overrides)
+    if note:
+        console.say("recipe", note)
+    return Resumed(config, named)
+
+
+def _default_recipe(given: JsonObject) -> tuple[str, str]:
+    """The recipe of a training that names none, and the line that says so; "" for the quickstart as it is. Raises
+    BadInput for problems of one's own without held-out ones."""
+    if "data.train" not in given:
+        changed = {"model.path", "data.heldout", "reward.function", "reward.functions"} & given.keys()
+        note = f"{QUICKSTART}, as no recipe is named: its settings suit its tiny model"
+        return QUICKSTART, note if changed else ""
+    if not {"data.heldout", "data.heldout_fraction"} & given.keys():
+        raise BadInput(
+            "--set data.train: data.heldout would be the quickstart's additions; also give "
+            "--set data.heldout=FILE or --set data.heldout_fraction=0.1, or a recipe (README, Your own data and reward)"
+        )
+    return OWN_DATA, f"{OWN_DATA}, as data.train is set and no recipe is named: other keys have their defaults"
 
 
 @app.command()

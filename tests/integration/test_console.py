@@ -39,7 +39,7 @@ def console(tiny_model, problems, tmp_path_factory):
         "train.steps": STEPS,
     }
     steps = folder / "runs/run/steps.jsonl"
-    command = [sys.executable, "-m", "flows.cli", "train", *sets(*overrides(keys))]
+    command = [sys.executable, "-m", "flows.cli", "train", "infra/recipes/quickstart.toml", *sets(*overrides(keys))]
     with (folder / "told").open("w") as told:
         run = subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, cwd=ROOT)
     try:

@@ -44,7 +44,7 @@ class Call:
     def __init__(self, settings, log):
         self.output = Path(settings["run.output"])
         sets = [part for override in overrides(settings) for part in ("--set", override)]
-        resumed = ["--resume"] if (self.output / "kills/config.toml").exists() else []
+        resumed = ["--resume"] if (self.output / "kills/config.toml").exists() else ["infra/recipes/quickstart.toml"]
         command = [str(Path(sys.executable).parent / "metronome"), "run", *resumed, *sets]
         self.log = log
         with log.open("w") as told:

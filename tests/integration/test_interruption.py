@@ -72,7 +72,7 @@ def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_
 ):
     run = tmp_path / "run"
     sets = [part for one in overrides(settings | {"train.steps": 100_000}) for part in ("--set", one)]
-    with training(["train", *sets], run / "steps.jsonl", 2) as (flow, terminal):
+    with training(["train", "infra/recipes/quickstart.toml", *sets], run / "steps.jsonl", 2) as (flow, terminal):
         tree = Tree(flow.pid)
         send(flow, number)
         assert flow.wait(timeout=60) == 130

@@ -26,7 +26,9 @@ def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(se
         "evaluate.max_new_tokens": 8,
     }
     sets = [part for override in overrides(run) for part in ("--set", override)]
-    code, said, seen = listening_while([str(Path(sys.executable).parent / "metronome"), "run", *sets], 380, cwd=ROOT)
+    code, said, seen = listening_while(
+        [str(Path(sys.executable).parent / "metronome"), "run", "infra/recipes/quickstart.toml", *sets], 380, cwd=ROOT
+    )
     assert code == 0, said
     for part in ("orchestrator.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.processes), part

@@ -16,7 +16,7 @@ METRONOME = [str(Path(sys.executable).parent / "metronome")]
 
 def command(settings, *arguments):
     sets = [part for override in overrides(settings) for part in ("--set", override)]
-    return [*METRONOME, "run", *arguments, *sets]
+    return [*METRONOME, "run", "infra/recipes/quickstart.toml", *arguments, *sets]
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def start(tiny_model, problems, store, tmp_path):
 
     def command(*keys, flags=()):
         before = state_of(tmp_path / "runs")
-        code, told = metronome("train", *flags, *sets(*overrides(settings), *keys))
+        code, told = metronome("train", "infra/recipes/quickstart.toml", *flags, *sets(*overrides(settings), *keys))
         return code, told, state_of(tmp_path / "runs") == before
 
     (tmp_path / "runs").mkdir()

@@ -216,3 +216,44 @@ def test_train_says_which_rows_are_left_out(tmp_path, problems):
     assert done.exit_code == 2
     assert "5 problems of 4 characters (4-4), 1 held out; skipped 1 × no problem; the answers of " in done.output
     assert "what follows ####, as in GSM8K (5 rows)" in done.output
+
+
+@pytest.fixture
+def dry(tmp_path, problems):
+    """A dry `metronome train` without RECIPE: (exit code, what it printed)."""
+
+    def command(*keys):
+        given = [part for one in ("run.dry=true", *keys) for part in ("--set", one)]
+        done = CliRunner().invoke(app, ["train", *given])
+        return done.exit_code, done.output
+
+    return command
+
+
+def test_a_run_on_own_problems_has_nothing_of_the_quickstart_under_it(dry, problems):
+    code, told = dry(f"data.train={problems}", f"data.heldout={problems}")
+    assert code == 0, told
+    assert "recipe       infra/recipes/own_data.toml, as data.train is set and no recipe is named: " in told
+    assert "frozen " not in told  # the quickstart's old policy and reference
+    code, told = dry("run.name=any")
+    assert (code, "recipe  " in told, "frozen " in told) == (0, False, True)
+
+
+def test_the_recipe_for_own_problems_sets_nothing():
+    from engine.config.recipe import load_config
+
+    ours, plain = (load_config(one, ["run.name=one"]) for one in ("infra/recipes/own_data.toml", None))
+    assert ours == plain
+
+
+def test_a_run_on_own_problems_needs_its_own_heldout_ones(dry, problems):
+    code, told = dry(f"data.train={problems}")
+    assert code == 2
+    assert "error: --set data.train: data.heldout would be the quickstart's additions; also give " in told
+    assert dry(f"data.train={problems}", "data.heldout_fraction=0.5")[0] == 0
+
+
+def test_another_model_on_the_quickstart_is_told_whose_settings_it_has(dry):
+    code, told = dry("model.path=data/quickstart_model")
+    assert code == 0
+    assert "recipe       infra/recipes/quickstart.toml, as no recipe is named: " in told
