@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from engine.config import Config
+from engine.config import Config, Model
 from engine.config.no_effect import without_effect
-from engine.config.recipe import find_file
+from engine.config.recipe import HOME, find_file
 from engine.config.rules import ratio_is_one
 from engine.data.hub import Download, fetch_model, is_model_name
 from engine.data.prepared import prepare_problems
@@ -163,6 +163,7 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
             "neither generation_config.json nor config.json has eos_token_id; add it there, or name a token in "
             "rollout.stop"
         )
+    _warn_of_template(config, tokenizer)
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
     sets = [(each, evaluated) for each in benchmarks]
@@ -181,6 +182,20 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
                 encoded(replace(each, rows=rows[:TRIED]))
             except BadInput:
                 encoded(replace(each, rows=rows))
+
+
+def _warn_of_template(config: Config, tokenizer: Tokenizer) -> None:
+    """Warn if the tokenizer has a chat template and the prompts neither use it nor have special tokens. The template of
+    the quickstart's model is for clients of `metronome serve`."""
+    chosen = config.data.prompt_template
+    given = tokenizer.hf.chat_template
+    plain = chosen != "chat" and not any(token in chosen for token in tokenizer.hf.all_special_tokens)
+    if plain and given and given != (HOME / Model().path / "chat_template.jinja").read_text():
+        _warn(
+            f"model.path {config.model.path}: its tokenizer has a chat template, which data.prompt_template = "
+            f"{chosen!r} does not use; "
+            'for an instruct model set data.prompt_template = "chat"'
+        )
 
 
 @cache

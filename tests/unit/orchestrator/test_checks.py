@@ -316,3 +316,26 @@ def test_every_row_must_fit_the_template_before_the_start(settings, tmp_path, la
     given = {"data.train": str(path), "data.heldout": "", "data.heldout_fraction": "0.1"}
     with pytest.raises(BadInput, match=message):
         check_inputs(config_of(settings | given | {"data.prompt_template": "{kind}: {problem}"}))
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen", "warned"),
+    [
+        ("<|user|>{{ messages[0].content }}", "{problem}", True),
+        ("<|user|>{{ messages[0].content }}", "chat", False),
+        ("<|user|>{{ messages[0].content }}", "<|endoftext|>{problem}", False),
+        ((HOME / "data/quickstart_model/chat_template.jinja").read_text(), "{problem}", False),
+        (None, "{problem}", False),
+    ],
+)
+def test_a_chat_template_that_is_not_used_is_warned_of(
+    settings, tiny_model, tmp_path, capsys, template, chosen, warned
+):
+    """Not where the text has special tokens, as a chat template written out has, and not for the quickstart's model."""
+    model = shutil.copytree(tiny_model, tmp_path / "instruct")
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    check_inputs(config_of(settings | {"model.path": str(model), "data.prompt_template": chosen}))
+    told = f"{model}: its tokenizer has a chat template, which data.prompt_template = {chosen!r} does not use"
+    assert (told in " ".join(capsys.readouterr().out.split())) == warned
