@@ -173,9 +173,14 @@ def _check_precision(config: Tree) -> None:
     limit = config.train.ratio_gap_limit
     for key, dtype in (("train.dtype", config.train.dtype), ("model.dtype", config.model.dtype)):
         if dtype == "bfloat16" and 0 < limit < BF16_GAP:
+            also = ""
+            if config.model.dtype == "float32":
+                also = '; where rollout.engine = "vllm" also model.dtype = "bfloat16", so that both sides round alike'
+            elif config.rollout.engine != "vllm":
+                also = ', and rollout.engine = "vllm"'
             raise ValueError(
                 f'{key} = "bfloat16" changes log-probabilities of tokens by more than train.ratio_gap_limit = '
-                f"{limit:g}; set train.ratio_gap_limit to at least {BF16_GAP:g}, or to 0 to only report the gap"
+                f"{limit:g}; set train.ratio_gap_limit = 0 (the gap is only reported) or at least {BF16_GAP:g}{also}"
             )
 
     if config.train.router_dtype == "bfloat16" and config.train.dtype != "bfloat16":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from engine.config.cores import usable_cores
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
@@ -44,6 +45,11 @@ class Tree(Table):
     def folder(self) -> Path:
         """The run folder."""
         return Path(self.run.output) / self.run.name
+
+    @property
+    def compared_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The dtype whose rounding decides how far apart trainer and instances may be: the coarser of the two."""
+        return "bfloat16" if "bfloat16" in (self.train.dtype, self.model.dtype) else "float32"
 
     @property
     def window_tokens(self) -> int:

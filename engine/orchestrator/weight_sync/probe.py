@@ -19,7 +19,7 @@ from engine.wire.rollout_messages import Complete, CompletionReply
 PERTURBED_TOKENS = 8
 """Number of tokens whose output rows the self-test changes."""
 LEAST = {"float32": 1e-4, "bfloat16": 0.02}
-"""By dtype of the instances' weights: a difference between trainer and instance that is always allowed."""
+"""By `Config.compared_dtype`: a difference between trainer and instance that is always allowed."""
 MOST = {"float32": 0.01, "bfloat16": 0.3}
 """A difference that is never allowed, because rounding can't explain it."""
 MULTIPLE = 3
@@ -35,7 +35,7 @@ class Probe:
     token_ids: tuple[int, ...]
     vocabulary: int
     dtype: str
-    """Dtype of the instances' weights."""
+    """The coarser dtype of trainer and instances (`Config.compared_dtype`)."""
     recorded: float = 0.0
     """The difference that was measured before the run was resumed; 0: none."""
 

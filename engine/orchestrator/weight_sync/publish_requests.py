@@ -92,7 +92,7 @@ class PublishRequests:
                 vocabulary=vocabulary,
                 count=config.weights.check_tokens,
                 max_context=rollout.max_context,
-                dtype=config.model.dtype,
+                dtype=config.compared_dtype,
                 text=text,
                 recorded=recorded,
             ),

@@ -20,12 +20,18 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             {"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}},
             "needs replicas that share no experts",
         ),
-        ({"train": {"dtype": "bfloat16"}}, "set train.ratio_gap_limit to at least 0.2"),
+        (
+            {"train": {"dtype": "bfloat16"}},
+            r"set train\.ratio_gap_limit = 0 \(the gap is only reported\) or at least 0\.2",
+        ),
         (
             {"train": {"dtype": "bfloat16"}},
             "changes log-probabilities of tokens by more than train.ratio_gap_limit",
         ),
-        ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "set train.ratio_gap_limit to at least 0.2"),
+        (
+            {"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}},
+            r"set train\.ratio_gap_limit = 0 \(the gap is only reported\) or at least 0\.2",
+        ),
         (
             {"model": {"dtype": "bfloat16"}, "train": {"ratio_gap_limit": 0}},
             'model.dtype = .* needs rollout.engine = "vllm"',
@@ -230,3 +236,39 @@ def test_a_loss_that_acts_on_ratios_is_refused_where_they_are_1_or_of_other_weig
         assert config("previous", train).algorithm.loss == loss
     with pytest.raises(ValueError, match='up to 2 updates algorithm.old_policy = "previous" is not that.*"rollout"'):
         config("previous", BOUNDED)
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        (
+            {"train": {"dtype": "bfloat16"}},
+            'set train.ratio_gap_limit = 0 (the gap is only reported) or at least 0.2; where rollout.engine = "vllm" '
+            'also model.dtype = "bfloat16", so that both sides round alike',
+        ),
+        (
+            {"model": {"dtype": "bfloat16"}},
+            'set train.ratio_gap_limit = 0 (the gap is only reported) or at least 0.2, and rollout.engine = "vllm"',
+        ),
+        ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "or at least 0.2"),
+    ],
+)
+def test_the_refusal_of_bf16_names_all_keys_to_set(tables, told):
+    with pytest.raises(ValueError, match="changes log-probabilities") as refused:
+        Config.model_validate(tables)
+    assert refused.value.errors()[0]["msg"].endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "instances", "expected"),
+    [("float32", "float32", "float32"), ("bfloat16", "float32", "bfloat16"), ("float32", "bfloat16", "bfloat16")],
+)
+def test_trainer_and_instances_are_compared_as_finely_as_the_coarser_one_computes(trainer, instances, expected):
+    config = Config.model_validate(
+        {
+            "train": {"dtype": trainer, "ratio_gap_limit": 0},
+            "model": {"dtype": instances},
+            "rollout": {"engine": "vllm"},
+        }
+    )
+    assert config.compared_dtype == expected
