@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ import typer
 
 from engine.config.recipe import load_config, override_keys
 from engine.errors import BadInput, MetronomeError
+from engine.run.folder import RunFolder
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
 from flows import OWN_DATA, QUICKSTART
@@ -37,6 +39,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"metronome {metadata.version('metronome')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options before the command."""
 
 
 @app.command()
@@ -74,7 +91,9 @@ def run(
                 log_prefect_to(Path(config.run.output) / "prefect.log")
                 if server is not None:
                     server.wait()
-            pipeline(recipe or found.recipe, [*overrides, *identifying_keys(config)], resume=resume)
+            # of a run, its own settings are its recipe
+            begun = str(RunFolder(config.folder).config.resolve()) if resume else found.recipe
+            pipeline(recipe or begun, [*overrides, *identifying_keys(config)], resume=resume)
 
 
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:

@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow
 
 from engine.run.folder import RunFolder
+from engine.run.served_model import weight_version
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
 from tasks import summary
@@ -59,7 +60,7 @@ def evaluate(
                 folder.create(config, resume=False)
             with print_stage("evaluate") as say:
                 found = summary.describe_accuracy(
-                    evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool)
+                    evaluate_once(config, chosen, weight_version(chosen), on_rollout_pool)
                 )
                 say(found)
             log_flow_evaluation(config)

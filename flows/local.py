@@ -10,6 +10,7 @@ from engine.data.problem_statistics import REPORT, DataReport
 from engine.run.files import write_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
+from engine.run.served_model import weight_version
 from tasks import console, summary
 from tasks.fenced import write_fenced
 from tasks.finished_stages import TRAIN, EnteredRun, Stages
@@ -39,7 +40,7 @@ def evaluate_here(config: Config) -> None:
     if not folder.config.exists():
         folder.create(config, resume=False)
     with console.print_stage("evaluate") as say:
-        say(evaluation_texts.describe_evaluations(evaluate_shown(config, model, summary.weight_version(model), folder)))
+        say(evaluation_texts.describe_evaluations(evaluate_shown(config, model, weight_version(model), folder)))
     console.say("evaluate", f"of {config.model.path}; brackets: 95 % interval")
     console.say("evaluate", f"the figures are in {folder.evaluations}, each response in {folder.path}/evaluations/")
     evaluations.log_or_say(config)

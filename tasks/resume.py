@@ -70,14 +70,13 @@ def find_resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
     config = config.model_copy(update={"run": there})
     check_same_run(config, own)
     begun = read_start(folder.path)
-    theirs = recipe or begun.recipe
-    ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find_file(theirs).is_file() else []
+    ignored = list(_ignored(recipe, keys, own, begun.start == "base")) if recipe else []
     changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing_keys(config, own, keys)]
     by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""
     notes = [f"{place.run.name} continues with its own config.toml{by_command}"]
     if ignored:
         notes.append(
-            f"{theirs} is not read again, so these have no effect: {', '.join(ignored)}; to change a key, give it "
+            f"{recipe} is not read again, so these have no effect: {', '.join(ignored)}; to change a key, give it "
             "with --set"
         )
     return Resumed(config, begun.recipe or recipe or "", tuple(notes))

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
@@ -56,17 +55,6 @@ def bound_rows(folder: Path) -> dict[str, str]:
 def describe_accuracy(row: Mapping[str, Any]) -> str:
     """One evaluation as text: accuracy, or mean reward, with its 95 % interval."""
     return f"{evaluation_texts.kind_of_average(row)} {evaluation_texts.describe_evaluation(row)}"
-
-
-def weight_version(model: Path) -> int:
-    """The weight version of a model folder: the number of updates if it is the policy of a run, otherwise 0."""
-    if model.name != "policy":
-        return 0
-    folder = RunFolder(model.parent)
-    checkpoint = latest_checkpoint(folder.checkpoints)  # needed if the run folder was lost, and steps.jsonl with it
-    return max(
-        [step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))]
-    )
 
 
 def _speed(steps: list[JsonObject]) -> str:

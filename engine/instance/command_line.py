@@ -56,6 +56,7 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
         metavar="NAME",
         help="also serve text through OpenAI's API, under this model name; needs the model's tokenizer",
     )
+    made.add_argument("--policy-version", type=int, default=0, help="updates of this policy, for people who ask")
     made.add_argument("--profile", type=Path, help="folder for profiles (POST /start_profile)")
     made.add_argument(
         "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"

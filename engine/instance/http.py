@@ -126,11 +126,20 @@ Handler = Callable[[_Request], Awaitable[JsonObject | _Content | None]]
 class InstanceApp:
     """The routes of one instance."""
 
-    def __init__(self, backend: Backend, open_requests: int, read_s: float, text: TextRoutes | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        open_requests: int,
+        read_s: float,
+        text: TextRoutes | None = None,
+        policy_version: int = 0,
+    ) -> None:
         """`open_requests`: most completions that may wait or run at a time. `read_s`: seconds a client may take to send
-        a body. Without `text` the instance takes token ids only."""
+        a body. Without `text` the instance takes token ids only. `policy_version`: what `GET /` says before the first
+        weight update."""
         self._backend = backend
         self._text = text
+        self._policy_version = policy_version
         self._token = access_token()
         self._open_requests = open_requests
         self._read_s = read_s
@@ -251,10 +260,11 @@ class InstanceApp:
 
     async def _about(self, request: _Request) -> JsonObject:
         """Describe this server to a person who opens it in a browser."""
+        version = (await self._backend.load())["weight_version"] or self._policy_version
         return {
             "what": "a rollout instance of Metronome: it samples responses of a language model",
             "model": self._backend.model,
-            "weight_version": (await self._backend.load())["weight_version"],
+            "weight_version": version,
             "context": self._backend.limits.max_context,
             "protocol": ROLLOUT_PROTOCOL,
             "text": f"not here: {TOKENS_ONLY}"

@@ -20,6 +20,7 @@ from engine.errors import BadInput, DeadlineError, ProcessDied
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
+from engine.run.served_model import weight_version
 from engine.wire.access_token import access_token, authorization_headers, check_address
 from engine.wire.address import (
     ADDRESS_FILE,
@@ -124,7 +125,7 @@ async def _serve(
         command, env = instance_command(
             config=config, model=Path(config.model.path), name=name, number=0, port_file=port_file, port=port, host=host
         )
-        command += ["--text", text] if text else []
+        command += ["--text", text, f"--policy-version={weight_version(Path(config.model.path))}"] if text else []
         child = Child(name, command, None, env)
         try:
             return await _join_and_serve(

@@ -9,6 +9,8 @@ from engine.config import Config
 from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
 from engine.model.shape import read_shape
+from engine.run.checkpoint_files import latest_checkpoint, step_of
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 
 CONTEXT = 4096
@@ -53,6 +55,17 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
             "on the hub (where no folder `owner` is here)"
         )
     return place, None
+
+
+def weight_version(model: Path) -> int:
+    """The weight version of a model folder: the number of updates if it is the policy of a run, otherwise 0."""
+    if model.name != "policy":
+        return 0
+    folder = RunFolder(model.parent)
+    checkpoint = latest_checkpoint(folder.checkpoints)  # needed if the run folder was lost, and steps.jsonl with it
+    return max(
+        [step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))]
+    )
 
 
 def _with_room(overrides: Sequence[str]) -> list[str]:

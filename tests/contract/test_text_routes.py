@@ -345,11 +345,13 @@ def test_the_command_serves_the_policy_of_a_run(folder, tmp_path):
     small = {"max_context": CONTEXT, "max_new_tokens": 8, "concurrency": 1, "group_size": 2}
     dump_config(Config.model_validate({"run": {"name": "mine"}, "rollout": small}), run / "config.toml")
     shutil.copytree(folder, run / "policy")
+    (run / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     command = [sys.executable, "-m", "flows.cli", "serve", "--model", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         said = next(line for line in process.stdout if "/v1" in line)
         base = re.search(r"http://\S+/v1", said)[0]
+        assert ask(base.removesuffix("/v1"), "GET", "/")[1]["weight_version"] == 4
         with openai.OpenAI(base_url=base, api_key="none", timeout=DEADLINE_S, max_retries=0) as client:
             assert client.completions.create(model="mine", prompt=PROMPT).usage.completion_tokens <= 16
         process.send_signal(signal.SIGINT)

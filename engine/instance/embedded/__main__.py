@@ -56,7 +56,15 @@ async def _serve(options: argparse.Namespace) -> None:
         worker, limits, options.model, options.profile / options.name if options.profile is not None else None
     )
     text = EmbeddedText(backend, tokenizer, options.text) if tokenizer is not None else None
-    server = EngineServer(InstanceApp(backend, options.open_requests, options.read_timeout, text))
+    server = EngineServer(
+        InstanceApp(
+            backend=backend,
+            open_requests=options.open_requests,
+            read_s=options.read_timeout,
+            text=text,
+            policy_version=options.policy_version,
+        )
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)
     worker.start()

@@ -71,5 +71,11 @@ class Middleware:
         if self._routes is None:  # created at the first request: when vLLM creates its layers there is no engine yet
             backend = VllmBackend(scope["app"].state.engine_client, self.options.routes)
             text = VllmText(self._vllm, backend, self.options.text) if self.options.text else None
-            self._routes = InstanceApp(backend, self.options.open_requests, self.options.read_timeout, text)
+            self._routes = InstanceApp(
+                backend=backend,
+                open_requests=self.options.open_requests,
+                read_s=self.options.read_timeout,
+                text=text,
+                policy_version=self.options.policy_version,
+            )
         await self._routes(scope, receive, send)

@@ -151,11 +151,15 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
     return Interval(*(math.exp(value) if value < 700 else math.inf for value in (mean.value, mean.low, mean.high)))
 
 
-def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
-    """The mean reward_mean of `one` minus that of `other`, over the last third of their common steps, with blocks as in
-    `speed_ratio`."""
+def rewarded_steps(one: ComparedRun, other: ComparedRun) -> tuple[list[tuple[Row, Row]], int]:
+    """The last third of the common steps, but at least `MIN_STEPS` if there are as many, and the number of all."""
     pairs = common_steps(one, other, "reward_mean")
-    pairs = pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)) :]
+    return pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)) :], len(pairs)
+
+
+def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
+    """The mean reward_mean of `one` minus that of `other` over `rewarded_steps`, with blocks as in `speed_ratio`."""
+    pairs, _ = rewarded_steps(one, other)
     if not pairs:
         return Interval(math.nan, -math.inf, math.inf)
     means = [

@@ -42,7 +42,7 @@ class Verdict:
     speed: Interval
     """Ratio of tokens/s/device."""
     reward: Interval
-    """Difference of reward over the last third of the common steps."""
+    """Difference of reward over `rewarded_steps`."""
     accuracy: tuple[Difference, ...]
     answer: str
     """One sentence: is the run faster, and is it as good?"""
@@ -93,7 +93,7 @@ def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy:
     sentences = [
         _faster(who, speed, level, steps),
         *(_as_accurate(who, one) for one in accuracy),
-        _as_rewarded(who, reward, level, bool(accuracy)),
+        _as_rewarded(who=who, found=reward, level=level, evaluated=bool(accuracy), which=_rewarded(run, base)),
         *_wall_time(run, base, pairs),
         *_compared(run, base),
     ]
@@ -187,7 +187,13 @@ def _as_accurate(who: tuple[str, str], found: Difference) -> str:
     return f"Evaluation on {found.benchmark}: {sided}{notes}"
 
 
-def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool) -> str:
+def _rewarded(run: ComparedRun, base: ComparedRun) -> str:
+    """Over which steps the rewards are compared."""
+    last, of = run_figures.rewarded_steps(run, base)
+    return f"last {len(last)} of {of} common steps" if len(last) < of else f"all {of} common steps"
+
+
+def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool, which: str) -> str:
     hint = (
         ""
         if evaluated
@@ -195,9 +201,7 @@ def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: b
     )
     if math.isnan(found.value):
         return f"Reward: no steps in common to compare.{hint}"
-    return (
-        f"Reward in training (last third of the common steps): {_sided(who, found, level, 'by blocks of steps')}{hint}"
-    )
+    return f"Reward in training ({which}): {_sided(who, found, level, 'by blocks of steps')}{hint}"
 
 
 def _sided(who: tuple[str, str], found: Interval, level: str, kind: str, agreed: bool = True) -> str:

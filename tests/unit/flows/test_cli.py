@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,11 @@ def test_a_run_whose_output_nobody_reads_says_so():
         talking.stdout.close()
         told = talking.stderr.read()
     assert told.startswith("error: nobody reads the output any more\n")
+
+
+def test_the_version_is_the_packages():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output) == (0, f"metronome {metadata.version('metronome')}\n")
 
 
 def test_an_unknown_option_exits_with_2():

@@ -5,7 +5,8 @@ import json
 from engine.config import Config
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from tasks.summary import training_rows, weight_version
+from engine.run.served_model import weight_version
+from tasks.summary import training_rows
 
 
 def test_the_rows_of_a_training(tmp_path):

@@ -277,3 +277,11 @@ def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
     assert len(content["charts"][0]["lines"][1]["points"]) <= page.POINTS
     assert content["charts"][1]["lines"][0]["points"][-1] == [pytest.approx(400 / 60), 0.5]
     assert len(text) < 120_000
+
+
+@pytest.mark.parametrize(
+    ("steps", "which"), [(4, "all 4 common steps"), (8, "last 5 of 8 common steps"), (30, "last 10 of 30 common steps")]
+)
+def test_the_reward_says_over_which_steps_it_is(steps, which):
+    found = judge_runs([run(name="a", steps=steps), run(name="b", steps=steps, seed=1)])[0]
+    assert any(sentence.startswith(f"Reward in training ({which}): ") for sentence in found.sentences)

@@ -1,0 +1,31 @@
+"""What `--resume` says about the recipe that it does not read again."""
+
+import pytest
+
+from engine.config.recipe import load_config
+from engine.run.folder import RunFolder
+from engine.run.run_start import RunStart
+from tasks.resume import find_resumed
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The keys that identify a run, which began with a recipe that was edited since."""
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[train]\nsteps = 5\n")
+    keys = ["run.name=first", f"run.output={tmp_path}"]
+    folder = RunFolder(tmp_path / "first")
+    folder.path.mkdir()
+    RunStart(recipe=str(recipe)).write(folder.path)
+    folder.create(load_config(recipe, keys), resume=False)
+    recipe.write_text("[train]\nsteps = 6\n")
+    return recipe, keys
+
+
+def test_a_recipe_that_is_not_read_again_is_told_of_only_if_the_command_names_it(begun):
+    recipe, keys = begun
+    named = find_resumed(str(recipe), keys)
+    assert f"{recipe} is not read again, so these have no effect: train.steps = 6 (the run has 5)" in named.notes[1]
+    silent = find_resumed(None, keys)
+    assert silent.notes == ("first continues with its own config.toml",)
+    assert silent.recipe == named.recipe == str(recipe)
