@@ -21,8 +21,9 @@ from engine.evaluation import tables
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.tools.comparison import page
+from engine.tools.comparison.accuracy import benchmark_names
 from engine.tools.comparison.run_figures import REWARD, ComparedRun, steps_once
-from engine.tools.comparison.verdict import Verdict
+from engine.tools.comparison.verdict import Verdict, judge_evaluations
 from engine.types import JsonObject
 from tasks.finished_stages import last_end
 from tasks.progress_display import fetched, show_progress
@@ -38,19 +39,33 @@ ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"
 
 
 def compare_runs(given: Sequence[str], target: Path, uri: str = "") -> str:
-    """Write the page that compares each run with the first. Return the text for the console.
+    """Write the page that compares each run with the first. Return the text for the console. Where a run has no steps
+    (`metronome evaluate`), only the evaluations are compared, without a page.
 
     given: run folders or MLflow run ids. uri: the MLflow store of the run ids; default MLFLOW_TRACKING_URI, else
-    runs/mlflow.db. Raises BadInput for fewer than two runs, for a run that is given twice, and for anything that is not
-    a run.
+    runs/mlflow.db. Raises BadInput for fewer than two runs, for a run that is given twice, for anything that is not a
+    run, and for evaluations without a benchmark in common.
     """
     if len(given) < 2:
         raise BadInput(f"compare needs at least two runs (run folders or MLflow run ids), not {len(given)}")
     runs = _named_apart([_read(one, uri) for one in given])
+    if not all(run.steps for run in runs):
+        return _compared_evaluations(runs)
     verdicts = page.write_page(runs, target)
     columns, rows = page.summary_table(runs)
     told = [line for verdict in verdicts for line in ("", *_told(verdict))]
     return "\n".join([align_columns([columns, *rows]), *told, *_bounds(runs), "", f"page: {target}"])
+
+
+def _compared_evaluations(runs: Sequence[ComparedRun]) -> str:
+    columns, rows = page.summary_table(runs)
+    found = judge_evaluations(runs)
+    if not found:
+        evaluated = "; ".join(", ".join(benchmark_names([run])) for run in runs)
+        raise BadInput(
+            f"{', '.join(run.name for run in runs[1:])} and {runs[0].name} have no benchmark in common: {evaluated}"
+        )
+    return "\n".join([align_columns([columns, *rows]), "", *found])
 
 
 def _bounds(runs: Sequence[ComparedRun]) -> list[str]:
@@ -96,16 +111,16 @@ def _read(given: str, uri: str) -> ComparedRun:
 
 
 def from_folder(path: Path) -> ComparedRun:
-    """Read a run from its folder. Raises BadInput if it has no steps."""
+    """Read a run from its folder. Raises BadInput if it has neither steps nor evaluations."""
     folder = RunFolder(path)
     try:
         steps = steps_once(list(read_lines(folder.steps)))
         config = tomllib.loads(folder.config.read_text()) if folder.config.exists() else {}
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: steps.jsonl or config.toml can't be read: {error}") from None
-    if not steps:
-        raise BadInput(f"{path}: no run with steps; a run folder has a steps.jsonl with at least one line")
     rows, means = _with_tables(path)
+    if not steps and not rows:
+        raise BadInput(f"{path}: no run with steps or evaluations; expected a folder with steps.jsonl or {ROWS}")
     failure = _line(last_end(folder)) if folder.failure.exists() else ""
     return ComparedRun(
         name=path.resolve().name,

@@ -41,9 +41,12 @@ class Difference:
 
 
 def last_evaluation(run: ComparedRun, benchmark: str) -> Row | None:
-    """The run's last evaluation on a benchmark with trained weights (version above 0); None if there is none."""
+    """The run's last evaluation on a benchmark with trained weights (version above 0), or with any if it has no steps
+    (`metronome evaluate`); None if there is none."""
     rows = [
-        row for row in run.evaluations if row["benchmark"] == benchmark and row.get("weight_version", row["step"]) > 0
+        row
+        for row in run.evaluations
+        if row["benchmark"] == benchmark and (not run.steps or row.get("weight_version", row["step"]) > 0)
     ]
     return max(reversed(rows), key=lambda row: row["step"]) if rows else None  # the newest of several at one step
 
@@ -54,7 +57,7 @@ def benchmark_names(runs: list[ComparedRun]) -> list[str]:
 
 
 def accuracy_difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
-    """The difference on a benchmark. None unless both runs have evaluated trained weights on it."""
+    """The difference on a benchmark. None unless both runs have a `last_evaluation` on it."""
     mine = last_evaluation(one, benchmark)
     theirs = last_evaluation(other, benchmark)
     if mine is None or theirs is None:

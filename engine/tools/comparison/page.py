@@ -65,8 +65,10 @@ def write_page(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
 
 
 def summary_table(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
-    """Columns and a row per run, for the page and the console."""
+    """Columns and a row per run, for the page and the console; only the accuracies if a run has no steps."""
     names = accuracy.benchmark_names(list(runs))
+    if not all(run.steps for run in runs):
+        return ["run", *names], [[run.name, *(_accuracy(run, name) for name in names)] for run in runs]
     columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *names]
     return columns, [_row(run, names) for run in runs]
 

@@ -60,6 +60,14 @@ def judge_runs(runs: Sequence[ComparedRun]) -> list[Verdict]:
     return [_verdict(run, runs[0], sure, sure_of_accuracy) for run in runs[1:]]
 
 
+def judge_evaluations(runs: Sequence[ComparedRun]) -> list[str]:
+    """A sentence for each benchmark of each run that the first one has, too."""
+    names = accuracies.benchmark_names(list(runs))
+    sure = joint_confidence((len(runs) - 1) * len(names))
+    pairs = [(run, accuracies.accuracy_difference(run, runs[0], name, sure)) for run in runs[1:] for name in names]
+    return [_as_accurate((run.name, runs[0].name), found) for run, found in pairs if found is not None]
+
+
 def joint_confidence(intervals: int) -> float:
     """The confidence of each of `intervals` intervals with which all hold together at `CONFIDENCE`."""
     return 1 - (1 - CONFIDENCE) / max(1, intervals)

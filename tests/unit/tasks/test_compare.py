@@ -135,3 +135,38 @@ def _store():
     before = mlflow.get_tracking_uri()
     yield
     tracked_run._use(before)  # MLflow's own function would set the environment for the tests that follow, too
+
+
+def evaluated(folder, means, version):
+    """The folder of a `metronome evaluate`."""
+    (folder / "evaluations").mkdir(parents=True)
+    for prompt_id, mean in means.items():
+        append_line(folder / "evaluations/b.jsonl", {"prompt_id": prompt_id, "mean": mean})
+    average = sum(means.values()) / len(means)
+    row = evaluation(average, average - 0.1, average + 0.1, table="evaluations/b.jsonl")
+    append_line(folder / "evaluations.jsonl", row | {"step": version, "weight_version": version, "samples": 1})
+    return str(folder)
+
+
+def test_two_evaluations_are_compared_by_their_problems_and_need_no_steps(tmp_path):
+    base = evaluated(tmp_path / "base", {f"p{n}": float(n < 2) for n in range(20)}, 0)
+    tuned = evaluated(tmp_path / "tuned", {f"p{n}": float(n < 12) for n in range(20)}, 4)
+    told = compare_runs([base, tuned], tmp_path / "page.html").splitlines()
+    assert [line.split() for line in told[:3]] == [
+        ["run", "b"],
+        ["base", "0.100", "[0.000,", "0.200]"],
+        ["tuned", "0.600", "[0.500,", "0.700]"],
+    ]
+    assert told[4].startswith(
+        "Evaluation on b: tuned was better (+0.500, 95% interval +0.260 to +0.740, paired over 20"
+    )
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_evaluations_on_different_benchmarks_are_not_compared(tmp_path):
+    one = evaluated(tmp_path / "one", {"x": 1.0}, 0)
+    other = evaluated(tmp_path / "other", {"x": 1.0}, 0)
+    text = (tmp_path / "other/evaluations.jsonl").read_text()
+    (tmp_path / "other/evaluations.jsonl").write_text(text.replace('"b"', '"c"'))
+    with pytest.raises(BadInput, match="other and one have no benchmark in common: b; c"):
+        compare_runs([one, other], tmp_path / "page.html")
