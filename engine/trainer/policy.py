@@ -144,13 +144,13 @@ class ComputeTimer:
         self._name = name.removesuffix("-compute")
         return self
 
-    def start_timing(self, barrier: bool = False) -> None:
+    def start(self, barrier: bool = False) -> None:
         """Start timing the work of a micro-batch."""
         self._span = record_function(self._name)
         self._span.__enter__()
         self._started = time.perf_counter()
 
-    def stop_timing(self, barrier: bool = False) -> None:
+    def stop(self, barrier: bool = False) -> None:
         """Stop timing the work of a micro-batch."""
         self.seconds += time.perf_counter() - self._started
         self._span.__exit__(None, None, None)
@@ -159,10 +159,10 @@ class ComputeTimer:
 class NoTimer:
     """A timer that measures nothing."""
 
-    def start_timing(self, barrier: bool = False) -> None:
+    def start(self, barrier: bool = False) -> None:
         """Do nothing."""
 
-    def stop_timing(self, barrier: bool = False) -> None:
+    def stop(self, barrier: bool = False) -> None:
         """Do nothing."""
 
 

@@ -62,7 +62,10 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
 
     monkeypatch.setattr(RowTable, "add_row", damage)
     config = config_of(settings)
-    with pytest.raises(TransferError, match=r"step 1, group 3: the \d+ bytes of its column 'responses' are not those"):
+    with pytest.raises(
+        TransferError,
+        match=r"step 1, group 3: the \d+ bytes of its column 'responses' differ from those that were packed",
+    ):
         launch_here(config)
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
     assert step_of(latest_checkpoint(config.folder / "checkpoints")) == 1  # the weights before the failed step are kept

@@ -15,27 +15,27 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 def skip(monkeypatch, version):
     """The trainer believes that it published the version; no instance hears of it."""
-    kept = {name: getattr(WeightSync, name) for name in ("open", "bucket", "finish", "checked")}
+    kept = {name: getattr(WeightSync, name) for name in ("open_sync", "send_bucket", "finish_sync", "wait_until_checked")}
     nobody = SyncOpened(generation=0, members=(), world_size=1, connect=False, local=True, probe=())
 
     published = []
 
     async def opening(self, request):
         published.append(request.version)
-        return nobody if request.version == version else await kept["open"](self, request)
+        return nobody if request.version == version else await kept["open_sync"](self, request)
 
     async def bucket(self, request):
-        return Proceed() if request.info.version == version else await kept["bucket"](self, request)
+        return Proceed() if request.info.version == version else await kept["send_bucket"](self, request)
 
     async def finish(self, request):
         if request.version != version:
-            await kept["finish"](self, request)
+            await kept["finish_sync"](self, request)
 
     async def checked(self):
         if published[-1] != version:
-            await kept["checked"](self)
+            await kept["wait_until_checked"](self)
 
-    for name, fault in (("open", opening), ("bucket", bucket), ("finish", finish), ("checked", checked)):
+    for name, fault in zip(kept, (opening, bucket, finish, checked), strict=True):
         monkeypatch.setattr(WeightSync, name, fault)
 
 
