@@ -8,6 +8,7 @@ from engine.config.tree import Tree
 NO_LORA = "not supported: LoRA and other adapters; all weights are trained"
 NO_TURNS = "not supported: several turns and tools in a rollout; a program of your own can have them (docs/service.md)"
 NO_HUB = "not supported: the policy of a run is a Hugging Face folder; `hf upload OWNER/NAME RUN/policy` uploads it"
+NO_TRACKER = "not supported: trackers beside MLflow, which every run has (tracking.uri)"
 NO_CRITIC = "not supported: critics and value models"
 NO_BATCH = "not needed: responses are packed up to train.micro_batch_tokens; a step has train.prompts_per_step prompts"
 NO_PASSES = "not supported: one pass over each batch; train.updates splits it into several updates"
@@ -51,7 +52,7 @@ OTHER_NAMES = {
     "kl_loss_coef": "algorithm.kl_coef",
     "kl_loss_type": "algorithm.kl_estimator",
     "learning_rate": "train.learning_rate",
-    "logger": "tracking.experiment",
+    "logger": NO_TRACKER,
     "lora": NO_LORA,
     "lora_alpha": NO_LORA,
     "lora_rank": NO_LORA,
@@ -88,20 +89,21 @@ OTHER_NAMES = {
     "ppo_mini_batch_size": "train.updates",
     "push_to_hub": NO_HUB,
     "recompute_granularity": "train.recompute",
-    "report_to": "tracking.experiment",
+    "report_to": NO_TRACKER,
     "resume_from_checkpoint": "not a key: give --resume on the command line",
     "resume_mode": "not a key: give --resume on the command line",
     "rollout.calculate_log_probs": "not needed: the log-probabilities of the instances are always there",
-    "rollout.max_response_len": "rollout.max_new_tokens",
     "rollout.n": "rollout.group_size",
     "rollout.name": "rollout.engine",
     "rollout.tensor_model_parallel_size": "rollout.tensor",
     "rollout_batch_size": "train.prompts_per_step",
     "rollout_is": "algorithm.mismatch",
     "rollout_is_threshold": "algorithm.mismatch_limit",
+    "rollout_max_response_len": "rollout.max_new_tokens",
     "rollout_num_gpus_per_engine": "rollout.tensor",
     "rollout_rs": "algorithm.mismatch_reject",
     "rollout_rs_threshold": "algorithm.mismatch_reject_limit",
+    "rollout_temperature": "rollout.temperature",
     "save_freq": "checkpoint.every",
     "save_interval": "checkpoint.every",
     "save_steps": "checkpoint.every",

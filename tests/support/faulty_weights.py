@@ -15,7 +15,9 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 def skip(monkeypatch, version):
     """The trainer believes that it published the version; no instance hears of it."""
-    kept = {name: getattr(WeightSync, name) for name in ("open_sync", "send_bucket", "finish_sync", "wait_until_checked")}
+    kept = {
+        name: getattr(WeightSync, name) for name in ("open_sync", "send_bucket", "finish_sync", "wait_until_checked")
+    }
     nobody = SyncOpened(generation=0, members=(), world_size=1, connect=False, local=True, probe=())
 
     published = []

@@ -231,7 +231,7 @@ def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_ver
     late = orchestrator.pool.named("b")
     orchestrator.pool.late.add(late)
     sender = publisher(orchestrator, "file", tmp_path)
-    with pytest.raises(MetronomeError, match="b: no weight version has been published yet"):
+    with pytest.raises(MetronomeError, match="b: there is no weight version to load before the first publish"):
         orchestrator.run(orchestrator.sync.catch_up(late))
     sender.publish(Model(1), 1)
     opened = asyncio.run_coroutine_threadsafe(
