@@ -50,11 +50,7 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
     there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
-    return python_command(
-        "engine.ranks.agent",
-        *("--module", TRAINER_RANK, "--ranks", str(parallel.ranks_per_node)),
-        *(*nodes, "--", *arguments),
-    )
+    return python_command("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:

@@ -64,11 +64,11 @@ def sum_and_norm(x):
 
 CASES = {
     "sum and norm": (sum_and_norm, [(5, 1, 48), (9, 1, 48)], ["sum_and_norm", "sum_and_norm_gradient"]),
-    "one prompt": (attention([(5, [3, 7, 1])], [(9, [4, 7, 5])]), [(16, 8, 16), (25, 8, 16)], ["merge"]),
+    "one prompt": (attention([(5, [3, 7, 1])], [(9, [4, 7, 5])]), [(16, 8, 16), (25, 8, 16)], ["merge_part"]),
     "two prompts": (
         attention([(3, [2, 5]), (2, [1, 3])], [(5, [4, 2, 3]), (2, [6, 7])]),
         [(16, 8, 16), (29, 8, 16)],
-        ["merge"],
+        ["merge_part"],
     ),
     "swiglu": (swiglu.SwiGLU(None), [(5, 1, 48), (9, 1, 48)], ["swiglu_product", "swiglu_gradient"]),
     "rotation": (
