@@ -25,14 +25,13 @@ def model():
     return MODEL
 
 
-def run_recipe(folder, **settings):
-    """The recipe's run to its end; what it printed."""
+def run_recipe(command, folder, **settings):
+    """`metronome run` or `metronome train` of the recipe, to its end."""
     given = {"run.output": folder, "run.name": "run", **settings}
     arguments = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-c", "from flows.main import main; main()", "run", "infra/recipes/smollm2.toml"]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    metronome = [sys.executable, "-c", "from flows.main import main; main()", command, "infra/recipes/smollm2.toml"]
+    done = subprocess.run([*metronome, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -47,8 +46,7 @@ def test_the_written_model_answers_as_an_instruct_model_does(model):
 
 @pytest.mark.slow
 def test_two_steps_of_the_recipe_are_on_policy(model, tmp_path):
-    settings = {"train.steps": 2, "train.prompts_per_step": 4, "evaluate.problems": 8}
-    run_recipe(tmp_path, **settings)
+    run_recipe("train", tmp_path, **{"train.steps": 2, "train.prompts_per_step": 4})
     steps = list(read_lines(tmp_path / "run/steps.jsonl"))
     assert [step["versions_seen"] for step in steps] == [[0], [1]]
     assert all(step["max_ratio_gap"] <= 1e-3 for step in steps)
@@ -58,7 +56,7 @@ def test_two_steps_of_the_recipe_are_on_policy(model, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_recipe_raises_the_accuracy_so_far_that_the_intervals_are_apart(model, tmp_path, seed):
-    run_recipe(tmp_path, **{"run.seed": seed})
+    run_recipe("run", tmp_path, **{"run.seed": seed})
     before, *_, after = read_lines(tmp_path / "run/evaluations.jsonl")
     assert before["problems"] == after["problems"] == 128
     assert before["ci_high"] < after["ci_low"]
