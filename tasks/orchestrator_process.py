@@ -207,4 +207,4 @@ def last_error(child: Child) -> str:
     assert child.log is not None
     lines = child.log.read_text(errors="replace").splitlines()
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[-1] if told else f"the orchestrator {child.how_it_ended()}"
+    return told[-1] if told else f"the {child.name} {child.how_it_ended()}"

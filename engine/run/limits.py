@@ -159,7 +159,8 @@ def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
     old = SIZES[config.train.dtype] if config.algorithm.old_policy == "previous" else 0
     every = config.checkpoint.every
     all_of_them = config.train.steps // every + 1 if every else 1
-    kept = min(all_of_them, config.checkpoint.keep_last + config.checkpoint.keep_best + 1)
+    best = config.checkpoint.keep_best
+    kept = min(all_of_them, config.checkpoint.keep_last + best + (2 if best else 1))  # one may await its evaluation
     there = len(all_complete(config.folder / "checkpoints"))
     return max(1, kept - there), parameters * (12.0 + old)
 
