@@ -40,6 +40,7 @@ from engine.run.disk import named_disk_errors
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
+from engine.run.limits import saving_s
 from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
@@ -51,11 +52,8 @@ from engine.wire.certificate import Certificate
 from engine.wire.invitation import INVITATION, write_invitation
 
 STOP_S = 60.0
-"""Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the trainer's
-longest wait, is shorter, it applies instead."""
-
-STOP_BY_SIGNAL_S = 5.0
-"""The same limit if a signal ended the run, because the user is waiting for the run to end."""
+"""Seconds that a trainer which was told to stop may take for its checkpoint, or `limits.saving_s` if that is longer. If
+`train.timeout_s`, the trainer's longest wait, is shorter, it applies instead, unless a signal ended the run."""
 
 TAKEOVER_S = 30.0
 """Seconds to wait for the lock of the run folder. The orchestrator of a killed attempt may still hold it; its lifeline
@@ -232,8 +230,7 @@ class _Orchestrator:
             if self._signal is not None and plane.failure is None:
                 await plane.stop_run(Stopped(f"ended by {self._signal}"))
             if plane.failure is not None:
-                grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
-                stop_by = stop_by or time.monotonic() + grace_s
+                stop_by = stop_by or time.monotonic() + self._grace_s()
                 if time.monotonic() > stop_by:
                     raise plane.failure
             await asyncio.sleep(0.1)
@@ -241,6 +238,11 @@ class _Orchestrator:
             raise plane.trainer_error
         if trainer.process.returncode:
             raise plane.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
+
+    def _grace_s(self) -> float:
+        """Return the seconds that the trainer may take to stop. After a signal a person waits, who can send another."""
+        saving = saving_s(self.config)
+        return saving if self._signal is not None else min(max(STOP_S, saving), self.config.train.timeout_s)
 
     def _stop_on_signals(self) -> None:
         """Let SIGINT and SIGTERM end the run, after the trainer has saved the weights from before its current step.
