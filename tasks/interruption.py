@@ -131,12 +131,9 @@ def say_told() -> None:
 
 
 def _resume_command(config: Config, command: str) -> str:
+    """A command that works from every folder."""
     program = Path(sys.executable).with_name("metronome")
-    if program.is_relative_to(Path.cwd()):
-        program = program.relative_to(Path.cwd())
-    sets = [f"run.name={config.run.name}"]
-    if config.run.output != Config().run.output:
-        sets.append(f"run.output={config.run.output}")
+    sets = [f"run.name={config.run.name}", f"run.output={Path(config.run.output).absolute()}"]
     return shlex.join([str(program), command, "--resume", *(part for one in sets for part in ("--set", one))])
 
 
