@@ -30,9 +30,13 @@ from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
 from engine.run.progress import Progress, format_size
+from engine.types import Prompt
 from tasks.console import say
 from tasks.progress_display import show_progress, since_now
+from tasks.reward_trial import score_first_problem
 
+_tried: set[str] = set()
+"""The rewards that were called, with their problem."""
 TRIED = 256
 """Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
 
@@ -130,7 +134,9 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     else:
         check_rollouts(config)
     with show_progress("check", since_now("encoding the prompts")):
-        _check_encoding(config, problems, [one.problems for one in benchmarks])
+        tokenizer, prompt = _check_encoding(config, problems, [one.problems for one in benchmarks])
+    if prompt is not None and sampling:
+        _try_on_problem(config, tokenizer, prompt)
     return config, report_data(prepared) if prepared is not None else None
 
 
@@ -152,9 +158,14 @@ def _check_device(config: Config) -> None:
         platform.get_platform(config.platform.device).device(config.parallel.ranks_per_node - 1)
 
 
-def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
-    """Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, if no token ends a
-    response of a training, or if no prompt of a problem set fits the model."""
+def _check_encoding(
+    config: Config, problems: Problems | None, benchmarks: Sequence[Problems]
+) -> tuple[Tokenizer, Prompt | None]:
+    """Return the tokenizer, and the first prompt of `problems`.
+
+    Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, if no token ends a response
+    of a training, or if no prompt of a problem set fits the model.
+    """
     model = find_file(config.model.path)
     tokenizer = Tokenizer(model, config.rollout.stop)
     if problems is not None and not tokenizer.stop_ids and not end_of_sequence_ids(model):
@@ -166,6 +177,7 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
     _warn_of_template(config, tokenizer)
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
+    first: Prompt | None = None
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
         encoded = partial(
@@ -179,9 +191,21 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
         for part in sorted({row.part for row in each.rows}):
             rows = tuple(row for row in each.rows if row.part == part)
             try:
-                encoded(replace(each, rows=rows[:TRIED]))
+                found = encoded(replace(each, rows=rows[:TRIED]))
             except BadInput:
-                encoded(replace(each, rows=rows))
+                found = encoded(replace(each, rows=rows))
+            first = first or (found.prompts[0] if each is problems else None)
+    return tokenizer, first
+
+
+def _try_on_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    """Call a reward of the user's on a problem, once per process, because it may cost something."""
+    key = f"{config.reward.model_dump_json()} {config.rollout.group_size} {prompt.id}"
+    if any(":" in one.function for one in config.reward.named) and key not in _tried:
+        with show_progress("check", since_now("calling the reward")):
+            line = score_first_problem(config, tokenizer, prompt)
+        say("reward", line)
+        _tried.add(key)
 
 
 def _warn_of_template(config: Config, tokenizer: Tokenizer) -> None:
