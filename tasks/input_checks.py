@@ -48,6 +48,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read. Writes nothing.
     """
     folder = RunFolder(config.folder)
+    _check_writable("run.output", config.run.output, config.run.output)
     _check_checkpoint_path(config.checkpoint.path)
     with show_progress("check", since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
@@ -99,7 +100,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         if benchmark.note:
             _warn(benchmark.note)
     _check_checkpoint_path(config.checkpoint.path)
-    asyncio.run(_try_reward(config))
+    check_reward(config)
     if config.rollout.top_p < 1 or config.rollout.top_k:
         _warn(
             "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
@@ -233,14 +234,18 @@ def _check_checkpoint_path(place: str) -> None:
     scheme, separator, rest = place.partition("://")
     if separator and scheme not in ("s3", "file"):
         raise BadInput(f"checkpoint.path = {place!r}: expected a folder or s3://bucket/folder")
-    if not place or (separator and scheme == "s3"):
-        return
-    folder = Path(rest if separator else place).expanduser().absolute()
+    if place and not (separator and scheme == "s3"):
+        _check_writable("checkpoint.path", place, rest if separator else place)
+
+
+def _check_writable(key: str, value: str, path: str) -> None:
+    """Raise BadInput unless the path is a folder that exists or can be created."""
+    folder = Path(path).expanduser().absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir():
-        raise BadInput(f"checkpoint.path = {place!r}: {there} is a file, expected a folder")
+        raise BadInput(f"{key} = {value!r}: {there} is a file, expected a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise BadInput(f"checkpoint.path = {place!r}: this user may not write to {there}")
+        raise BadInput(f"{key} = {value!r}: this user may not write to {there}")
 
 
 def _clips_gpg(config: Config) -> bool:
@@ -251,11 +256,16 @@ def _clips_gpg(config: Config) -> bool:
     return algorithm.advantage == "gpg" and not ratio_is_one(config) and not own
 
 
-async def _try_reward(config: Config) -> None:
-    """Load the reward in a worker process, as a run does, so that its import can neither end nor hang this process."""
-    reward = config.reward.model_copy(update={"workers": 1})
-    async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
-        pass
+def check_reward(config: Config) -> None:
+    """Load the reward in a worker process, as a run does, so that its import can neither end nor hang this process.
+    Raises BadInput if it can't be loaded."""
+
+    async def load() -> None:
+        reward = config.reward.model_copy(update={"workers": 1})
+        async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
+            pass
+
+    asyncio.run(load())
 
 
 def with_model_folder(config: Config) -> Config:

@@ -127,7 +127,8 @@ async def _score_first(settings: Reward, config: Config, tokenizer: Tokenizer, p
     try:
         await pool.start(tokenizer.for_verifiers)
         size = 2 if pool.per_response else max(2, config.rollout.group_size)
-        return await pool.score(prompt, [_response(tokenizer, text) for text in [prompt.answer, *[""] * (size - 1)]])
+        empty = replace(_response(tokenizer, ""), token_ids=tokenizer.stop_ids[:1])  # as a model ends one
+        return await pool.score(prompt, [_response(tokenizer, prompt.answer), *[empty] * (size - 1)])
     finally:
         pool.close()
 

@@ -23,7 +23,7 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
-from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
+from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, TakenOver, WeightSyncError
 from engine.orchestrator.checks import check_instances, check_training
 from engine.orchestrator.live_progress import LiveProgress
 from engine.orchestrator.opening import serving_plane
@@ -38,6 +38,7 @@ from engine.run.commands import (
 )
 from engine.run.disk import named_disk_errors
 from engine.run.fence import TAKEN_OVER, Fence
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.limits import saving_s
@@ -83,6 +84,8 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
         except MetronomeError as error:
+            if isinstance(error, WeightSyncError | RatioGapError):
+                error.args = (f"{error}{_last_update(folder)}",)
             folder.write_failure(error)
             raise
         finally:
@@ -90,6 +93,18 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
                 (folder.path / INVITATION).unlink(missing_ok=True)
             drop_lifeline()
     return folder
+
+
+def _last_update(folder: RunFolder) -> str:
+    """The figures of the last step, which show whether training diverges: then numerics differ, too. "" if there is no
+    step."""
+    rows = list(read_lines(folder.steps))
+    if not rows:
+        return ""
+    return (
+        f"; or training diverges: the update of step {rows[-1]['step']} had loss {rows[-1]['loss']:.3g}, grad_norm "
+        f"{rows[-1]['grad_norm']:.3g} and learning rate {rows[-1]['learning_rate']:.3g}"
+    )
 
 
 class _Orchestrator:
