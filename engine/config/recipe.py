@@ -83,7 +83,7 @@ def _absolute(value: Any, key: str) -> Any:  # noqa: ANN401
     here = Path(place)
     named = key == "evaluate.benchmark" and not here.suffix and "/" not in place
     shipped = HOME / here
-    if not place or named or not here.exists() or (shipped.exists() and shipped.samefile(here)):
+    if not place or named or not os.path.exists(here) or (shipped.exists() and shipped.samefile(here)):
         return value
     return f"{here.absolute()}{colon}{function}"
 
