@@ -170,7 +170,9 @@ def evaluate(
     overrides: Set = [],  # noqa: B006
     model: Annotated[
         str,
-        typer.Option(metavar="RUN|DIR", help="the policy of a run, or any model.path (default: model.path)"),
+        typer.Option(
+            metavar="RUN|DIR", help="the policy of a run, a checkpoint, or any model.path (default: model.path)"
+        ),
     ] = "",
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
 ) -> None:
@@ -178,10 +180,11 @@ def evaluate(
     evaluations.jsonl."""
     from engine.run.served_model import model_folder
     from flows.local import evaluate_here
-    from tasks.input_checks import check_inputs, local_model, with_model_folder
+    from tasks.export import policy_folder
+    from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        given = [f"model.path={model_folder(local_model(model))[0]}"] if model else []
+        given = [f"model.path={model_folder(policy_folder(model))[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load_config(recipe, [*overrides, *given])
         config = with_model_folder(check_inputs(config, training=False)[0])
@@ -217,7 +220,8 @@ def serve(
     recipe: Annotated[str, typer.Argument(help="TOML file (default: the quickstart; with --model the run's own)")] = "",
     overrides: Set = [],  # noqa: B006
     model: Annotated[
-        str, typer.Option(metavar="RUN|DIR", help="serve text through OpenAI's API, with this policy or model")
+        str,
+        typer.Option(metavar="RUN|DIR", help="serve text through OpenAI's API, with this policy, checkpoint or model"),
     ] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 takes a free one")] = 0,
     host: Annotated[
@@ -228,9 +232,11 @@ def serve(
 ) -> None:
     """Run one rollout instance of the recipe in the foreground; with --model, serve a policy to talk to. On Ctrl-C the
     instance leaves its run and ends."""
+    from engine.data.hub import is_model_name
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
     from engine.run.served_model import served_config
-    from tasks.input_checks import local_model, with_model_folder
+    from tasks.export import policy_folder
+    from tasks.input_checks import with_model_folder
 
     with _exit_codes():
         instance = name or default_name()
@@ -239,9 +245,9 @@ def serve(
         if join:
             check_join(join)
         if model:
-            folder = local_model(model)
+            folder = policy_folder(model)
             config, text = served_config(folder, recipe, overrides)
-            text = text if folder == model else model  # a name on the hub
+            text = model if is_model_name(model) else text
             raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
         config = with_model_folder(load_config(recipe or QUICKSTART, overrides))
         if not join:
@@ -249,6 +255,28 @@ def serve(
         raise typer.Exit(
             serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.print_error)
         )
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step-NUMBER; RUN or RUN/checkpoints/best: its best"),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="new folder (default: RUN/exported/step-NUMBER)")
+    ] = None,
+) -> None:
+    """Write the policy of a checkpoint as a Hugging Face folder: weights, config, tokenizer, chat template."""
+    from tasks.export import best_checkpoint, find_checkpoint
+    from tasks.export import export as export_policy
+
+    with _exit_codes():
+        run = RunFolder(Path(checkpoint))
+        found = best_checkpoint(run) if run.config.is_file() else find_checkpoint(checkpoint)
+        if found is None:
+            raise BadInput(f"{checkpoint}: neither a checkpoint nor a run folder; expected RUN/checkpoints/step-NUMBER")
+        print(export_policy(found, out))
 
 
 @app.command()

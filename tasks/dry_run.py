@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from engine.config import Config
+from engine.config.recipe import find_file
+from engine.data.tokenizer import Tokenizer
 from engine.tools.dry_run import plan_run, plan_sections
 from tasks import console
+from tasks.input_checks import check_reward
 
 
 def dry_run(config: Config) -> None:
-    """Print the plan. Raises BadInput with every reason why the recipe cannot run."""
+    """Print the plan. Raises BadInput with every reason why the recipe cannot run, and for a reward of the user's that
+    can't be loaded or, if the model is here, a text in `rollout.stop` that is no token of it."""
+    if any(":" in one.function for one in config.reward.named):
+        check_reward(config)
+    model = find_file(config.model.path)
+    if config.rollout.stop and model.is_dir():
+        Tokenizer(model, config.rollout.stop)
     for title, rows in plan_sections(plan_run(config)).items():
         console.print_table(title, rows)
     print("\nNothing was started. Memory is computed, not measured: docs/ascend.md says what it covers.")

@@ -30,9 +30,13 @@ from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
 from engine.run.progress import Progress, format_size
+from engine.types import Prompt
 from tasks.console import say
 from tasks.progress_display import show_progress, since_now
+from tasks.reward_trial import score_first_problem
 
+_tried: set[str] = set()
+"""The rewards that were called, with their problem."""
 TRIED = 256
 """Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
 
@@ -44,6 +48,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read. Writes nothing.
     """
     folder = RunFolder(config.folder)
+    _check_writable("run.output", config.run.output, config.run.output)
     _check_checkpoint_path(config.checkpoint.path)
     with show_progress("check", since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
@@ -95,7 +100,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         if benchmark.note:
             _warn(benchmark.note)
     _check_checkpoint_path(config.checkpoint.path)
-    asyncio.run(_try_reward(config))
+    check_reward(config)
     if config.rollout.top_p < 1 or config.rollout.top_k:
         _warn(
             "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
@@ -130,7 +135,9 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     else:
         check_rollouts(config)
     with show_progress("check", since_now("encoding the prompts")):
-        _check_encoding(config, problems, [one.problems for one in benchmarks])
+        tokenizer, prompt = _check_encoding(config, problems, [one.problems for one in benchmarks])
+    if prompt is not None and sampling:
+        _try_on_problem(config, tokenizer, prompt)
     return config, report_data(prepared) if prepared is not None else None
 
 
@@ -152,9 +159,14 @@ def _check_device(config: Config) -> None:
         platform.get_platform(config.platform.device).device(config.parallel.ranks_per_node - 1)
 
 
-def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
-    """Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, if no token ends a
-    response of a training, or if no prompt of a problem set fits the model."""
+def _check_encoding(
+    config: Config, problems: Problems | None, benchmarks: Sequence[Problems]
+) -> tuple[Tokenizer, Prompt | None]:
+    """Return the tokenizer, and the first prompt of `problems`.
+
+    Raise BadInput if the model has no tokenizer, if `rollout.stop` names an unknown token, if no token ends a response
+    of a training, or if no prompt of a problem set fits the model.
+    """
     model = find_file(config.model.path)
     tokenizer = Tokenizer(model, config.rollout.stop)
     if problems is not None and not tokenizer.stop_ids and not end_of_sequence_ids(model):
@@ -166,6 +178,7 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
     _warn_of_template(config, tokenizer)
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
+    first: Prompt | None = None
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
         encoded = partial(
@@ -179,9 +192,21 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
         for part in sorted({row.part for row in each.rows}):
             rows = tuple(row for row in each.rows if row.part == part)
             try:
-                encoded(replace(each, rows=rows[:TRIED]))
+                found = encoded(replace(each, rows=rows[:TRIED]))
             except BadInput:
-                encoded(replace(each, rows=rows))
+                found = encoded(replace(each, rows=rows))
+            first = first or (found.prompts[0] if each is problems else None)
+    return tokenizer, first
+
+
+def _try_on_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    """Call a reward of the user's on a problem, once per process, because it may cost something."""
+    key = f"{config.reward.model_dump_json()} {config.rollout.group_size} {prompt.id}"
+    if any(":" in one.function for one in config.reward.named) and key not in _tried:
+        with show_progress("check", since_now("calling the reward")):
+            line = score_first_problem(config, tokenizer, prompt)
+        say("reward", line)
+        _tried.add(key)
 
 
 def _warn_of_template(config: Config, tokenizer: Tokenizer) -> None:
@@ -209,14 +234,18 @@ def _check_checkpoint_path(place: str) -> None:
     scheme, separator, rest = place.partition("://")
     if separator and scheme not in ("s3", "file"):
         raise BadInput(f"checkpoint.path = {place!r}: expected a folder or s3://bucket/folder")
-    if not place or (separator and scheme == "s3"):
-        return
-    folder = Path(rest if separator else place).expanduser().absolute()
+    if place and not (separator and scheme == "s3"):
+        _check_writable("checkpoint.path", place, rest if separator else place)
+
+
+def _check_writable(key: str, value: str, path: str) -> None:
+    """Raise BadInput unless the path is a folder that exists or can be created."""
+    folder = Path(path).expanduser().absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir():
-        raise BadInput(f"checkpoint.path = {place!r}: {there} is a file, expected a folder")
+        raise BadInput(f"{key} = {value!r}: {there} is a file, expected a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise BadInput(f"checkpoint.path = {place!r}: this user may not write to {there}")
+        raise BadInput(f"{key} = {value!r}: this user may not write to {there}")
 
 
 def _clips_gpg(config: Config) -> bool:
@@ -227,11 +256,16 @@ def _clips_gpg(config: Config) -> bool:
     return algorithm.advantage == "gpg" and not ratio_is_one(config) and not own
 
 
-async def _try_reward(config: Config) -> None:
-    """Load the reward in a worker process, as a run does, so that its import can neither end nor hang this process."""
-    reward = config.reward.model_copy(update={"workers": 1})
-    async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
-        pass
+def check_reward(config: Config) -> None:
+    """Load the reward in a worker process, as a run does, so that its import can neither end nor hang this process.
+    Raises BadInput if it can't be loaded."""
+
+    async def load() -> None:
+        reward = config.reward.model_copy(update={"workers": 1})
+        async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
+            pass
+
+    asyncio.run(load())
 
 
 def with_model_folder(config: Config) -> Config:

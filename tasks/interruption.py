@@ -15,6 +15,7 @@ from types import FrameType
 
 from engine.config import Config
 from engine.run.checkpoint_files import latest_checkpoint, step_of
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from tasks import console
 
@@ -76,12 +77,24 @@ def signal_of(ended: BaseException) -> signal.Signals | None:
 
 
 def say_stopping(seconds: float) -> None:
-    """Say that a signal was received."""
+    """Say that a signal was received, what is saved, and what a second signal would lose."""
     again = "Ctrl-C again" if _command.signal in (None, signal.SIGINT) else "another signal"
-    _on_own_line(
-        f"stopping: the trainer saves the weights from before this step, for up to {seconds:.0f} s; {again} ends "
-        "at once"
-    )
+    saving = f"the trainer saves the weights from before this step, for up to {seconds:.0f} s"
+    lost = ""
+    if _command.run is not None:
+        steps = _unsaved_steps(RunFolder(_command.run[0].folder))
+        told = f"{steps} finished step{'s' if steps > 1 else ''}"
+        saving = saving if steps else "no finished step is unsaved"
+        lost = f" and loses {told}" if steps else ""
+        _command.last_words = _command.last_words.replace(b"is lost", f"is lost (at most {told})".encode())
+    _on_own_line(f"stopping: {saving}; {again} ends at once{lost}")
+
+
+def _unsaved_steps(folder: RunFolder) -> int:
+    """Number of finished steps that no checkpoint has."""
+    done = max((row["step"] + 1 for row in read_lines(folder.steps)), default=0)
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    return max(0, done - (step_of(checkpoint) if checkpoint is not None else 0))
 
 
 def last_message() -> str:
@@ -118,12 +131,9 @@ def say_told() -> None:
 
 
 def _resume_command(config: Config, command: str) -> str:
+    """A command that works from every folder."""
     program = Path(sys.executable).with_name("metronome")
-    if program.is_relative_to(Path.cwd()):
-        program = program.relative_to(Path.cwd())
-    sets = [f"run.name={config.run.name}"]
-    if config.run.output != Config().run.output:
-        sets.append(f"run.output={config.run.output}")
+    sets = [f"run.name={config.run.name}", f"run.output={Path(config.run.output).absolute()}"]
     return shlex.join([str(program), command, "--resume", *(part for one in sets for part in ("--set", one))])
 
 

@@ -18,7 +18,9 @@ from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, 
 from engine.run.commands import orchestrator_command
 from engine.run.fence import TAKEN_OVER
 from engine.run.folder import RunFolder, dump_config
+from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.process import Child
+from engine.run.progress import Progress, folder_size, format_size
 from engine.tools.timeline import draw_timeline
 from engine.types import JsonObject
 from tasks.console import say
@@ -30,7 +32,8 @@ POLL_S = 0.3
 PAUSE_S = 5.0
 """Longest silence in seconds that is counted between two reads."""
 STOP_S = 9.0
-"""Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children."""
+"""Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children. After a
+signal, the time for a checkpoint (`limits.saving_s`) comes first."""
 
 
 class LineFollower:
@@ -105,7 +108,7 @@ def run_training(
             ):
                 code = _follow(child, watch, look)
         except BaseException as ended:
-            _stop(child, signal_of(ended))
+            _stop(child, signal_of(ended), config)
             if not isinstance(ended, TakenOver):
                 _draw(folder)
             raise
@@ -120,13 +123,24 @@ def run_training(
     return folder
 
 
-def _stop(child: Child, number: signal.Signals | None) -> None:
-    """Stop the orchestrator after an error, or after a signal (`number`), which is passed on to it."""
+def _stop(child: Child, number: signal.Signals | None, config: Config) -> None:
+    """Stop the orchestrator after an error, or after a signal (`number`), which is passed on to it, and show how much
+    of the trainer's checkpoint is written."""
     if number is None:
         child.stop(STOP_S)
         return
-    say_stopping(STOP_S)
-    child.stop(STOP_S, number)
+    say_stopping(saving_s(config))
+    whole = checkpoint_size(config, stored_parameters(Path(config.model.path)))
+    with show_progress("stop", lambda: _saved_part(RunFolder(config.folder).checkpoints, whole)):
+        child.stop(saving_s(config) + STOP_S, number)
+
+
+def _saved_part(root: Path, whole: float) -> Progress:
+    """How much of the checkpoint that is being written is there. `whole`: its bytes at the end."""
+    size = sum(folder_size(partial) for partial in root.glob(".step-*.partial"))
+    if not size:
+        return Progress("the trainer ends its micro-batch, and the processes end")
+    return Progress(f"{format_size(size)} of {format_size(int(whole))} saved", min(1.0, size / whole))
 
 
 def _draw(folder: RunFolder) -> None:
@@ -207,4 +221,4 @@ def last_error(child: Child) -> str:
     assert child.log is not None
     lines = child.log.read_text(errors="replace").splitlines()
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[-1] if told else f"the orchestrator {child.how_it_ended()}"
+    return told[-1] if told else f"the {child.name} {child.how_it_ended()}"

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.config import Config
+from engine.config import Config, Reward
 from engine.data.prepared import prepare_problems
 from engine.data.prompts import encode_problems, prompt_id
 from engine.data.tokenizer import Tokenizer
-from engine.errors import BadInput
+from engine.errors import BadInput, RewardError
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Prompt, Response, Score
 
@@ -105,6 +105,32 @@ def _response(tokenizer: Tokenizer, text: str) -> Response:
         seed=0,
         instance="try-reward",
     )
+
+
+def score_first_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> str:
+    """Call the user's reward before a run starts, as the run will: on a problem with its own answer and an empty
+    response (for a reward of groups, as many as make a group). Return a line with the scores, or with their failures if
+    `reward.on_error` or `reward.on_timeout` counts these. Raises BadInput if it would end the run."""
+    settings = config.reward.model_copy(update={"workers": 1})
+    where = f"{config.reward.label} was called with {_excerpt(prompt.problem)!r}, its answer and an empty response"
+    try:
+        scores = asyncio.run(_score_first(settings, config, tokenizer, prompt))
+    except RewardError as error:
+        raise BadInput(f"{error} (before the start, {where})") from None
+    if failed := next((score for score in scores if score.status != "ok"), None):
+        return f"{where}: {failed.detail}"
+    return f"{where}: scores {scores[0].value:g} and {scores[1].value:g}"
+
+
+async def _score_first(settings: Reward, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> list[Score]:
+    pool = VerifierPool.of(settings, start_timeout_s=config.rollout.timeout_s)
+    try:
+        await pool.start(tokenizer.for_verifiers)
+        size = 2 if pool.per_response else max(2, config.rollout.group_size)
+        empty = replace(_response(tokenizer, ""), token_ids=tokenizer.stop_ids[:1])  # as a model ends one
+        return await pool.score(prompt, [_response(tokenizer, prompt.answer), *[empty] * (size - 1)])
+    finally:
+        pool.close()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,12 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield (
             ("queue.address", "queue.unauthenticated"),
             'queue.store = "orchestrator", and only "transferqueue" reads it',
+        )
+    if not 0 < math.lcm(config.checkpoint.every, config.evaluate.every) < config.train.steps - 1:
+        yield (
+            ("checkpoint.keep_best",),
+            "no checkpoint would be evaluated; set evaluate.every and checkpoint.every so that one divides the other, "
+            "both below train.steps - 1",
         )
     if not algorithm.overlong_buffer:
         yield ("algorithm.overlong_penalty",), "algorithm.overlong_buffer = 0, so no response is penalised"

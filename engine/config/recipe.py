@@ -52,6 +52,42 @@ def find_file(path: str) -> Path:
     return shipped if shipped.exists() else here
 
 
+PATHS = ("model.path", "data.train", "data.heldout", "evaluate.folder", "evaluate.benchmark")
+"""Keys that name files of the user's."""
+FUNCTIONS = (
+    "reward.function",
+    "reward.functions",
+    "algorithm.advantage",
+    "algorithm.loss",
+    "algorithm.gradient_control",
+)
+"""Keys that may name functions in such files."""
+
+
+def _with_absolute_paths(flat: JsonObject) -> JsonObject:
+    """The keys with files of the user's by their absolute paths, so that the config.toml of a run can be used from any
+    folder. What `find_file` finds from any folder stays as it is, and so do names on the hub and of benchmarks."""
+    return {key: _absolute(value, key) if key in (*PATHS, *FUNCTIONS) else value for key, value in flat.items()}
+
+
+def _absolute(value: Any, key: str) -> Any:  # noqa: ANN401
+    if isinstance(value, list):
+        return [_absolute(one, key) for one in value]
+    if isinstance(value, dict):
+        return {name: _absolute(one, key) if name in ("path", "function") else one for name, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    if key == "evaluate.benchmark" and "," in value:
+        return ",".join(_absolute(one.strip(), key) for one in value.split(","))
+    place, colon, function = value.rpartition(":") if key in FUNCTIONS else (value, "", "")
+    here = Path(place)
+    named = key == "evaluate.benchmark" and not here.suffix and "/" not in place
+    shipped = HOME / here
+    if not place or named or not os.path.exists(here) or (shipped.exists() and shipped.samefile(here)):
+        return value
+    return f"{here.absolute()}{colon}{function}"
+
+
 def load_config(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Config:
     """Read a recipe file (None: all defaults), apply `key=value` overrides and check everything.
 
@@ -61,7 +97,9 @@ def load_config(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] 
     where = str(recipe) if recipe is not None else "--set"
     in_file = recipe_keys(recipe) if recipe is not None else {}
     overriding = override_keys(overrides)
-    tree = nest_keys({**in_file, **overriding}, "--set" if overriding and _is_tree(in_file) else where)
+    tree = nest_keys(
+        _with_absolute_paths({**in_file, **overriding}), "--set" if overriding and _is_tree(in_file) else where
+    )
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:

@@ -342,8 +342,8 @@ class Checkpoint(Table):
     keep_last: PositiveInt = 2
     """Number of newest checkpoints that are kept. Older ones are deleted once a newer one is complete."""
     keep_best: int = Field(default=0, ge=0)
-    """Number of checkpoints with the highest reward_mean at their last step that are kept too, chosen among all,
-    the newest included. 0: only the newest are kept."""
+    """Number of checkpoints that are kept too because an evaluation of `evaluate.every` (avg@k on the first benchmark)
+    said most of them, the newest included. RUN/checkpoints/best is the best of them (docs/evaluation.md)."""
     path: str = ""
     """Folder or s3://… to which complete checkpoints are copied, into a folder of the run's name there. Empty: they
     stay in the run folder only."""

@@ -193,6 +193,43 @@ def rows_of(folder: RunFolder) -> list[EvaluationRow]:
     return list(read_lines(folder.evaluations))
 
 
+def dropped_file(folder: RunFolder) -> Path:
+    """Return the path of the file of dropped evaluations: one JSON object a line, with weight_version, reason and
+    exposed_s."""
+    return folder.path / "evaluations" / "dropped.jsonl"
+
+
+def scores_by_version(folder: RunFolder) -> dict[int, float]:
+    """avg@k of the run's weights by version, on its first benchmark, of evaluations made as the newest one of
+    `evaluate.every`; empty if there is none."""
+    rows = rows_of(folder)
+    in_run = [row for row in rows if row.get("in_run")]
+    if not in_run:
+        return {}
+    newest = max(row["weight_version"] for row in in_run)
+    how = next(row for row in in_run if row["weight_version"] == newest)
+    own = [row for row in rows if row["model"] == how["model"] or _is_in(row["model"], folder.path)]
+    return {
+        row["weight_version"]: row["avg_at_k"]
+        for row in own
+        if not protocol_differences(row["protocol"], how["protocol"])
+    }
+
+
+def awaited_versions(folder: RunFolder, config: Config, version: int) -> list[int]:
+    """The weight versions up to `version` whose evaluation in the run is to come: those that are due since the last one
+    of which there is a result, or a report that it was dropped."""
+    rows = (*(row for row in rows_of(folder) if row.get("in_run")), *read_lines(dropped_file(folder)))
+    settled = max((row["weight_version"] for row in rows), default=-1)
+    every = config.evaluate.every
+    due = range(0, version + 1, every) if every else ()
+    return [one for one in due if one > settled and one != config.train.steps - 1]
+
+
+def _is_in(model: str, folder: Path) -> bool:
+    return Path(model).resolve().is_relative_to(folder.resolve())
+
+
 def find_baseline(folder: RunFolder, row: EvaluationRow) -> EvaluationRow | None:
     """The first evaluation in the run folder that is comparable with the row and has another model or version; None if
     there is none."""

@@ -28,7 +28,7 @@ from engine.config import Config
 from engine.errors import MetronomeError, StaleRolloutError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record_evaluation
-from engine.evaluation.tables import evaluation_protocol, protocol_differences
+from engine.evaluation.tables import dropped_file, evaluation_protocol, protocol_differences
 from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.producer import Producer, first_leaf
@@ -300,12 +300,6 @@ class InRunEvaluation:
             self._trace.flush()
         except OSError as error:
             print(f"evaluate: the timeline of evaluations can't be written: {error}", flush=True)
-
-
-def dropped_file(folder: RunFolder) -> Path:
-    """Return the path of the file of dropped evaluations: one JSON object a line, with weight_version, reason and
-    exposed_s."""
-    return folder.path / "evaluations" / "dropped.jsonl"
 
 
 def cut_evaluations(folder: RunFolder, start: int) -> None:

@@ -23,7 +23,7 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
-from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
+from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, TakenOver, WeightSyncError
 from engine.orchestrator.checks import check_instances, check_training
 from engine.orchestrator.live_progress import LiveProgress
 from engine.orchestrator.opening import serving_plane
@@ -38,8 +38,10 @@ from engine.run.commands import (
 )
 from engine.run.disk import named_disk_errors
 from engine.run.fence import TAKEN_OVER, Fence
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
+from engine.run.limits import saving_s
 from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
@@ -51,11 +53,8 @@ from engine.wire.certificate import Certificate
 from engine.wire.invitation import INVITATION, write_invitation
 
 STOP_S = 60.0
-"""Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the trainer's
-longest wait, is shorter, it applies instead."""
-
-STOP_BY_SIGNAL_S = 5.0
-"""The same limit if a signal ended the run, because the user is waiting for the run to end."""
+"""Seconds that a trainer which was told to stop may take for its checkpoint, or `limits.saving_s` if that is longer. If
+`train.timeout_s`, the trainer's longest wait, is shorter, it applies instead, unless a signal ended the run."""
 
 TAKEOVER_S = 30.0
 """Seconds to wait for the lock of the run folder. The orchestrator of a killed attempt may still hold it; its lifeline
@@ -85,6 +84,8 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
         except MetronomeError as error:
+            if isinstance(error, WeightSyncError | RatioGapError):
+                error.args = (f"{error}{_last_update(folder)}",)
             folder.write_failure(error)
             raise
         finally:
@@ -92,6 +93,18 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
                 (folder.path / INVITATION).unlink(missing_ok=True)
             drop_lifeline()
     return folder
+
+
+def _last_update(folder: RunFolder) -> str:
+    """The figures of the last step, which show whether training diverges: then numerics differ, too. "" if there is no
+    step."""
+    rows = list(read_lines(folder.steps))
+    if not rows:
+        return ""
+    return (
+        f"; or training diverges: the update of step {rows[-1]['step']} had loss {rows[-1]['loss']:.3g}, grad_norm "
+        f"{rows[-1]['grad_norm']:.3g} and learning rate {rows[-1]['learning_rate']:.3g}"
+    )
 
 
 class _Orchestrator:
@@ -232,8 +245,7 @@ class _Orchestrator:
             if self._signal is not None and plane.failure is None:
                 await plane.stop_run(Stopped(f"ended by {self._signal}"))
             if plane.failure is not None:
-                grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
-                stop_by = stop_by or time.monotonic() + grace_s
+                stop_by = stop_by or time.monotonic() + self._grace_s()
                 if time.monotonic() > stop_by:
                     raise plane.failure
             await asyncio.sleep(0.1)
@@ -241,6 +253,11 @@ class _Orchestrator:
             raise plane.trainer_error
         if trainer.process.returncode:
             raise plane.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
+
+    def _grace_s(self) -> float:
+        """Return the seconds that the trainer may take to stop. After a signal a person waits, who can send another."""
+        saving = saving_s(self.config)
+        return saving if self._signal is not None else min(max(STOP_S, saving), self.config.train.timeout_s)
 
     def _stop_on_signals(self) -> None:
         """Let SIGINT and SIGTERM end the run, after the trainer has saved the weights from before its current step.

@@ -33,6 +33,8 @@ class LiveProgress:
         self._folder = folder
         self._steps = steps
         self._written: Progress | None = None
+        self._left_over = arriving_size(folder.checkpoints)
+        """Bytes of a checkpoint that an interrupted run did not finish. If they change, one is being fetched."""
         self.notices = RunEvents(self._append)
         self.pool: Pool | None = None
         self.plane: Plane | None = None
@@ -67,7 +69,8 @@ class LiveProgress:
             }
         if self.plane is not None:
             found |= self.plane.stage_progress()
-        if not found["ready"] and (size := arriving_size(self._folder.checkpoints)):
+        size = 0 if found["ready"] else arriving_size(self._folder.checkpoints)
+        if size and size != self._left_over:
             return Progress(f"fetching a checkpoint: {format_size(size)} so far")
         return training_progress(found, self._steps)
 

@@ -34,8 +34,8 @@ DATA = ".distcp"
 """Suffix of the files with the tensors."""
 DAMAGED = "damaged-"
 """Prefix in the name of a damaged checkpoint that is kept aside."""
-BEST_BY = "reward_mean"
-"""The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
+Scores = Mapping[int, float | None]
+"""What an evaluation said of a run's weights, by version; None while its result is awaited."""
 
 
 class Marker(TypedDict):
@@ -185,21 +185,25 @@ def publish_checkpoint(
     write_json(target / MARKER, marker)
 
 
-def checkpoints_to_keep(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
-    """Names of the checkpoints to keep: the `last` newest, and the `best` of all by BEST_BY."""
-    newest = sorted(markers, key=lambda name: markers[name]["step"], reverse=True)
-    ranked = sorted(
-        (name for name in newest if BEST_BY in markers[name]["figures"]),
-        key=lambda name: markers[name]["figures"][BEST_BY],
-        reverse=True,
-    )
-    return set(newest[:last]) | set(ranked[:best])
+def rank_checkpoints(steps: Mapping[str, int], scores: Scores) -> list[str]:
+    """Names of the evaluated checkpoints, the best first; of equal ones, the newer first. `steps`: their steps."""
+    told = {name: (score, step) for name, step in steps.items() if (score := scores.get(step)) is not None}
+    return sorted(told, key=lambda name: told[name], reverse=True)
 
 
-def prune_checkpoints(root: Path, last: int, best: int) -> None:
+def checkpoints_to_keep(markers: Mapping[str, Marker], last: int, best: int, scores: Scores) -> set[str]:
+    """Names of the checkpoints to keep: the `last` newest, the `best` ones by their evaluation and, if any are to be
+    kept, those whose evaluation is awaited."""
+    steps = {name: marker["step"] for name, marker in markers.items()}
+    newest = sorted(steps, key=lambda name: steps[name], reverse=True)
+    awaited = [name for name in newest if best and scores.get(steps[name], 0.0) is None]
+    return {*newest[:last], *rank_checkpoints(steps, scores)[:best], *awaited}
+
+
+def prune_checkpoints(root: Path, last: int, best: int, scores: Scores) -> None:
     """Delete complete checkpoints that need not be kept, and incomplete ones older than the newest complete one."""
     markers = {folder.name: json.loads((folder / MARKER).read_text()) for folder in all_complete(root)}
-    keep = checkpoints_to_keep(markers, last, best)
+    keep = checkpoints_to_keep(markers, last, best, scores)
     half = [folder for folder in incomplete_checkpoints(root) if markers and folder.name.strip(".") < max(markers)]
     for folder in [*half, *(root / name for name in markers if name not in keep)]:
         (folder / MARKER).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from engine.run.checkpoint_files import (
     DAMAGED,
     MARKER,
     Marker,
+    Scores,
     checkpoints_to_keep,
     find_damage,
     find_fault,
@@ -194,7 +195,7 @@ def damaged_checkpoints(place: str) -> list[str]:
     return sorted(name for name in tops if name.startswith(DAMAGED))
 
 
-def prune_published(place: str, last: int, best: int, run: str = "") -> None:
+def prune_published(place: str, last: int, best: int, scores: Scores, run: str = "") -> None:
     """Delete a run's complete checkpoints in a place that need not be kept, each marker first, and incomplete ones
     older than the newest.
 
@@ -206,7 +207,7 @@ def prune_published(place: str, last: int, best: int, run: str = "") -> None:
     half = {name for name in interrupted if name < newest}
     with _named(f"deleting old checkpoints in {place}"):
         store, root = _open(place)
-        for name in sorted(set(markers) - checkpoints_to_keep(markers, last, best) | half):
+        for name in sorted(set(markers) - checkpoints_to_keep(markers, last, best, scores) | half):
             if store.exists(f"{root}/{name}/{MARKER}"):
                 store.rm_file(f"{root}/{name}/{MARKER}")
             store.rm(f"{root}/{name}", recursive=True)

@@ -139,6 +139,11 @@ def conversion_command(model: str, progress: Path) -> list[str]:
     return python_command("engine.tools.conversion", model, str(progress))
 
 
+def export_command(checkpoint: Path, target: Path) -> list[str]:
+    """Command line that writes the policy of a checkpoint as a Hugging Face folder."""
+    return python_command("engine.trainer.export", str(checkpoint), str(target))
+
+
 def instance_command(
     config: Config, model: Path, name: str, number: int, port_file: Path, port: int = 0, host: str = ""
 ) -> tuple[list[str], dict[str, str]]:

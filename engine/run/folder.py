@@ -214,4 +214,4 @@ def _from_here(config: Config) -> str:
 
 def dump_config(config: Config, path: Path) -> None:
     """Write the resolved config as TOML, atomically. `load_config(path)` gives an equal config."""
-    write_atomically(path, tomli_w.dumps(config.model_dump(mode="json")))
+    write_atomically(path, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))

@@ -29,6 +29,9 @@ OWN_THREADS = 16
 RANK_SHARED = 64 * 2**20
 """Bytes of shared memory per device process of a node that has several, for buffers of the device's collectives and of
 vLLM. An allowance, not measured; a container has 64 MiB in total by default."""
+UNDER_WAY_S = 20.0
+SLOW_DISK = 50 * 2**20
+"""Bytes per second at which every disk is taken to write a checkpoint."""
 SIZES = {"float32": 4, "bfloat16": 2}
 PIDS = Path("/sys/fs/cgroup/pids.max")
 
@@ -152,16 +155,25 @@ def shared_memory(config: Config) -> int:
 
 
 def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
-    """Number of checkpoints that the run folder still needs room for, and the bytes of one.
-
-    A checkpoint has the weights and Adam's two moments in fp32, and the old policy in the training's dtype.
-    """
-    old = SIZES[config.train.dtype] if config.algorithm.old_policy == "previous" else 0
+    """Number of checkpoints that the run folder still needs room for, and the bytes of one."""
     every = config.checkpoint.every
     all_of_them = config.train.steps // every + 1 if every else 1
-    kept = min(all_of_them, config.checkpoint.keep_last + config.checkpoint.keep_best + 1)
+    best = config.checkpoint.keep_best
+    kept = min(all_of_them, config.checkpoint.keep_last + best + (2 if best else 1))  # one may await its evaluation
     there = len(all_complete(config.folder / "checkpoints"))
-    return max(1, kept - there), parameters * (12.0 + old)
+    return max(1, kept - there), checkpoint_size(config, parameters)
+
+
+def checkpoint_size(config: Config, parameters: int) -> float:
+    """Bytes of a checkpoint: the weights and Adam's two moments in fp32, and the old policy in the training's dtype."""
+    old = SIZES[config.train.dtype] if config.algorithm.old_policy == "previous" else 0
+    return parameters * (12.0 + old)
+
+
+def saving_s(config: Config) -> float:
+    """Longest time in seconds until a trainer that was told to stop has a whole checkpoint: UNDER_WAY_S for the
+    micro-batch under way, and the time that SLOW_DISK takes."""
+    return UNDER_WAY_S + checkpoint_size(config, stored_parameters(Path(config.model.path))) / SLOW_DISK
 
 
 def stored_parameters(model: Path) -> int:

@@ -9,10 +9,14 @@ from engine.config import Config
 from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
 from engine.model.shape import read_shape
-from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.files import read_lines
+from engine.run.checkpoint_files import all_complete, latest_checkpoint, step_of
+from engine.run.files import read_json, read_lines
 from engine.run.folder import RunFolder
 
+ORIGIN = "checkpoint.json"
+"""File in a folder that was exported from a checkpoint: its path, its id and its weight version."""
+EXPORTED = "exported"
+"""Folder in a run folder with the policies of its checkpoints, by their names."""
 CONTEXT = 4096
 """Largest number of tokens of prompt and response together, unless a recipe sets it. More would take memory that few
 need."""
@@ -31,7 +35,9 @@ def served_config(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Co
         config = load_config(recipe, _with_room(overrides)) if recipe else _of_model(folder, overrides)
     read_shape(folder)
     path = config.model.model_copy(update={"path": str(folder.resolve())})
-    return config.model_copy(update={"model": path}), (folder if run is None else run.path).resolve().name
+    name = (folder if run is None else run.path).resolve().name
+    exported = f"-{folder.name}" if run is not None and folder.parent.name == EXPORTED else ""
+    return config.model_copy(update={"model": path}), name + exported
 
 
 def model_folder(model: str) -> tuple[Path, RunFolder | None]:
@@ -40,25 +46,40 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
     `model`: a run folder, or a Hugging Face folder. Raises BadInput for anything else.
     """
     place = find_file(model)
-    run = RunFolder(place.parent if place.name == "policy" and (place.parent / "config.toml").is_file() else place)
-    if run.config.is_file():
+    run = RunFolder(_run_of(place))
+    if run.config.is_file() and run.path == place:
         if not run.policy.is_dir():
+            there = [folder.name for folder in all_complete(run.checkpoints)]
+            checkpoints = f", or one of its checkpoints, {run.checkpoints}/{there[-1]}" if there else ""
             raise BadInput(
                 f"--model {model}: this run has no policy yet ({run.policy}); it is written after the last step. "
-                "Give a finished run, or a Hugging Face folder"
+                f"Give a finished run{checkpoints}, or a Hugging Face folder"
             )
         return run.policy, run
     if not (place / "config.json").is_file():
         found = "it has no config.json" if place.is_dir() else f"there is no folder {place.absolute()}"
+        near = Path(Config().run.output) / model
+        hint = f"; did you mean {near}?" if RunFolder(near).config.is_file() else ""
         raise BadInput(
-            f"--model {model}: {found}; expected a run folder with a policy, or a Hugging Face folder, or owner/name "
-            "on the hub (where no folder `owner` is here)"
+            f"--model {model}: {found}{hint}; expected a run folder with a policy, a checkpoint of a run, or a Hugging "
+            "Face folder, or owner/name on the hub (where no folder `owner` is here)"
         )
-    return place, None
+    return place, run if run.config.is_file() else None
+
+
+def _run_of(place: Path) -> Path:
+    """The folder of the run whose policy, or exported checkpoint, a folder is; else the folder itself."""
+    folder = place.resolve()
+    if folder.name == "policy":
+        return place.parent
+    return folder.parent.parent if folder.parent.name == EXPORTED else place
 
 
 def weight_version(model: Path) -> int:
-    """The weight version of a model folder: the number of updates if it is the policy of a run, otherwise 0."""
+    """The weight version of a model folder: the number of updates if it is the policy of a run or was exported from a
+    checkpoint, otherwise 0."""
+    if (model / ORIGIN).is_file():
+        return int(read_json(model / ORIGIN, "the checkpoint that it comes from", "export it again")["weight_version"])
     if model.name != "policy":
         return 0
     folder = RunFolder(model.parent)

@@ -149,7 +149,7 @@ class Loop:
                 updates = self.trainer.update(self._responses_per_update)
             except MetronomeError as error:
                 self.rollouts.failed(error)
-                if not self.trainer.has_moved:
+                if step and not self.trainer.has_moved:  # before step 0 they are those of the base model
                     self.checkpoint(step, None)  # the weights from before this step
                 raise
             ended = time.perf_counter()

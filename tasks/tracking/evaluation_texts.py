@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.evaluation.tables import rows_of
-from engine.orchestrator.in_run_evaluation import dropped_file
+from engine.evaluation.tables import dropped_file, rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 

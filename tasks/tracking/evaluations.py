@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import mlflow
 
 from engine.config import Config
-from engine.evaluation.tables import rows_of
-from engine.orchestrator.in_run_evaluation import dropped_file
+from engine.evaluation.tables import dropped_file, rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from tasks.console import print_error, say

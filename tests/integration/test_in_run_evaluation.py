@@ -2,13 +2,17 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.run.files import read_lines
+from engine.run.served_model import served_config, weight_version
 from engine.run.trace import read_spans
 from support.runs import launch
+from tasks.export import find_checkpoint, policy_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4
@@ -38,8 +42,10 @@ def run(settings, folder):
 
 def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropped(exact, tmp_path):
     run(exact | {"run.name": "plain"}, tmp_path)
-    folder = run(exact | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
+    keep = {"checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_best": 1}
+    folder = run(exact | keep | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
     assert weights(tmp_path, "plain") == weights(tmp_path, "evaluated")
+    _best_and_last_are_there_and_exported(folder)
 
     rows = list(read_lines(folder / "evaluations.jsonl"))
     assert [row["weight_version"] for row in rows] == [0, 1, 2]  # not the last step's, which nothing waits for
@@ -74,6 +80,27 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
         landed = re.match(r"(\d+) of 320 responses had arrived when training had waited 0 s", row["reason"])
         assert (landed and int(landed[1]) < 320) or "not yet encoded" in row["reason"], row
     assert weights(tmp_path, "plain") == weights(tmp_path, "late")
+
+
+def _best_and_last_are_there_and_exported(folder):
+    rows = [row for row in read_lines(folder / "evaluations.jsonl") if row["weight_version"]]
+    best = max(rows, key=lambda row: (row["avg_at_k"], row["weight_version"]))["weight_version"]
+    last = folder / f"checkpoints/step-{STEPS:06d}"
+    chosen = find_checkpoint(str(folder / "checkpoints/best"))
+    assert chosen.name == f"step-{best:06d}"
+    assert {chosen, last} <= set(folder.glob("checkpoints/step-*"))
+
+    made = folder / "exported" / last.name
+    assert policy_folder(str(last)) == str(made)
+    policy = folder / "policy"
+    names = {path.name for path in policy.iterdir()}
+    assert {path.name for path in made.iterdir()} == names | {"checkpoint.json"}
+    assert all((made / name).read_bytes() == (policy / name).read_bytes() for name in names)
+    config, text = served_config(policy_folder(str(chosen)), "", [])
+    assert (config.rollout.max_context, text) == (64, f"evaluated-{chosen.name}")
+    assert weight_version(Path(config.model.path)) == best
+    prompt = AutoTokenizer.from_pretrained(config.model.path)("1+1=", return_tensors="pt")
+    assert AutoModelForCausalLM.from_pretrained(config.model.path).generate(**prompt, max_new_tokens=1).numel() == 5
 
 
 def _never_beside_a_step(spans):

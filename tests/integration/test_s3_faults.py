@@ -152,7 +152,7 @@ def test_nor_does_one_in_an_upload_in_parts(proxy, tmp_path, small_parts, fault,
     kinds = ("POST .*[?]uploads", "PUT .*partNumber=3&uploadId=", "POST .*[?]uploadId=", "DELETE .*[?]uploadId=")
     assert [kind for kind in kinds if not any(re.search(kind, request) for request in seen)] == []
     assert only or unfinished(tmp_path.name)  # where the abort failed, too
-    store.prune_published(f"s3://bucket/{tmp_path.name}", 1, 0)
+    store.prune_published(f"s3://bucket/{tmp_path.name}", 1, 0, {})
     assert unfinished(tmp_path.name) == []
 
 
@@ -165,7 +165,7 @@ def test_retention_aborts_what_a_kill_broke_off_up_to_the_newest_checkpoint_and_
         fsspec.filesystem("s3").call_s3("create_multipart_upload", Bucket="bucket", Key=name)
     checkpoint = a_checkpoint(tmp_path / "run", 4)
     store.upload_checkpoint(checkpoint, f"s3://bucket/{tmp_path.name}/run/{checkpoint.name}")
-    store.prune_published(f"s3://bucket/{tmp_path.name}/run", 1, 0)
+    store.prune_published(f"s3://bucket/{tmp_path.name}/run", 1, 0, {})
     assert sorted(unfinished(tmp_path.name)) == sorted(names[2:])
 
 
@@ -180,7 +180,7 @@ def test_retention_that_fails_half_way_leaves_no_half_checkpoint_and_is_made_up_
             store.upload_checkpoint(step, f"{place}/{step.name}")
         proxy.spoil(fault, number)
         try:
-            store.prune_published(place, 1, 0)
+            store.prune_published(place, 1, 0, {})
             message = ""
         except CheckpointError as error:
             message = str(error)
@@ -190,7 +190,7 @@ def test_retention_that_fails_half_way_leaves_no_half_checkpoint_and_is_made_up_
         for name in store.survey_place(place)[0]:
             must_be_whole(read_there(place, name), *steps)
         assert steps[-1].name in store.survey_place(place)[0]
-        store.prune_published(place, 1, 0)
+        store.prune_published(place, 1, 0, {})
         s3, root = fsspec.core.url_to_fs(place)
         assert {name.removeprefix(f"{root}/").partition("/")[0] for name in s3.find(root)} == {steps[-1].name}
         number += 1

@@ -47,8 +47,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from engine.config import Config
 from engine.errors import BadInput, CheckpointError, DeadlineError, MetronomeError, TakenOver
+from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import (
+    STATE,
     folder_of,
     incomplete_checkpoints,
     is_complete,
@@ -61,7 +63,7 @@ from engine.run.checkpoint_files import (
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import write_json
-from engine.run.folder import check_same_keys
+from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import read_run_id
 from engine.run.threads import in_thread
 from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
@@ -190,8 +192,6 @@ def _from_json_row(row: Sequence[Any]) -> WriteResult:
 
 __all__ = ["Checkpoints", "is_complete", "folder_of", "incomplete_checkpoints", "latest_checkpoint", "step_of"]
 
-STATE = "state.json"
-
 
 @dataclass(frozen=True)
 class _PendingSave:
@@ -230,8 +230,7 @@ class Checkpoints:
         """Take the checkpoint before step `step`; return once the tensors are copied.
 
         Does nothing if this checkpoint was the last one saved or loaded and is complete. `figures`: figures of the last
-        step; the best checkpoints are chosen by reward_mean. First waits for a save in progress and raises its error
-        (see `finish`). Collective over all ranks.
+        step. First waits for a save in progress and raises its error (see `finish`). Collective over all ranks.
         """
         self.finish(self._config.train.timeout_s)
         target = folder_of(self._root, step)
@@ -352,13 +351,21 @@ class Checkpoints:
             fence=self._fence.check_attempt,
         )
         keep = self._config.checkpoint
-        prune_checkpoints(self._root, keep.keep_last, keep.keep_best)
+        scores = self._scores(int(state["step"])) if keep.keep_best else {}
+        prune_checkpoints(self._root, keep.keep_last, keep.keep_best, scores)
         if self._place:
             store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check_attempt)
             try:
-                store.prune_published(self._place, keep.keep_last, keep.keep_best, self._run)
+                store.prune_published(
+                    place=self._place, last=keep.keep_last, best=keep.keep_best, scores=scores, run=self._run
+                )
             except CheckpointError as error:  # old checkpoints remain and take space; the next save deletes them
                 self._print_on_rank_0(f"warning: {error}")
+
+    def _scores(self, step: int) -> dict[int, float | None]:
+        """Return what the run's evaluations say of its versions, up to the one of step `step`; None: it is awaited."""
+        folder = RunFolder(self._root.parent)
+        return {**dict.fromkeys(awaited_versions(folder, self._config, step)), **scores_by_version(folder)}
 
     def _find_checkpoint(self) -> CheckpointFound:
         """Return the checkpoint to load, verified and in the run folder. Called on rank 0."""

@@ -89,7 +89,7 @@ def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gra
         policy.control.load_state(gradient_control)
         last = policy.control.previous(loading=True)
         _load_into(folder, _gradient_parts(_weight_parts(policy.models.policy, "policy."), last or {}))
-    _load_into(folder, _weight_parts(policy.models.policy, "policy."))
+    load_policy(folder, policy.models.policy)
     if policy.models.old is not None:
         old = policy.models.old.model()
         _load_into(folder, _weight_parts(old, "old."))
@@ -100,6 +100,12 @@ def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gra
         policy.optimizer.reload_model_params()
     if same_layout:
         policy.platform.set_rng_state(_load_rng(folder))
+
+
+@torch.no_grad()
+def load_policy(folder: str, model: GPTModel) -> None:
+    """Load a checkpoint's policy into this rank's part of a model, cast to its dtype. Collective over all ranks."""
+    _load_into(folder, _weight_parts(model, "policy."))
 
 
 def _weight_parts(model: GPTModel, prefix: str) -> Parts:

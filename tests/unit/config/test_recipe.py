@@ -173,3 +173,31 @@ def test_a_base_is_a_recipe_of_its_own(tmp_path, base, said):
     (tmp_path / "variant.toml").write_text(f"base = {base}\n")
     with pytest.raises(BadInput, match=said):
         load_config(tmp_path / "variant.toml")
+
+
+def test_the_config_of_a_run_names_the_users_files_from_every_folder(tmp_path, monkeypatch):
+    (tmp_path / "here/math").mkdir(parents=True)
+    (tmp_path / "here/gsm8k").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("train.jsonl", "held.jsonl", "my.py"):
+        Path(name).touch()
+    given = {
+        "model.path": "owner/name",
+        "data.train": '[{path = "train.jsonl"}, "openai/gsm8k:train", "data/addition_train.jsonl"]',
+        "data.heldout": "held.jsonl",
+        "evaluate.benchmark": "gsm8k, held.jsonl",
+        "reward.function": "my.py:reward",
+        "algorithm.loss": "my.py:loss",
+    }
+    config = load_config(None, [f"{key}={value}" for key, value in given.items()])
+    here = tmp_path / "here"
+    sets = [one.path for one in config.data.sets]
+    assert sets == [f"{here}/train.jsonl", "openai/gsm8k:train", "data/addition_train.jsonl"]
+    assert (config.data.heldout, config.evaluate.benchmark) == (f"{here}/held.jsonl", f"gsm8k,{here}/held.jsonl")
+    assert (config.reward.function, config.algorithm.loss) == (f"{here}/my.py:reward", f"{here}/my.py:loss")
+    assert config.model.path == "owner/name"
+    dump_config(config, tmp_path / "config.toml")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(tmp_path / "config.toml") == config
+    assert load_config(None, ["reward.function=math"]).reward.function == "math"
+    assert load_config(None, [f"data.train={'d' * 5000}"]).data.train == "d" * 5000  # no system takes such a name

@@ -259,6 +259,23 @@ def test_a_run_on_own_problems_needs_its_own_heldout_ones(dry, problems):
     assert dry(f"data.train={problems}", "data.heldout_fraction=0.5")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("reward.function=no_such_module:reward", "no_such_module"),
+        ('rollout.stop=["STOP HERE"]', "tokens of this tokenizer; it must be one"),
+    ],
+)
+def test_a_dry_run_refuses_a_reward_or_a_stop_that_cannot_work(dry, key, said):
+    code, told = dry(key)
+    assert (code, said in told) == (2, True), told
+
+
+def test_an_output_that_is_a_file_is_refused_by_its_key(problems):
+    done = CliRunner().invoke(app, ["train", "--set", f"run.output={problems}", "--set", "run.name=any"])
+    assert (done.exit_code, f"error: run.output = '{problems}': {problems} is a file" in done.output) == (2, True)
+
+
 def test_another_model_on_the_quickstart_is_told_whose_settings_it_has(dry):
     code, told = dry("model.path=data/quickstart_model")
     assert code == 0

@@ -42,7 +42,10 @@ def test_a_checkpoint_that_is_fetched_before_training(tmp_path):
     (partial / "__0_0.distcp").write_bytes(b"w" * 2**21)
     live = LiveProgress(folder, 50)
     live.write_progress()
-    assert read_progress(folder.progress).text == "fetching a checkpoint: 2.0 MiB so far"
+    assert read_progress(folder.progress).text == "loading the models; starting"  # left by an interrupted save
+    (partial / "__0_0.distcp").write_bytes(b"w" * 2**22)
+    live.write_progress()
+    assert read_progress(folder.progress).text == "fetching a checkpoint: 4.0 MiB so far"
     then = time.time() - 3600  # left by a killed run
     os.utime(partial / "__0_0.distcp", (then, then))
     live.write_progress()

@@ -129,18 +129,16 @@ def test_a_checkpoint_that_is_deleted_is_none_from_the_beginning(tmp_path, monke
         a_checkpoint(tmp_path, step)
     monkeypatch.setattr(files.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        files.prune_checkpoints(tmp_path, last=1, best=0)
+        files.prune_checkpoints(tmp_path, last=1, best=0, scores={})
     assert files.all_complete(tmp_path) == [tmp_path / "step-000004"]
     assert (tmp_path / "step-000002").is_dir()
 
 
-def test_kept():
-    rewards = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: None, 6: 0.2}
-    markers = {
-        f"step-{step}": {"step": step, "figures": {} if reward is None else {"reward_mean": reward}}
-        for step, reward in rewards.items()
-    }
-    assert files.checkpoints_to_keep(markers, 2, 0) == {"step-5", "step-6"}
-    assert files.checkpoints_to_keep(markers, 1, 1) == {"step-6", "step-3"}  # of two equals the newer
-    assert files.checkpoints_to_keep(markers, 1, 3) == {"step-6", "step-3", "step-2", "step-1"}
-    assert files.checkpoints_to_keep({}, 2, 2) == set()
+def test_the_newest_those_with_the_best_evaluations_and_one_that_awaits_its_own_are_kept():
+    scores = {0: 0.95, 1: 0.5, 2: 0.9, 3: 0.9, 4: None, 6: 0.2}
+    markers = {f"step-{step}": {"step": step} for step in range(1, 7)}
+    assert files.checkpoints_to_keep(markers, 2, 0, scores) == {"step-5", "step-6"}
+    assert files.checkpoints_to_keep(markers, 1, 1, scores) == {"step-6", "step-3", "step-4"}  # of equals the newer
+    assert files.checkpoints_to_keep(markers, 1, 3, scores) == {"step-6", "step-3", "step-2", "step-1", "step-4"}
+    assert files.checkpoints_to_keep(markers, 1, 1, {}) == {"step-6"}
+    assert files.checkpoints_to_keep({}, 2, 2, scores) == set()

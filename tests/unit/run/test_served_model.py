@@ -63,4 +63,10 @@ def test_a_folder_without_a_model_and_a_missing_one_are_told_apart(tmp_path):
     for place, why in ((tmp_path, "it has no config.json"), (missing, f"there is no folder {Path.cwd() / missing}")):
         with pytest.raises(BadInput) as refused:
             served_config(str(place), "", [])
-        assert f"{place}: {why}; expected a run folder with a policy, or a Hugging Face folder" in str(refused.value)
+        assert f"{place}: {why}; expected a run folder with a policy, a checkpoint of a run" in str(refused.value)
+
+
+def test_a_runs_name_alone_is_answered_with_its_folder(run, monkeypatch):
+    monkeypatch.chdir(run.parent.parent)
+    with pytest.raises(BadInput, match="did you mean runs/mine\\?; expected"):
+        served_config("mine", "", [])

@@ -8,10 +8,11 @@ import pytest
 
 from engine.config import Config, Model, Rollout, Run, Train
 from engine.errors import BadInput, DeadlineError, ProcessDied, RatioGapError
+from engine.run import limits
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.process import Child
-from tasks import orchestrator_process
+from tasks import interruption, orchestrator_process
 from tasks.orchestrator_process import LineFollower, _failure, run_training
 
 
@@ -113,6 +114,47 @@ def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch
     with pytest.raises(DeadlineError, match=rf"the orchestrator .process \d+. gave no sign of life for {said}."):
         run_training(config)
     assert time.monotonic() - began < 60
+
+
+SAVES = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(2)
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit()
+signal.signal(signal.SIGINT, save)
+with open(sys.argv[1] + "/steps.jsonl", "w") as steps:
+    steps.write('{"step": 0, "pool_size": 1}\\n{"step": 1, "pool_size": 1}\\n')
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("parameters", "whole"), [(135_000_000, True), (1, False)])
+def test_a_checkpoint_has_the_time_that_its_size_takes(tmp_path, monkeypatch, capsys, parameters, whole):
+    """The trainer of SmolLM2 takes two seconds to save, after which another is ended."""
+    (tmp_path / "model").mkdir()
+    header = json.dumps({"weight": {"shape": [parameters], "dtype": "F32"}}).encode()
+    (tmp_path / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(tmp_path / "model")))
+    folder = RunFolder(config.folder)
+    folder.logs.mkdir(parents=True)
+    command = [sys.executable, "-c", SAVES, str(folder.path)]
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
+    monkeypatch.setattr(orchestrator_process, "STOP_S", 0.1)
+    monkeypatch.setattr(limits, "UNDER_WAY_S", 0.1)
+    monkeypatch.setattr(interruption, "_command", interruption._Command())
+    interruption.note_run(config, "train")
+
+    def interrupt(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(config, on_step=interrupt)
+    assert (folder.path / "saved").exists() == whole
+    seconds = 31 if whole else 0
+    said = f"stopping: the trainer saves the weights from before this step, for up to {seconds} s; Ctrl-C again ends "
+    assert f"{said}at once and loses 2 finished steps\n" in capsys.readouterr().err
+    assert b"is lost (at most 2 finished steps)" in interruption._command.last_words
 
 
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(10, 11), (6, 6)])  # twice as long less 9 s, but not shorter

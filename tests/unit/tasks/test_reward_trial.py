@@ -1,13 +1,17 @@
 """`metronome try-reward`: what it scores, what it shows, and its exit codes."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
 
+from engine.config.recipe import load_config
 from engine.data.prompts import prompt_id
+from engine.errors import BadInput
 from flows.cli import app
 from support.commands import sets
+from tasks.input_checks import check_inputs
 
 REWARD = """
 import sys, time
@@ -97,3 +101,45 @@ def test_an_unknown_prompt_id_is_named(tried, tmp_path):
     code, error, _ = tried("form", ["--responses", tmp_path / "given.jsonl"])
     assert code == 2
     assert "rows.jsonl has the prompt_id ffff" in error
+
+
+BEFORE = """
+import time
+
+def ends(prompt, responses):
+    return [float(one.text.split()[-1] == prompt.answer) for one in responses]
+
+def careful(prompt, responses):
+    assert len(responses) == 4  # the group's size
+    return [float(one.text == prompt.answer) for one in responses]
+
+def hangs(prompt, responses):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "refusal", "line"),
+    [
+        (
+            "ends",
+            "raised IndexError: .*line 5.*before the start, .*ends was called with '1.1=', its answer and an em",
+            "",
+        ),
+        ("careful", "", "careful was called with '1+1=', its answer and an empty response: scores 1 and 0\n"),
+        ("hangs", "", "no score within 1 s\n"),
+    ],
+)
+def test_a_run_calls_its_reward_on_a_problem_before_anything_starts(
+    tmp_path, tiny_model, capsys, function, refusal, line
+):
+    (tmp_path / "mine.py").write_text(BEFORE)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
+    keys = [f"data.{name}={tmp_path}/rows.jsonl" for name in ("train", "heldout")]
+    keys += [f"model.path={tiny_model}", "data.decontaminate=[]", "reward.timeout_s=1", "rollout.group_size=4"]
+    keys += [f"run.output={tmp_path}", f"reward.function={tmp_path}/mine.py:{function}", "rollout.max_context=64"]
+    config = load_config(None, [*keys, "rollout.max_new_tokens=16"])
+    for _ in range(2):
+        with pytest.raises(BadInput, match=refusal) if refusal else nullcontext():
+            check_inputs(config)
+    assert capsys.readouterr().out.endswith(line)

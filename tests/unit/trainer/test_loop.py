@@ -97,7 +97,7 @@ class Rollouts:
         self.calls.append(("failed", str(error)))
 
 
-def run(trainer, rollouts, trace=None, rollout=None, **train):
+def run(trainer, rollouts, trace=None, rollout=None, start=0, **train):
     """The figures of each step, and at which steps a checkpoint was due; also where the loop raises."""
     told = []
     saved = []
@@ -109,7 +109,7 @@ def run(trainer, rollouts, trace=None, rollout=None, **train):
         trace=trace,
         report=lambda step, figures: told.append(figures),
         checkpoint=lambda step, figures: saved.append((step, figures is not None)),
-    ).run(0)
+    ).run(start)
     return told
 
 
@@ -172,20 +172,22 @@ def test_a_gap_to_the_instances_ends_the_step_before_its_update():
     calls = []
     trainer = Hooked(calls)
     trainer.gap = float("nan")
-    with pytest.raises(RatioGapError, match="step 0.*max.ratio - 1. = nan"):
-        run(trainer, Rollouts(calls, [a_window(0)]))
-    assert trainer.saved == [(0, False)]
+    with pytest.raises(RatioGapError, match="step 1.*max.ratio - 1. = nan"):
+        run(trainer, Rollouts(calls, [a_window(0)]), start=1, steps=2)
+    assert trainer.saved == [(1, False)]
     assert ("update", 4) not in calls
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_an_error_leaves_a_checkpoint_of_the_weights_before_the_step_unless_it_has_changed_them(moved):
+@pytest.mark.parametrize(("step", "moved"), [(1, False), (1, True), (0, False)])
+def test_an_error_leaves_a_checkpoint_of_the_weights_before_the_step_unless_they_changed_or_are_the_base_models(
+    step, moved
+):
     calls = []
     trainer = Hooked(calls, failing="update")
     trainer.has_moved = moved
     with pytest.raises(BadInput, match="update failed"):
-        run(trainer, Rollouts(calls))
-    assert trainer.saved == ([] if moved else [(0, False)])
+        run(trainer, Rollouts(calls), start=step, steps=2)
+    assert trainer.saved == ([] if moved or not step else [(1, False)])
     assert calls[-1] == ("failed", "update failed")
 
 

@@ -13,6 +13,7 @@ import torch
 from engine.errors import DeadlineError, MetronomeError, TakenOver
 from engine.run import checkpoint_files as files
 from engine.run.fence import Fence
+from engine.run.files import append_line
 from support.checkpoint_pairs import assert_same, builder, save, train
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -116,13 +117,16 @@ def test_a_failed_publication_fails_the_next_call_by_name(build, tmp_path):
     assert files.is_complete(checkpoints._root / "step-000001")
 
 
-def test_the_last_and_the_best_are_kept(build):
-    policy, checkpoints = build(checkpoint__keep_last=2, checkpoint__keep_best=2)
+def test_the_last_and_those_with_the_best_evaluations_are_kept_whatever_their_rewards(build, tmp_path):
+    policy, checkpoints = build(checkpoint__keep_last=1, checkpoint__keep_best=2, evaluate__every=1)
     (checkpoints._root / ".step-000002.partial").mkdir(parents=True)
     rewards = {1: 0.9, 2: 0.1, 3: 0.8, 4: 0.7, 5: 0.2, 6: 0.3}
-    for step, reward in rewards.items():
+    own = {"in_run": True, "model": "base", "protocol": {"samples": 1}}
+    append_line(tmp_path / "evaluations.jsonl", {"weight_version": 1, "avg_at_k": 1.0, **own, "model": "another"})
+    for step, reward in rewards.items():  # an evaluation begins once its checkpoint is there
         save(checkpoints, step, reward_mean=reward)
-    assert sorted(os.listdir(checkpoints._root)) == ["step-000001", "step-000003", "step-000005", "step-000006"]
+        append_line(tmp_path / "evaluations.jsonl", {"weight_version": step, "avg_at_k": 1 - reward, **own})
+    assert sorted(os.listdir(checkpoints._root)) == ["step-000002", "step-000005", "step-000006"]
     assert files.step_of(files.latest_checkpoint(checkpoints._root)) == 6
     save(checkpoints, 6)  # taken already
     assert files.read_marker(checkpoints._root / "step-000006")["figures"] == {"reward_mean": 0.3}
