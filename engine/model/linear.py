@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PIECE = 1 << 21
-"""Numbers of a bf16 weight gradient that are computed at a time before they are added to the fp32 sum. An output layer's
-gradient then takes a third of the time of the whole at once (measured): new memory of that size comes from the system
-each time."""
+"""Numbers of a bf16 weight gradient that are computed at a time before they are added to the fp32 sum. The gradient of
+an output layer then takes a third of the time of the whole at once (measured): new memory of that size comes from the
+system each time."""
 LARGE = 1 << 22
 """Fewest multiplications of a product that oneDNN computes. Its set-up takes about 0.6 ms at the first product of each
 size (measured)."""

@@ -69,6 +69,23 @@ def test_cores_are_shared_evenly_with_the_ranks_of_the_reference(monkeypatch):
     assert own.scorer_threads == 5
 
 
+def test_an_idle_instances_cores_are_borrowed_unless_a_runs_bits_are_a_function_of_its_seed(monkeypatch):
+    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: set(range(12)))
+    for train, rollout, most in (
+        ({}, {}, 12),
+        ({"borrow_cores": "off"}, {}, 6),
+        ({"consume": "prompt_order"}, {}, 6),
+        ({"record": True}, {}, 6),
+        ({"record": True, "borrow_cores": "on"}, {}, 12),
+        ({"devices": [0, 1]}, {}, 2),
+        ({}, {"devices": [0, 1, 2]}, 6),
+    ):
+        assert Tree(train=train, rollout=rollout).most_trainer_threads == most
+    assert Tree(parallel={"data": 2}, stages={"reference": {"pipeline": 3}}).most_trainer_threads == 2
+    with pytest.raises(ValueError, match=r'borrow_cores = "on" needs train.devices = \[\]'):
+        Config(train={"devices": [0], "borrow_cores": "on"})
+
+
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
