@@ -133,8 +133,8 @@ class LiveRollouts:
     ) -> None:
         """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches column bodies
         that are stored outside the orchestrator; `prefetch`: whether a thread leases and prepares the next window while
-        one is trained. `prefetch` has no effect with `early` or `bodies`. `share_cores` is called before each window and
-        each publish, with whether the instances are idle."""
+        one is trained. `prefetch` has no effect with `early` or `bodies`. `share_cores` is called with whether the
+        instances are idle, before each window and each publish."""
         self._bodies = bodies
         self._control = control
         self._ranks = ranks
