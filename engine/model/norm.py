@@ -76,32 +76,34 @@ class RMSNorm(torch.nn.Module):
             return normed
         if npu_operators.on_npu(x):
             return npu_operators.rms_norm(x, self.weight, self.eps)
-        if x.device.type == "cpu" and x.dtype is torch.float32:
+        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16):
             out: Tensor = _Normalise.apply(x, self.weight, self.eps)
             return out
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class _Normalise(torch.autograd.Function):
-    """`F.rms_norm` for the CPU in fp32, for which torch has no kernel. Forward and backward take half the time of
-    torch's single operations."""
+    """`F.rms_norm` for the CPU, for which torch has no kernel. Forward and backward take half to two thirds of the time
+    of torch's single operations. bf16 is computed in fp32, and the result is rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        wide = x.float()
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide * scale).mul_(weight.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
         """With n = x·s and g = grad·w: d x = s · (g − n · mean(g·n)), d w = Σ grad·n."""
         x, weight, scale = ctx.saved_tensors
-        normal = x * scale
-        to_weight = (grad * normal).flatten(0, -2).sum(0)
-        scaled = grad * weight
+        wide = grad.float()
+        normal = x.float() * scale
+        to_weight = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = wide * weight.float()
         along = (scaled * normal).mean(-1, keepdim=True)
-        return scaled.addcmul_(normal, along, value=-1).mul_(scale), to_weight, None
+        return scaled.addcmul_(normal, along, value=-1).mul_(scale).to(x.dtype), to_weight, None
 
 
 class _SumAndNorm(torch.autograd.Function):

@@ -167,6 +167,7 @@ class LeaseRequests:
             lease=held.number,
             lease_s=self._table.stages[held.stage].lease_s,
             deliveries=held.deliveries,
+            generated=all(batch.generated for batch in self._batches.values()),
         )
 
     def _given(self, window: messages.Window, request: messages.Lease) -> messages.Window | None:

@@ -14,16 +14,13 @@ from torch import Tensor
 from engine.config import Config
 from engine.wire.weights.buckets import DTYPES
 
-PIECE = 2**24
-"""Numbers of the gradient that are checked at a time."""
-
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
     """Return AdamW over the model's gradient buffers. All ranks build it at the same time.
 
-    On GPUs, torch's fused kernel updates the parameters without temporary tensors. On NPUs, MindSpeed substitutes its
-    fused AdamW. Elsewhere torch updates one parameter at a time: updating all together would need temporary tensors of
-    the size of all fp32 weights.
+    On GPUs, and on a CPU in bf16, torch's fused kernel updates the parameters without temporary tensors. On NPUs,
+    MindSpeed substitutes its fused AdamW. Elsewhere torch updates one parameter at a time: updating all together would
+    need temporary tensors of the size of all fp32 weights.
     """
     _clip_in_few_calls()
     train = config.train
@@ -45,7 +42,8 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
     )
     for group in optimizer.param_groups:  # only torch's AdamW reads these
         group["foreach"] = False
-        group["fused"] = all(main.device.type == "cuda" for main in group["params"])
+        kinds = {main.device.type for main in group["params"]}
+        group["fused"] = kinds == {"cuda"} or (kinds == {"cpu"} and train.dtype == "bfloat16")
     return optimizer
 
 
@@ -96,8 +94,8 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
 
 
 def is_finite(ddp: DistributedDataParallel) -> bool:
-    """Whether every number of this rank's gradient is finite. Checks one piece at a time, because torch needs temporary
-    memory of 1.75 times the tensor's size."""
+    """Whether every number of this rank's gradient is finite: then its extremes are, and one pass without temporary
+    memory finds them."""
     buffers = ddp.buffers + ddp.expert_parallel_buffers
-    pieces = [piece for buffer in buffers for piece in buffer.grad_data.split(PIECE)]
-    return bool(torch.stack([torch.isfinite(piece).all() for piece in pieces]).all())
+    extremes = [extreme for buffer in buffers for extreme in buffer.grad_data.aminmax()]
+    return bool(torch.isfinite(torch.stack(extremes)).all())

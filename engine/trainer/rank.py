@@ -261,6 +261,7 @@ def _rollouts(
     bodies = StoredBodies(ranks.name, config.store_timeout_s) if config.leaders_fetch else None
     # on a CPU the thread would slow down training itself
     prefetch = {"on": True, "off": False, "auto": policy.models.device.type != "cpu"}[config.train.prefetch]
+    most = config.most_trainer_threads if policy.models.device.type == "cpu" else arguments.threads
     return LiveRollouts(
         control=plane,
         ranks=ranks,
@@ -269,6 +270,7 @@ def _rollouts(
         early=config.train.score_early,
         bodies=bodies,
         prefetch=prefetch,
+        share_cores=lambda alone: torch.set_num_threads(most if alone else arguments.threads),
     )
 
 

@@ -129,10 +129,12 @@ class LiveRollouts:
         early: bool = False,
         bodies: StoredBodies | None = None,
         prefetch: bool = False,
+        share_cores: Callable[[bool], None] = lambda alone: None,
     ) -> None:
         """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches column bodies
         that are stored outside the orchestrator; `prefetch`: whether a thread leases and prepares the next window while
-        one is trained. `prefetch` has no effect with `early` or `bodies`."""
+        one is trained. `prefetch` has no effect with `early` or `bodies`. `share_cores` is called with whether the
+        instances are idle, before each window and each publish."""
         self._bodies = bodies
         self._control = control
         self._ranks = ranks
@@ -140,6 +142,7 @@ class LiveRollouts:
         self._config = config
         self._early = early
         self._ahead = prefetch and not early and bodies is None
+        self._share_cores = share_cores
         self.prompt_position: int | None = None
         self.prompts: str | None = None
         """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
@@ -173,6 +176,7 @@ class LiveRollouts:
 
     def publish(self, model: PublishedModel, version: int) -> float:
         """Wait until publishing is allowed, then give every instance the version. Return the seconds that both took."""
+        self._share_cores(False)
         started = time.perf_counter()
         may_publish = messages.MayPublish(version=version)
         while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
@@ -224,6 +228,7 @@ class LiveRollouts:
                 coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
             if opened:  # otherwise the reply is a sign of life: ask again
+                self._share_cores(isinstance(reply, Window) and reply.generated)
                 yield opened
                 last = time.monotonic()
                 done += (reply.lease,) if isinstance(reply, Window) else ()

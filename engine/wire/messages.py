@@ -30,7 +30,7 @@ from engine.wire.sync_messages import (
     VerifySync,
 )
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
@@ -61,6 +61,8 @@ class Window(Message):
     """How often the rows have been leased, including this time."""
     store: StoreAddresses | None = None
     """Where the column bodies are stored; None: they are in the rows."""
+    generated: bool = False
+    """Whether every group of the batches in progress has arrived, so that the instances have none to sample."""
 
 
 class EarlyResponses(Message):

@@ -12,7 +12,7 @@ from engine.errors import BadInput
 from engine.model.attention import SegmentAttention, attention_params
 from engine.model.kernels import cpu, cuda
 from engine.model.kernels.reference import masked_attention
-from support.attention_cases import CASES, HEADS, assert_same, row_of, shards_of
+from support.attention_cases import CASES, HEADS, assert_near_in_bfloat16, assert_same, row_of, shards_of
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -21,6 +21,13 @@ from support.attention_cases import CASES, HEADS, assert_same, row_of, shards_of
 def test_a_cpu_kernel_equals_the_mask_and_its_gradients(kernel, case, heads):
     for row in shards_of(row_of(CASES[case])):
         assert_same(kernel, row, heads)
+
+
+@pytest.mark.parametrize("short", [0, cpu.SHORT])
+def test_the_cpu_kernel_in_bfloat16_with_and_without_fp32_scores(short, monkeypatch):
+    monkeypatch.setattr(cpu, "SHORT", short)
+    for row in shards_of(row_of(CASES["ragged"])):
+        assert_near_in_bfloat16(cpu.attend, row, (4, 2))
 
 
 def test_the_plan_computes_nothing_hidden_if_calls_are_free():

@@ -54,6 +54,21 @@ def test_a_weights_gradient_is_added_to_its_main_grad(monkeypatch, size, large):
     torch.testing.assert_close(before, total, rtol=1e-5, atol=1e-4)
 
 
+def test_a_bfloat16_weights_gradient_is_added_to_its_fp32_main_grad(monkeypatch):
+    monkeypatch.setattr(products, "PIECE", 5000)  # more than one piece, the last one shorter
+    x, weight, _ = made(300, 384, 128, bias=False)
+    upstream = torch.randn(300, 1, 128).bfloat16()
+    wanted = upstream.flatten(0, 1).float().t() @ x.detach().bfloat16().flatten(0, 1).float()
+    narrow = weight.detach().bfloat16().requires_grad_()
+    narrow.main_grad = torch.ones_like(weight)
+    out = linear_product(x.bfloat16(), narrow, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    (out * upstream).sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert narrow.grad is None
+    assert narrow.main_grad.dtype is torch.float32
+    assert torch.norm(narrow.main_grad - 1 - wanted) / torch.norm(wanted) < 4e-3
+
+
 def test_large_products_have_equal_bits_wherever_they_lie_in_memory():
     torch.manual_seed(0)
     a = torch.randn(300, 128)

@@ -47,6 +47,19 @@ def test_bfloat16_keeps_its_dtype():
     assert torch.equal(norm(x), F.rms_norm(x, (8,), norm.weight, 1e-5))
 
 
+def test_bfloat16_is_rounded_once_and_its_statistics_are_fp32():
+    torch.manual_seed(0)
+    norm = norm_of(128, torch.bfloat16)
+    x = torch.randn(40, 1, 128).bfloat16().requires_grad_()
+    upstream = torch.randn(40, 1, 128).bfloat16()
+    wide = x.detach().float().requires_grad_(), norm.weight.detach().float().requires_grad_()
+    exact = F.rms_norm(wide[0], (128,), wide[1], 1e-5)
+    found = torch.autograd.grad(norm(x), (x, norm.weight), upstream)
+    for ours, theirs in zip(found, torch.autograd.grad(exact, wide, upstream.float()), strict=True):
+        assert ours.dtype is torch.bfloat16
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-5)
+
+
 def gradients(settings, folder, **changes):
     policy = a_policy(settings, model__path=folder, **changes)
     policy.start_step()

@@ -36,6 +36,18 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert "NCCL_SOCKET_IFNAME" not in trainer_environment(load_config(None), False)
 
 
+def test_threads_on_borrowed_cores_wait_asleep(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: {0, 1})
+    borrowing, own = (
+        trainer_environment(load_config(None, [f"train.borrow_cores={how}"]), False) for how in ("auto", "off")
+    )
+    assert borrowing["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in own
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "OMP_WAIT_POLICY" not in trainer_environment(load_config(None), False)
+
+
 EXPANDABLE = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"}
 OLDER = "PYTORCH_CUDA_ALLOC_CONF"  # for CUDA torch reads it before PYTORCH_ALLOC_CONF
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -206,10 +206,9 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
 
 
 @pytest.mark.parametrize("place", [3, -1])
-def test_a_gradient_that_is_not_finite_changes_nothing(settings, monkeypatch, place):
+def test_a_gradient_that_is_not_finite_changes_nothing(settings, place):
     from engine.errors import MetronomeError
 
-    monkeypatch.setattr("engine.trainer.optimizer.PIECE", 1000)  # many pieces: it may be in any of them
     policy = a_policy(settings)
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     policy.start_step()
@@ -223,7 +222,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing(settings, monkeypatch, pl
 
 def test_adam_updates_one_parameter_at_a_time_on_every_device(settings):
     """torch's own choice for accelerators needs temporary tensors of the size of all fp32 weights."""
-    assert {group["foreach"] for group in a_policy(settings).optimizer.param_groups} == {False}
+    groups = a_policy(settings).optimizer.param_groups
+    assert {(group["foreach"], group["fused"]) for group in groups} == {(False, False)}
+
+
+def test_adam_in_bfloat16_is_fused_and_updates_as_in_fp32(settings):
+    moved = []
+    for dtype in ("float32", "bfloat16"):
+        policy = a_policy(settings, train__dtype=dtype, train__ratio_gap_limit=0)
+        masters = [main for group in policy.optimizer.param_groups for main in group["params"]]
+        before = [main.detach().clone() for main in masters]
+        policy.start_step()
+        for main in policy.ddp.buffers:
+            main.grad_data.copy_(torch.randn(main.grad_data.shape, generator=torch.Generator().manual_seed(0)))
+        policy.update(4)
+        moved.append([main.detach() - old for main, old in zip(masters, before, strict=True)])
+    assert {group["fused"] for group in policy.optimizer.param_groups} == {True}
+    for plain, fused in zip(*moved, strict=True):
+        assert fused.dtype is torch.float32
+        assert (fused - plain).norm() <= 0.01 * plain.norm()
 
 
 def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings):
