@@ -176,8 +176,6 @@ def _check_precision(config: Tree) -> None:
             also = ""
             if config.model.dtype == "float32":
                 also = '; where rollout.engine = "vllm" also model.dtype = "bfloat16", so that both sides round alike'
-            elif config.rollout.engine != "vllm":
-                also = ', and rollout.engine = "vllm"'
             raise ValueError(
                 f'{key} = "bfloat16" changes log-probabilities of tokens by more than train.ratio_gap_limit = '
                 f"{limit:g}; set train.ratio_gap_limit = 0 (the gap is only reported) or at least {BF16_GAP:g}{also}"
@@ -403,7 +401,6 @@ def _check_embedded_engine(config: Tree) -> None:
     if config.rollout.engine != "embedded":
         return
     for key, value, allowed in (
-        ("model.dtype", config.model.dtype, ("float32",)),
         ("rollout.tensor", config.rollout.tensor, (1,)),
         ("rollout.vllm", config.rollout.vllm, ({},)),
         ("weights.transport", config.weights.transport, ("file", "gloo")),
