@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 CACHED = 2**18
 """Number of logits that a thread samples from at a time: the passes over them then read a core's cache, not memory."""
 
