@@ -265,6 +265,7 @@ class Linear:
     def __init__(self, *parts: nn.Linear) -> None:
         """The parts' parameters become views of the joint weight and bias."""
         self.weight, self.bias = _fuse(*parts) if len(parts) > 1 else (parts[0].weight, parts[0].bias)
+        self._ordered = self.weight
         self.refresh()
 
     def refresh(self) -> None:
@@ -284,7 +285,9 @@ class Linear:
         if self.weight.dtype is torch.float32:
             return self(x)
         negated = self(-x)
-        lost = torch.ops.mkldnn._linear_pointwise.binary(x.bfloat16(), negated, self._ordered, None, "add")
+        lost = torch.ops.mkldnn._linear_pointwise.binary(
+            X=x.bfloat16(), other=negated, W=self._ordered, B=None, attr="add"
+        )
         return lost.float().sub_(negated)
 
 
@@ -293,7 +296,7 @@ class Norm:
 
     def __init__(self, norm: HfNorm) -> None:
         self._source = norm
-        self.refresh()
+        self.weight = norm.weight.float()
         self.eps = torch.tensor(float(norm.variance_epsilon))
 
     def refresh(self) -> None:
