@@ -15,6 +15,11 @@ response length, which is its best case. Prompts are padded on the left, as it r
 attention by SDPA; log-probabilities come from its `output_logits`. The batch size 16 is the best of 16, 32, 64 and 128
 for both (--batch).
 
+`--decode FOLDER` measures instead a decoding step of the embedded engine with a real model, in fp32 and, if the
+processor has it, in bf16: CPU time of one thread with 32 and 64 responses of about 100 tokens. Beside it stand the two
+bounds of the machine: operations over the speed of a large product in the same dtype, and bytes of weights and of the
+cache's keys and values over the bandwidth of a plain copy (read and written bytes).
+
 Last line: RESULT {json}; vLLM is null if its environment (`make vllm`) is missing.
 """
 
@@ -43,6 +48,9 @@ from common import result
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config.recipe import HOME
+from engine.instance.embedded.engine import Engine, SamplingRequest
+from engine.instance.embedded.rollout_model import RolloutModel, bfloat16_available
+from engine.instance.embedded.sampling import Sampling
 
 VOCABULARY = 512
 CONTEXT = 384
@@ -67,9 +75,13 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16, help="batch size of generate")
+    parser.add_argument("--decode", type=Path, metavar="FOLDER", help="model whose decoding steps are measured")
     parser.add_argument("--only", nargs="*", help="sides to run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.decode is not None:
+        result(decode_figures(arguments.decode, arguments.rounds))
+        return
     requests = workload(arguments.groups)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = random_model(Path(folder) / "model")
@@ -299,6 +311,69 @@ def generate(model: torch.nn.Module, batch: list[Request]) -> list[tuple[list[in
     logprobs = [row.log_softmax(-1).gather(1, tokens[:, step, None])[:, 0] for step, row in enumerate(out.logits)]
     rows = zip(tokens.tolist(), torch.stack(logprobs, 1).tolist(), batch, strict=True)
     return [(row[: request.tokens], values[: request.tokens]) for row, values, request in rows]
+
+
+# decoding steps of a real model -------------------------------------------------------------------
+
+
+@torch.no_grad()
+def decode_figures(folder: Path, rounds: int) -> dict[str, float]:
+    """Time and bounds of decoding steps, by dtype and number of responses."""
+    source = torch.randn(2**25)
+    target = torch.empty_like(source)
+    copying = 2 * source.nbytes / fastest(lambda: target.copy_(source), rounds)
+    figures = {"copy_gb_per_s": copying / 1e9}
+    for dtype in (torch.float32, *([torch.bfloat16] if bfloat16_available() else ())):
+        model = RolloutModel(str(folder), CONTEXT, dtype)
+        wide = model.layers[0].gate_up
+        x = torch.randn(512, model.embed.shape[1])
+        speed = 2 * len(x) * wide.weight.numel() / fastest(lambda w=wide, x=x: w(x), 5 * rounds)
+        maps = [one for layer in model.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        parameters = sum(one.weight.numel() for one in (*maps, model.head))
+        name = str(dtype).removeprefix("torch.")
+        print(f"{name}: products {speed / 1e9:.0f} GFLOP/s, copies {copying / 1e9:.1f} GB/s")
+        for responses in (32, SLOTS):
+            seconds, cached = decode_step(model, responses, rounds)
+            arithmetic = 2 * responses * parameters / speed
+            memory = (parameters * dtype.itemsize + cached) / copying
+            print(f"  {responses} responses: a step of {1e3 * seconds:.0f} ms, {responses / seconds:.0f} tokens/s")
+            print(f"    arithmetic {1e3 * arithmetic:.0f} ms ({arithmetic / seconds:.0%})")
+            print(f"    memory {1e3 * memory:.0f} ms ({memory / seconds:.0%})")
+            figures |= {
+                f"{name}_{responses}_tokens_per_s": responses / seconds,
+                f"{name}_{responses}_arithmetic_share": arithmetic / seconds,
+                f"{name}_{responses}_memory_share": memory / seconds,
+            }
+    return figures
+
+
+def fastest(work: Callable[[], object], rounds: int) -> float:
+    """Least CPU seconds of a call, after one that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        started = time.thread_time()
+        work()
+        times.append(time.thread_time() - started)
+    return min(times[1:])
+
+
+def decode_step(model: RolloutModel, responses: int, rounds: int) -> tuple[float, int]:
+    """Median CPU seconds of the decoding steps at 88 to 104 tokens a response, and the bytes of keys and values that
+    one of them reads."""
+    draw = random.Random(0)
+    engine = Engine(model, responses, CONTEXT)
+    times = []
+    for _ in range(rounds):
+        prompts = [tuple(draw.randrange(model.vocabulary) for _ in range(88)) for _ in range(responses // GROUP)]
+        for seed in range(responses):
+            engine.submit(SamplingRequest(prompts[seed // GROUP], Sampling(16, seed=seed), lambda result: None))
+        engine.step()
+        while engine.busy:
+            started = time.thread_time()
+            engine.step()
+            times.append(time.thread_time() - started)
+    cached = 2 * engine.cache.keys[..., :96].nbytes
+    return statistics.median(times), cached
 
 
 if __name__ == "__main__":

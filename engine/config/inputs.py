@@ -57,8 +57,9 @@ class Model(Table):
     owner/name@revision, which is downloaded into the hub's cache once. The default is the tiny Qwen3 that comes with
     Metronome."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the rollout instances; the trainer's is train.dtype. "bfloat16" needs rollout.engine =
-    "vllm". On a CPU take "float32", since bfloat16 moves log-probabilities by up to 0.15."""
+    """Type of the weights in the rollout instances; the trainer's is train.dtype. With "bfloat16" ratio_gap_limit must
+    be 0 or at least 0.2, and the embedded engine needs a processor with AVX512_BF16 or AMX. Give both sides the same
+    type, else small updates are lost in the rounding (docs/rollouts.md)."""
     head_dtype: Literal["model", "float32"] = "model"
     """Type of the logits, in trainer and instances. With "float32" those of a bfloat16 model are not rounded to
     bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync); the trainer's logits take twice the

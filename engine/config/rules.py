@@ -180,9 +180,9 @@ def _check_precision(config: Tree) -> None:
         if dtype == "bfloat16" and 0 < limit < BF16_GAP:
             also = ""
             if config.model.dtype == "float32":
-                also = '; where rollout.engine = "vllm" also model.dtype = "bfloat16", so that both sides round alike'
-            elif config.rollout.engine != "vllm":
-                also = ', and rollout.engine = "vllm"'
+                also = '; also set model.dtype = "bfloat16", so that both sides round alike'
+            elif config.train.dtype == "float32":
+                also = '; also set train.dtype = "bfloat16", so that both sides round alike'
             raise ValueError(
                 f'{key} = "bfloat16" changes log-probabilities of tokens by more than train.ratio_gap_limit = '
                 f"{limit:g}; set train.ratio_gap_limit = 0 (the gap is only reported) or at least {BF16_GAP:g}{also}"
@@ -408,7 +408,6 @@ def _check_embedded_engine(config: Tree) -> None:
     if config.rollout.engine != "embedded":
         return
     for key, value, allowed in (
-        ("model.dtype", config.model.dtype, ("float32",)),
         ("rollout.tensor", config.rollout.tensor, (1,)),
         ("rollout.vllm", config.rollout.vllm, ({},)),
         ("rollout.share_devices", config.rollout.share_devices, (False,)),

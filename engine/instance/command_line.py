@@ -40,6 +40,9 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     made.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
     made.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
     made.add_argument("--threads", type=int, default=1, help="compute threads of each process on a CPU")
+    made.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights (model.dtype)"
+    )
     made.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to run on")
     made.add_argument(
         "--deterministic", action="store_true", help="make a response depend on prompt, seed and weights only"

@@ -182,6 +182,7 @@ def _embedded(config: Config, model: Path, name: str, number: int, port_file: Pa
         "--slots": str(rollout.concurrency * rollout.group_size),
         "--max-context": str(rollout.max_context),
         "--threads": str(config.instance_threads),
+        "--dtype": config.model.dtype,
     }
     if cores:
         arguments["--cores"] = ",".join(map(str, cores))

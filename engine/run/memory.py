@@ -227,10 +227,10 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     """The memory of one device of a rollout instance, and its key-value cache.
 
     vLLM gives the remaining memory to the key-value cache, and one response at full length must fit. The embedded
-    engine reserves memory for all slots.
+    engine reserves memory for all slots, in fp32; it keeps bf16 weights twice (`Linear` of its model).
     """
     rollout = config.rollout
-    size = BYTES[config.model.dtype]
+    size = BYTES[config.model.dtype] if rollout.engine == "vllm" else BYTES["float32"]
     weights = rank_parameters(shape, _alone(config), 0).total * size
     heads = max(1, shape.kv_heads // rollout.tensor)
     per_token = 2 * shape.layers * heads * shape.head_dim * size

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from safetensors.numpy import load_file
 
+from engine.instance.embedded.rollout_model import bfloat16_available
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped_steps
@@ -111,3 +112,16 @@ def test_a_recorded_arrival_order_run_replays_bit_identically(settings, tmp_path
         code, output = launch(settings | {"run.name": "broken"}, tmp_path, "--replay", str(record))
         assert code == 2, output
         assert said in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not bfloat16_available(), reason="this processor has no bf16 products")
+def test_rollouts_in_bf16_repeat_bit_for_bit_within_the_limits_of_bf16(exact, tmp_path):
+    coarse = exact | {"model.dtype": "bfloat16", "train.ratio_gap_limit": 0.2, "train.steps": 2}
+    for mode in ("sync", "periodic"):
+        code, output = launch(coarse | {"run.name": mode, "train.mode": mode}, tmp_path)
+        assert code == 0, output
+        for line in steps(tmp_path, mode):
+            assert 1e-5 < line["max_ratio_gap"] <= 0.2  # in fp32 it is less
+            assert 0 < line["sync_difference"] <= 0.02
+    assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")

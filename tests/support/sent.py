@@ -1,14 +1,20 @@
 """Requests to the engine of an instance, without its server."""
 
+import pytest
+import torch
+
 from engine.instance.embedded.engine import Engine, SamplingRequest
-from engine.instance.embedded.rollout_model import RolloutModel
+from engine.instance.embedded.rollout_model import RolloutModel, bfloat16_available
 from engine.instance.embedded.sampling import Sampling
 
+BF16 = pytest.param(
+    torch.bfloat16, marks=pytest.mark.skipif(not bfloat16_available(), reason="this processor has no bf16 products")
+)
 PROMPT = (5, 9, 20, 33, 7)
 
 
-def engine_of(folder, slots=4, max_context=48, deterministic=False):
-    return Engine(RolloutModel(folder, max_context), slots, max_context, deterministic)
+def engine_of(folder, slots=4, max_context=48, deterministic=False, dtype=torch.float32):
+    return Engine(RolloutModel(folder, max_context, dtype), slots, max_context, deterministic)
 
 
 class Sent:

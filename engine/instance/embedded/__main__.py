@@ -94,9 +94,8 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
     torch.set_num_threads(options.threads)
     torch.set_num_interop_threads(1)
     torch.set_grad_enabled(False)
-    engine = Engine(
-        RolloutModel(options.model, options.max_context), options.slots, options.max_context, options.deterministic
-    )
+    model = RolloutModel(options.model, options.max_context, getattr(torch, options.dtype))
+    engine = Engine(model, options.slots, options.max_context, options.deterministic)
     engine.submit(SamplingRequest((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
     while engine.busy:
         engine.step()

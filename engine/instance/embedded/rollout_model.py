@@ -35,6 +35,11 @@ def onednn_available() -> bool:
 ONEDNN = onednn_available()
 
 
+def bfloat16_available() -> bool:
+    """Whether this processor multiplies bf16 matrices itself. oneDNN also emulates it, slower than fp32."""
+    return ONEDNN and torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [n, in] · weight [out, in]ᵀ + bias [out] in fp32, without gradients.
 
@@ -95,12 +100,21 @@ class HfBlock(Protocol):
 
 
 class RolloutModel:
-    """Weights (float32) and forward passes of one causal language model on the CPU. Only one thread may use it."""
+    """Weights and forward passes of one causal language model on the CPU. Only one thread may use it.
 
-    def __init__(self, folder: str, max_context: int) -> None:
+    With weights in bf16 the linear maps compute in bf16 (`Linear`). All else is fp32: hidden states between layers,
+    norms, attention with its keys and values, and logits.
+    """
+
+    def __init__(self, folder: str, max_context: int, dtype: torch.dtype = torch.float32) -> None:
         """Load a Hugging Face folder. Raise BadInput unless the model is SUPPORTED, with full attention and static
-        rotary positions."""
-        self.hf = _load_model(folder)
+        rotary positions, and if this processor has no products of the dtype."""
+        if dtype is torch.bfloat16 and not bfloat16_available():
+            raise BadInput(
+                'model.dtype = "bfloat16": this processor multiplies no bf16 matrices (AVX512_BF16 or AMX), so the '
+                'embedded engine takes "float32" on it'
+            )
+        self.hf = _load_model(folder, dtype)
         config = self.hf.config
         base = self.hf.model
         self.vocabulary: int = self.hf.lm_head.weight.shape[0]
@@ -109,7 +123,7 @@ class RolloutModel:
         self.head_dim: int = base.layers[0].self_attn.head_dim
         self.layers = [Layer(block) for block in base.layers]
         self.embed: Tensor = base.embed_tokens.weight
-        self.head = self.hf.lm_head.weight, self.hf.lm_head.bias
+        self.head = Linear(self.hf.lm_head)
         self.norm = Norm(base.norm)
         self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
 
@@ -176,9 +190,11 @@ class RolloutModel:
         """Recompute the values derived from the Hugging Face parameters. Call this after they have changed in place."""
         for layer in self.layers:
             layer.refresh()
+        self.head.refresh()
+        self.norm.refresh()
 
     def _forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        hidden = F.embedding(ids, self.embed)
+        hidden = F.embedding(ids, self.embed).float()
         # one copy per head here saves a slow broadcast over short rows in every layer
         heads = self.layers[0].heads + self.kv_heads
         cos, sin = (table[positions].expand(-1, heads, -1).contiguous() for table in (self.cos, self.sin))
@@ -187,7 +203,7 @@ class RolloutModel:
         return self.norm(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return onednn_linear(hidden, *self.head)
+        return self.head.in_fp32(hidden)
 
 
 class Layer:
@@ -200,10 +216,10 @@ class Layer:
         self.head_dim = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = attention.o_proj.weight, attention.o_proj.bias
-        self.gate_up = _fuse(mlp.gate_proj, mlp.up_proj)
-        self.down = mlp.down_proj.weight, mlp.down_proj.bias
+        self.qkv = Linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = Linear(attention.o_proj)
+        self.gate_up = Linear(mlp.gate_proj, mlp.up_proj)
+        self.down = Linear(mlp.down_proj)
         self.activation = mlp.act_fn
         self.norm_in = Norm(block.input_layernorm)
         self.norm_mlp = Norm(block.post_attention_layernorm)
@@ -211,21 +227,24 @@ class Layer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute the values derived from the parameters: the weight [heads + kv heads, dim] of q's and k's norm."""
+        """Recompute the values derived from the parameters: of each part, and the weight [heads + kv heads, dim] of q's
+        and k's norm."""
+        for part in (self.qkv, self.out, self.gate_up, self.down, self.norm_in, self.norm_mlp):
+            part.refresh()
         if self.norm_qk is not None:
             q = self.attention.q_norm.weight
             k = self.attention.k_norm.weight
-            self.norm_qk.weight = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
+            self.norm_qk.weight = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)]).float()
 
     def forward(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Return the block's output [n, hidden]; cos and sin are [n, heads + kv heads, dim]."""
         q, k, v = self._queries_keys_values(self.norm_in(hidden), cos, sin)
-        hidden = hidden + onednn_linear(attend(index, q, k, v), *self.out)
-        gate, up = onednn_linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
-        return hidden + onednn_linear(self.activation(gate) * up, *self.down)
+        hidden = hidden + self.out(attend(index, q, k, v))
+        gate, up = self.gate_up(self.norm_mlp(hidden)).chunk(2, -1)
+        return hidden + self.down(self.activation(gate) * up)
 
     def _queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        joint = onednn_linear(x, *self.qkv).view(len(x), -1, self.head_dim)
+        joint = self.qkv(x).float().view(len(x), -1, self.head_dim)
         qk = joint[:, : -self.kv_heads]
         v = joint[:, -self.kv_heads :]
         if self.norm_qk is not None:
@@ -235,12 +254,54 @@ class Layer:
         return qk[:, : self.heads], qk[:, self.heads :], v
 
 
+class Linear:
+    """A linear map x [n, in] → x · weightᵀ + bias [n, out], or several as one, in the dtype of the weights.
+
+    In bf16 x is rounded, products are summed in fp32, and the sums are rounded. oneDNN reads these weights in an order
+    of its own; putting them into it at each product takes as long as the product does with 32 rows, so they are kept in
+    it.
+    """
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        """The parts' parameters become views of the joint weight and bias."""
+        self.weight, self.bias = _fuse(*parts) if len(parts) > 1 else (parts[0].weight, parts[0].bias)
+        self._ordered = self.weight
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Put changed weights into oneDNN's order."""
+        if self.weight.dtype is torch.bfloat16:
+            self._ordered = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the map of x."""
+        if self.weight.dtype is torch.float32:
+            return onednn_linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._ordered, self.bias, "none", [], "")
+
+    def in_fp32(self, x: Tensor) -> Tensor:
+        """Return the map of x in fp32, for a map without bias. In bf16 a second product computes what the first one
+        lost by rounding: the negated first result is added to its sums before they are rounded."""
+        if self.weight.dtype is torch.float32:
+            return self(x)
+        negated = self(-x)
+        lost = torch.ops.mkldnn._linear_pointwise.binary(
+            X=x.bfloat16(), other=negated, W=self._ordered, B=None, attr="add"
+        )
+        return lost.float().sub_(negated)
+
+
 class Norm:
     """RMSNorm: x / sqrt(mean(x²) + eps) * weight, over the last dimension. The weight may have more dimensions."""
 
     def __init__(self, norm: HfNorm) -> None:
-        self.weight = norm.weight
+        self._source = norm
+        self.weight = norm.weight.float()
         self.eps = torch.tensor(float(norm.variance_epsilon))
+
+    def refresh(self) -> None:
+        """Read the weight, in fp32."""
+        self.weight = self._source.weight.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normalised x, same shape. This makes a step a few per cent faster than F.rms_norm with its seven
@@ -257,13 +318,13 @@ def _causal_attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _load_model(folder: str) -> PreTrainedModel:
+def _load_model(folder: str, dtype: torch.dtype) -> PreTrainedModel:
     if not (Path(folder) / "config.json").is_file():
         raise BadInput(f"--model {folder}: no config.json there; a Hugging Face model folder is needed")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

@@ -103,7 +103,6 @@ def _exit_now(code: int) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.make_parser("engine.instance.vllm", __doc__)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--head-dtype", choices=("model", "float32"), default="model", help="type of the logits")
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "npu"), default="cpu", help="device that this vLLM was built for"

@@ -5,7 +5,7 @@ import torch
 
 from engine.instance.embedded.engine import Conflict, SamplingRequest
 from engine.instance.embedded.sampling import Sampling
-from support.sent import PROMPT, Sent, engine_of
+from support.sent import BF16, PROMPT, Sent, engine_of
 from support.tiny_models import EOS, VOCABULARY, reference, reference_logprobs, save
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -154,20 +154,21 @@ def test_cancelling_frees_the_slot_and_leaves_the_others_alone(folder):
     assert all(rest[number] == all_of_them[number] for number in rest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_deterministic_responses_do_not_depend_on_their_company(folder, threads):
+def test_deterministic_responses_do_not_depend_on_their_company(folder, threads, dtype):
     requests = list(mixed(15))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         alone = []
         for prompt, settings in requests:
-            sent = Sent(engine_of(folder, slots=5, deterministic=True))
+            sent = Sent(engine_of(folder, slots=5, deterministic=True, dtype=dtype))
             sent.send(prompt, **settings)
             alone += sent.finish()
         for mix in range(4):
             order = torch.randperm(15, generator=torch.Generator().manual_seed(mix)).tolist()
-            sent = Sent(engine_of(folder, slots=5, deterministic=True))
+            sent = Sent(engine_of(folder, slots=5, deterministic=True, dtype=dtype))
             for place, number in enumerate(order):
                 sent.send(requests[number][0], **requests[number][1])
                 if place % (mix + 1) == 0:  # others are at other positions by now

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import BadInput
 from engine.instance.embedded.engine import Conflict
-from support.sent import PROMPT, Sent, engine_of
+from support.sent import BF16, PROMPT, Sent, engine_of
 from support.tiny_models import reference, reference_logprobs, save
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -52,6 +52,21 @@ def test_updates_there_and_back_are_seen_by_every_token(tmp_path, settings):
         assert result.version == version
         expected = reference_logprobs(models[which], list(PROMPT), result.token_ids)
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [BF16])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_an_updated_engine_samples_as_one_that_was_started_from_the_weights(tmp_path, kind, dtype):
+    first, second = (save(tmp_path / name, kind, seed=seed) for seed, name in enumerate("ab"))
+    sent, fresh = (Sent(engine_of(folder, dtype=dtype)) for folder in (first, second))
+    sent.engine.pause(abort=True, done=lambda: None)
+    sent.engine.start_update()
+    sent.engine.update([(name, tensor.to(dtype)) for name, tensor in tensors_in(second)])
+    sent.engine.finish_update(0)
+    sent.engine.resume()
+    for one in (sent, fresh):
+        one.send(max_tokens=12)
+    assert sent.finish() == fresh.finish()
 
 
 def test_weights_that_overflow_are_reported_and_leave_no_trace(folder, tmp_path):
