@@ -95,9 +95,14 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
     return scheduler
 
 
-def is_finite(ddp: DistributedDataParallel) -> bool:
-    """Whether every number of this rank's gradient is finite. Checks one piece at a time, because torch needs temporary
-    memory of 1.75 times the tensor's size."""
+LARGEST_NORM = 1e15
+"""The largest gradient norm of a rank. The squares of larger ones overflow fp32, and clipping then multiplies by 0."""
+
+
+def is_sound(ddp: DistributedDataParallel) -> bool:
+    """Whether this rank's gradient is finite and its norm at most `LARGEST_NORM`. The norm is taken of one piece at a
+    time, without temporary memory."""
     buffers = ddp.buffers + ddp.expert_parallel_buffers
     pieces = [piece for buffer in buffers for piece in buffer.grad_data.split(PIECE)]
-    return bool(torch.stack([torch.isfinite(piece).all() for piece in pieces]).all())
+    norms = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces])
+    return bool(norms.cpu().double().norm() <= LARGEST_NORM)  # False for NaN

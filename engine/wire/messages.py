@@ -30,7 +30,7 @@ from engine.wire.sync_messages import (
     VerifySync,
 )
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
