@@ -29,6 +29,7 @@ from engine.run.limits import check_open_files
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.progress import Progress
+from engine.run.run_inputs import check_evaluated
 from engine.run.trace import Trace
 from engine.types import JsonObject
 from engine.wire.columns import PackedFinished
@@ -90,6 +91,7 @@ def evaluate_model(
     there is no instance for rollout.wait_s seconds, and BadInput for input that can't be evaluated.
     """
     check_open_files(config)
+    check_evaluated(folder.path, config, model)
     raise_limit()
     benchmarks = read_benchmarks(config)
     return asyncio.run(

@@ -57,10 +57,17 @@ async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_n
     config, folder, meeting = world
     encoded = encode_benchmarks(config, read_benchmarks(config), Tokenizer(tiny_model))
     text = [token for prompt in encoded[0].prompts for token in prompt.token_ids]
-    vocabulary = Tokenizer(tiny_model).vocabulary()
-    probe = make_probe(vocabulary, config.weights.check_tokens, config.rollout.max_context, "float32", text)
+    probe = make_probe(
+        vocabulary=Tokenizer(tiny_model).vocabulary(),
+        count=config.weights.check_tokens,
+        max_context=config.rollout.max_context,
+        dtype="float32",
+        text=text,
+    )
     right = compute_logprobs(tiny_model, "float32", probe.token_ids)
-    good, stale, other = Scripted(), Scripted(), Scripted(version=7)
+    good = Scripted()
+    stale = Scripted()
+    other = Scripted(version=7)
     good.probed = other.probed = right
     stale.probed = [*right[:-1], right[-1] - 0.02]
     good.delay_s = other.delay_s = 0.2
