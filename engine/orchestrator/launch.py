@@ -86,8 +86,9 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
                 record_inputs(folder.path, config)
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
-        except MetronomeError as error:
-            folder.write_failure(error)
+        except Exception as error:
+            ours = isinstance(error, MetronomeError)
+            folder.write_failure(error if ours else MetronomeError(f"unexpected {type(error).__name__}: {error}"))
             raise
         finally:
             if not folder.fence.is_passed:

@@ -51,8 +51,9 @@ def run_service(config: Config, say: Say) -> None:
         folder.create(config, resume=folder.config.exists())
         try:
             asyncio.run(_serve(config, folder, say))
-        except MetronomeError as error:
-            folder.write_failure(error)
+        except Exception as error:
+            ours = isinstance(error, MetronomeError)
+            folder.write_failure(error if ours else MetronomeError(f"unexpected {type(error).__name__}: {error}"))
             raise
         finally:
             drop_lifeline()
