@@ -156,9 +156,9 @@ MESSAGES = {
         UNIT + "trainer/checkpoint/test_writer.py",
         "publishing the checkpoint to",
     ),
-    "it was taken with another reference model (content hash differs)": (
-        UNIT + "trainer/checkpoint/test_checkpoints.py",
-        "another reference model",
+    "changed since the run was trained with it": (
+        UNIT + "run/test_run_inputs.py",
+        "changed since the run was trained with it",
     ),
     "it is of another model than model.path = …": (
         UNIT + "trainer/checkpoint/test_checkpoints.py",

@@ -60,7 +60,10 @@ def change(folder: Path, part: str) -> None:
     ("part", "said"),
     [
         ("weights", r"the weights or the config\.json of the base model \(model\.path\) changed"),
-        ("tokenizer", "the tokenizer of model.path, its chat template or its end-of-sequence tokens changed"),
+        (
+            "tokenizer",
+            "the tokenizer of model.path, .*or its end-of-sequence tokens changed since the run was trained with it",
+        ),
         ("reward", r"the code of the reward changed since .*\(a copy is in .*/code/reward-[0-9a-f]{12}\)"),
         ("algorithms", "the code of the advantage, the loss or the gradient control changed"),
     ],
