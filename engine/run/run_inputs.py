@@ -7,6 +7,7 @@ A resume, an evaluation and a registration compare them. A difference is refused
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -121,8 +122,8 @@ def check_inputs_kept(folder: Path, config: Config, now: Inputs, before: Inputs)
         there = [str(copy) for copy in copies if copy.exists()]
         raise BadInput(
             f"run {config.run.name}: {' and '.join(PARTS[part] for part in refused)} changed since the run was "
-            f"trained with it; put it back{f' (a copy is in {chr(32).join(there)})' if there else ''}, start a new run "
-            f"with another run.name, or accept the change with --set 'run.accept={list(refused)!r}'"
+            f"trained with it; put it back{f' (a copy is in {there[0]})' if there else ''}, start a new run "
+            f"with another run.name, or accept the change with --set 'run.accept={json.dumps(refused)}'"
         )
 
 
