@@ -128,6 +128,8 @@ class Pool:
         """New instances, which the health monitor does not watch yet."""
         self.failed_starts: asyncio.Queue[InstanceProcess] = asyncio.Queue()
         """Declared instances that failed to start with the others. The health monitor restarts them."""
+        self.refused: dict[tuple[str, str], str] = {}
+        """Why an instance (name, URL) may not join again."""
         self.connected = asyncio.Event()
         """Set once every declared instance has served or has failed to start."""
         self._trace = trace

@@ -56,11 +56,13 @@ class EvaluatedWeights:
         apart = self._probe.difference(expected, found)
         limit = self._probe.limit(noise)
         if not apart <= limit:
-            raise WeightSyncError(
+            why = (
                 f"{instance.name} does not hold the weights of {self._model}: its log-probabilities of {len(expected)} "
                 f"fixed tokens differ from the model's, {self._probe.which} difference {apart:.3g}, limit {limit:.3g}; "
                 "start it with a copy of this folder"
             )
+            self._pool.refused[instance.name, instance.client.url] = why
+            raise WeightSyncError(why)
         self._proven = self._proven or found
 
     async def _find_expected(self) -> None:

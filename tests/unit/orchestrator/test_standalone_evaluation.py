@@ -45,11 +45,12 @@ def world(tmp_path, tiny_model, problems):
     return config, folder, meeting
 
 
-async def joined(address, session, name, url):
+async def joined(address, session, name, url, status=200):
     await until(lambda: address.exists() and address.read_text(), "the address")
     body = {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": url}
     async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
-        assert answer.status == 200
+        assert answer.status == status
+        return await answer.text()
 
 
 async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_none_is_started(world, tiny_model):
@@ -83,6 +84,7 @@ async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_n
         work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting, progress))
         await joined(address, session, "stale", stale_url)
         await until(lambda: any("stale gets no prompts" in text for text in told), "the refusal")
+        assert "does not hold the weights" in await joined(address, session, "stale", stale_url, 400)
         await joined(address, session, "guest", url)
         await joined(address, session, "other", other_url)
         [row] = await work
