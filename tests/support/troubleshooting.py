@@ -19,10 +19,6 @@ MESSAGES = {
         "tests/integration/test_resume.py",
         "Changed: rollout.max_context",
     ),
-    "--resume: model.path = …": (
-        "tests/integration/test_resume.py",
-        "its content is not that of the run's base model",
-    ),
     "no config.json there; expected a Hugging Face folder": (UNIT + "flows/test_cli.py", "no config.json there"),
     "no *.safetensors there; other weight formats are not read": (
         UNIT + "model/test_families.py",
