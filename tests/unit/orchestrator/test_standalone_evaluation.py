@@ -84,7 +84,7 @@ async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_n
         work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting, progress))
         await joined(address, session, "stale", stale_url)
         await until(lambda: any("stale gets no prompts" in text for text in told), "the refusal")
-        assert "does not hold the weights" in await joined(address, session, "stale", stale_url, 400)
+        assert "does not hold the weights" in await joined(address, session, "stale", stale_url, status=400)
         await joined(address, session, "guest", url)
         await joined(address, session, "other", other_url)
         [row] = await work
