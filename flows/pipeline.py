@@ -37,7 +37,7 @@ def _evaluate(run: EnteredRun, model: Path, version: int) -> Mapping[str, Any]:
 
 
 def _register(run: EnteredRun) -> str:
-    return f"{run.registered} version {register(run.registered, run.policy)}"
+    return f"{run.registered} version {register(run.registered, run.policy, run.config.run.accept)}"
 
 
 def _announce(run: EnteredRun) -> None:

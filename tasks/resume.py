@@ -66,8 +66,8 @@ def find_resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
         return _without_folder(recipe, given, place)
     own = folder.read_config()
     config = load_config(folder.config, [one for one in given if one.partition("=")[0].strip() not in PLACE])
-    there = config.run.model_copy(update={"name": place.run.name, "output": place.run.output})
-    config = config.model_copy(update={"run": there})
+    there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
+    config = config.model_copy(update={"run": config.run.model_copy(update=there)})
     check_same_run(config, own)
     begun = read_start(folder.path)
     ignored = list(_ignored(recipe, keys, own, begun.start == "base")) if recipe else []

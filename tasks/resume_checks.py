@@ -13,13 +13,14 @@ from engine.data.prepared import training_problems
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
-from engine.model.shape import content_hash, read_shape
+from engine.model.shape import read_shape
 from engine.run import checkpoint_store
 from engine.run.checkpoint_files import STATE, all_complete
 from engine.run.fence import check_readable
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import known_number, published_checkpoints, read_run_id, run_began
+from engine.run.run_inputs import check_inputs_kept, find_inputs, read_inputs
 from engine.run.run_start import read_start
 from engine.types import JsonObject
 from engine.wire import record
@@ -91,6 +92,7 @@ def _check_files(folder: RunFolder) -> None:
     """Raise BadInput for the first damaged file among those that a resume reads."""
     read_run_id(folder.path)
     read_start(folder.path)
+    read_inputs(folder.path)
     check_readable(folder.path)
     Stages(folder)
     for lines in (folder.attempts, folder.steps, folder.evaluations):
@@ -128,20 +130,13 @@ def _check_model(config: Config, state: JsonObject) -> None:
     model = Path(config.model.path)
     shape = json.loads(json.dumps(asdict(read_shape(model))))
     before = state["model"]
-    what = ""
     if differs := sorted(key for key in shape if shape[key] != before.get(key)):
         what = f"its sizes differ from those of the run's base model ({', '.join(differs)})"
-    elif config.algorithm.kl_coef > 0 and (reference := state["reference"]):
-        what = "" if content_hash(model) == reference["hash"] else "its content is not that of the run's base model"
-    if what:
         raise BadInput(
-            f"--resume: model.path = {config.model.path!r}: {what}; give {_base(state)}, or {ANEW} to train this model"
+            f"--resume: model.path = {config.model.path!r}: {what}; give model.path = "
+            f"{state['config']['model']['path']!r}, or a copy of it, or {ANEW} to train this model"
         )
-
-
-def _base(state: JsonObject) -> str:
-    path = (state["reference"] or {}).get("path") or state["config"]["model"]["path"]
-    return f"model.path = {path!r}, or a copy of it"
+    check_inputs_kept(config.folder, config, find_inputs(config, model), state["inputs"])
 
 
 def _check_prompts(config: Config, state: JsonObject) -> None:
@@ -160,14 +155,15 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
         config.rollout.max_context,
         clock=run_began(known_number(config)),
     )
-    if load_prompts(encoded, config).fingerprint == state["prompts"]:
+    if load_prompts(encoded, config).fingerprint == state["prompts"] or "prompts" in config.run.accept:
         return
     changed = [key for key in DECIDE_PROMPTS if _value(config, key) != _value_of(state["config"], key)]
     raise BadInput(
-        "--resume: the run would continue with other prompts, or with another order or other tokens of them, than its "
-        "checkpoint was trained on. "
+        "--resume: the run would continue with other prompts, or with another order, other tokens or other columns of "
+        "them, than its checkpoint was trained on. "
         + (f"Changed: {', '.join(changed)}. Leave them out" if changed else _CONTENT)
-        + f", or {ANEW}, from this run's weights if model.path is its policy"
+        + f", {ANEW}, from this run's weights if model.path is its policy, or accept it with "
+        "--set 'run.accept=[\"prompts\"]'"
     )
 
 

@@ -14,6 +14,9 @@ NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
 FUNCTION_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
+Accepted = Literal["weights", "tokenizer", "prompts", "reward", "algorithms"]
+
+
 class Run(Table):
     """The run as a whole."""
 
@@ -27,6 +30,10 @@ class Run(Table):
     resumes: int = Field(default=3, ge=0)
     """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
     at the same point more often ends as failed. Three survive the replacement of a node."""
+    accept: tuple[Accepted, ...] = ()
+    """Changes that a resume, an evaluation or a registration of this command accepts, since the run was trained with
+    something else: "weights" and "tokenizer" of `model.path`, "prompts", the code of the "reward" or of the
+    "algorithms". A later `--resume` does not keep it."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 
 from engine.config import Config
-from engine.data.prompts import EncodedPrompts
+from engine.data.prompts import EncodedPrompts, spell_columns
 from engine.errors import BadInput
 from engine.types import Prompt
 
@@ -50,12 +50,13 @@ class PromptLoader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the ids and tokens of the prompts, in order. Together with the run seed it determines the tokens
-        of every step's prompts."""
+        """SHA-256 over the ids, tokens and columns of the prompts, in order. Together with the run seed it determines
+        the tokens of every step's prompts, and what a reward reads of them."""
         digest = hashlib.sha256()
         for prompt in self._prompts:
             digest.update(f"{prompt.id}\0{len(prompt.token_ids)}\0".encode())
             digest.update(array("i", prompt.token_ids).tobytes())
+            digest.update(f"{spell_columns(prompt)}\0".encode())
         if len(self._parts) > 1:
             digest.update(repr(self._parts).encode())
         return digest.hexdigest()

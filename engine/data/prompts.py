@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,11 @@ def _check_ids(prompts: Sequence[Prompt], vocabulary: int, source: str) -> None:
 def prompt_id(problem: str, answer: str) -> str:
     """16 hex digits of SHA-256 over problem, a zero byte, and answer."""
     return hashlib.sha256(f"{problem}\0{answer}".encode()).hexdigest()[:16]
+
+
+def spell_columns(prompt: Prompt) -> str:
+    """All columns of a prompt, which a reward can read, as one text. Equal columns have equal texts."""
+    return json.dumps(dict(prompt.columns), sort_keys=True)
 
 
 def _chat(tokenizer: PreTrainedTokenizerBase, row: ProblemRow, data: Data, clock: datetime | None, source: str) -> str:

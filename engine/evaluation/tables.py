@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from engine.config import Config
+from engine.data.prompts import spell_columns
 from engine.errors import BadInput
 from engine.evaluation.intervals import Accuracy, is_right
 from engine.evaluation.votes import Majority
 from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
+from engine.run.run_inputs import find_inputs
 from engine.types import Group, JsonObject, Prompt
 
 SAME = (
@@ -24,6 +26,7 @@ SAME = (
     "instruction",
     "chat_template_kwargs",
     "reward",
+    "reward_hash",
     "samples",
     "temperature",
     "top_p",
@@ -41,12 +44,14 @@ class EvaluationProtocol(TypedDict):
 
     benchmark: str
     problems_hash: str
-    """Hash of the prompts' ids, 16 hexadecimal digits."""
+    """Hash of the prompts' ids and columns, 16 hexadecimal digits."""
     prompt_template: str
     system: str
     instruction: str
     chat_template_kwargs: JsonObject
     reward: str
+    reward_hash: str
+    """Hash of the reward's code; "" for a built-in one."""
     pass_threshold: float
     samples: int
     temperature: float
@@ -103,15 +108,16 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
 def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
     """How the benchmark's prompts are sampled and scored."""
     settings = config.evaluate
-    ids = "\n".join(sorted(prompt.id for prompt in prompts))
+    problems = "\n".join(sorted(f"{prompt.id} {spell_columns(prompt)}" for prompt in prompts))
     return {
         "benchmark": benchmark,
-        "problems_hash": hashlib.sha256(ids.encode()).hexdigest()[:16],
+        "problems_hash": hashlib.sha256(problems.encode()).hexdigest()[:16],
         "prompt_template": config.data.prompt_template,
         "system": config.data.system,
         "instruction": config.data.instruction,
         "chat_template_kwargs": dict(config.data.chat_template_kwargs),
         "reward": config.reward.label,
+        "reward_hash": find_inputs(config, Path(), ("reward",))["reward"]["hash"],
         "pass_threshold": settings.pass_threshold,
         "samples": settings.samples,
         "temperature": settings.temperature,

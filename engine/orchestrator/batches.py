@@ -161,13 +161,13 @@ class BatchGenerator:
         Raises BadInput if the checkpoint was trained on other prompts, or if dynamic sampling needs the position and
         the checkpoint does not have it.
         """
-        if prompts not in (None, self.fingerprint):
+        if prompts not in (None, self.fingerprint) and "prompts" not in self._config.run.accept:
             raise BadInput(
-                "--resume: the prompts of this run, their order or their tokens differ from those that its checkpoint "
-                "was trained on. They depend on the content of data.train and data.heldout, on the benchmarks that "
-                "data.train is compared with (evaluate.benchmark, evaluate.folder), on reward.function and "
-                "rollout.max_context, and their tokens on the tokenizer of model.path and its chat template: resume "
-                "with these unchanged, or start a new run from the trained policy"
+                "--resume: the prompts of this run, their order, tokens or columns differ from those that its "
+                "checkpoint was trained on. They depend on the content of data.train and data.heldout, on the "
+                "benchmarks that data.train is compared with (evaluate.benchmark, evaluate.folder), on "
+                "reward.function and rollout.max_context, and their tokens on the tokenizer of model.path and its chat "
+                "template: resume with these unchanged, or start a new run from the trained policy"
             )
         if self._config.algorithm.dynamic_sampling and step and position is None:
             raise BadInput(

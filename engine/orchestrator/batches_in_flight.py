@@ -4,6 +4,7 @@ stops."""
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Coroutine
 from typing import Any
 
@@ -22,13 +23,19 @@ class BatchesInFlight:
     def start_batch(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
         """Keep a batch, and generate it in the background."""
         self.keep_batch(batch)
-        batch.task = asyncio.create_task(self._generate(generating))
+        batch.task = asyncio.create_task(self._generate(batch.step, generating))
 
-    async def _generate(self, generating: Coroutine[Any, Any, None]) -> None:
+    async def _generate(self, step: int, generating: Coroutine[Any, Any, None]) -> None:
         try:
             await generating
         except MetronomeError as error:
             await self._run_state.stop_run(error)
+        except OSError:
+            raise  # a full disk, which the orchestrator names
+        except Exception as error:
+            traceback.print_exception(error)  # a bug; as after any other failure, the trainer saves a checkpoint
+            what = f"step {step}: its generation failed, unexpected {type(error).__name__}: {error}"
+            await self._run_state.stop_run(MetronomeError(f"{what}; the orchestrator's log has the traceback"))
 
     def keep_batch(self, batch: Batch) -> None:
         """Keep a batch whose groups come from outside."""
@@ -59,7 +66,7 @@ class BatchesInFlight:
     async def check_generation(self) -> None:
         """Stop the run if a generation ended with groups missing.
 
-        Raises any exception of a generation that is not a MetronomeError: it is a bug in the orchestrator.
+        Raises an OSError of a generation.
         """
         for batch in self.values():
             if batch.task is not None and batch.task.done():

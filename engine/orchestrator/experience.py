@@ -27,7 +27,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.table import RowTable
 from engine.orchestrator.weight_sync.publish_requests import PublishRequests
-from engine.reward.scorer import METRIC_NAME
+from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
 from engine.wire.columns import OWN, Row, open_group, open_ids
@@ -82,8 +82,11 @@ class RowCheck:
                 "its tokens and lengths do not match its columns, or its mini_batch is set, which only the "
                 "orchestrator may set"
             )
-        if any(not np.isfinite(score.value) or score.status not in STATUSES for score in group.scores):
-            return f"a score is not finite, or its status is not one of {', '.join(STATUSES)}"
+        if any(not abs(score.value) <= LARGEST_SCORE or score.status not in STATUSES for score in group.scores):
+            return (
+                f"a score is not finite or larger than {LARGEST_SCORE:,.0f}, or its status is not one of "
+                f"{', '.join(STATUSES)}"
+            )
         metrics = [pair for score in group.scores for pair in score.metrics.items()]
         if any(not np.isfinite(value) or not METRIC_NAME.fullmatch(name) for name, value in metrics):
             return (

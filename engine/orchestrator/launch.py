@@ -46,6 +46,7 @@ from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace
 from engine.wire import record
 from engine.wire.access_token import is_loopback
@@ -81,12 +82,14 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
         folder.fence = Fence.begin_attempt(folder.path)
         try:
             with named_disk_errors(folder.path):
+                record_inputs(folder.path, config)
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
-        except MetronomeError as error:
+        except Exception as error:
             if isinstance(error, WeightSyncError | RatioGapError):
                 error.args = (f"{error}{_last_update(folder)}",)
-            folder.write_failure(error)
+            ours = isinstance(error, MetronomeError)
+            folder.write_failure(error if ours else MetronomeError(f"unexpected {type(error).__name__}: {error}"))
             raise
         finally:
             if not folder.fence.is_passed:

@@ -85,7 +85,7 @@ def how_to_join(config: Config, folder: RunFolder) -> str:
 
 
 def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> PromptLoader:
-    """Encode the problems, and return their loader."""
+    """Encode the problems, and return their loader, whose fingerprint is computed."""
     encoded = encode_problems(
         problems,
         tokenizer.hf,
@@ -94,4 +94,6 @@ def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> P
         vocabulary=tokenizer.vocabulary(),
         clock=run_began(read_run_id(config.folder)),
     )
-    return load_prompts(encoded, config)
+    loader = load_prompts(encoded, config)
+    _ = loader.fingerprint  # here in a thread, because it takes seconds for many prompts
+    return loader

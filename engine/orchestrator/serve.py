@@ -30,6 +30,7 @@ from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.process import drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace
 
 Say = Callable[[str], None]
@@ -46,11 +47,13 @@ def run_service(config: Config, say: Say) -> None:
         if folder.steps.exists():
             raise BadInput(f"run folder {folder.path} belongs to a training run; give another --set run.name=NAME")
         claim_run_id(folder.path, config, resume=True)
+        record_inputs(folder.path, config)
         folder.create(config, resume=folder.config.exists())
         try:
             asyncio.run(_serve(config, folder, say))
-        except MetronomeError as error:
-            folder.write_failure(error)
+        except Exception as error:
+            ours = isinstance(error, MetronomeError)
+            folder.write_failure(error if ours else MetronomeError(f"unexpected {type(error).__name__}: {error}"))
             raise
         finally:
             drop_lifeline()

@@ -258,6 +258,8 @@ class Server:
             return _error(425, "the run does not accept instances yet")
         if pool.failure is not None:
             return _error(503, f"the run is ending: {pool.failure}")
+        if (name, url) in pool.refused:
+            raise BadInput(pool.refused[name, url])
         if again and name in self._left:
             return _error(410, f"{name} was asked to leave")
         known = pool.find_instance(name)

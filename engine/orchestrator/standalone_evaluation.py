@@ -10,17 +10,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config
-from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
+from engine.evaluation.benchmarks import (
+    Benchmark,
+    EncodedBenchmark,
+    encode_benchmarks,
+    read_benchmarks,
+    with_evaluation_context,
+)
 from engine.evaluation.results import Subject, record_evaluation
 from engine.orchestrator.evaluation_groups import sample_groups
-from engine.orchestrator.rollout_service import rollout_service
+from engine.orchestrator.rollout_service import RolloutService, rollout_service
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
+from engine.orchestrator.weight_sync.evaluated_weights import EvaluatedWeights
+from engine.orchestrator.weight_sync.probe import make_probe
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.progress import Progress
+from engine.run.run_inputs import check_evaluated
 from engine.run.trace import Trace
 from engine.types import JsonObject
 from engine.wire.columns import PackedFinished
@@ -82,6 +91,7 @@ def evaluate_model(
     there is no instance for rollout.wait_s seconds, and BadInput for input that can't be evaluated.
     """
     check_open_files(config)
+    check_evaluated(folder.path, config, model)
     raise_limit()
     benchmarks = read_benchmarks(config)
     return asyncio.run(
@@ -124,11 +134,12 @@ async def _evaluate(
         ) as service,
         AsyncExitStack() as stack,
     ):
+        encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
         if meeting is not None:
+            service.pool.sync = _proof_of_weights(config, model, service, encoded)
             server = Server(config)
             server.pool = service.pool
             await stack.enter_async_context(server.listening(meeting))
-        encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
         await service.pool.connect_instances()
         started = time.perf_counter()
         progress.expected = sum(len(one.prompts) for one in encoded) * settings.samples
@@ -160,3 +171,17 @@ async def _evaluate(
             )
             for one, groups in zip(encoded, sampled, strict=True)
         ]
+
+
+def _proof_of_weights(
+    config: Config, model: Path, service: RolloutService, benchmarks: Sequence[EncodedBenchmark]
+) -> EvaluatedWeights | None:
+    """How instances that join prove their weights; None without weights.check_tokens."""
+    probe = make_probe(
+        vocabulary=service.tokenizer.vocabulary(),
+        count=config.weights.check_tokens,
+        max_context=config.rollout.max_context,
+        dtype=config.model.dtype,
+        text=(token for one in benchmarks for prompt in one.prompts for token in prompt.token_ids),
+    )
+    return None if probe is None else EvaluatedWeights(service.pool, probe, model)

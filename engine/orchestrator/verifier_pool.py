@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from engine.config import OnFault, Reward
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.reward.verifiers import BUILT_IN
@@ -25,11 +27,14 @@ from engine.wire import verifier_messages
 from engine.wire.columns import PackedResponse
 from engine.wire.messages import PROTOCOL
 from engine.wire.verifier_messages import (
+    HEADER,
+    MOST_ANSWER,
     TOO_MANY_PROCESSES,
     LoadTokenizer,
     RewardFailed,
     RewardLoaded,
     RewardRefused,
+    ScoreCall,
     Scores,
     VerifierMessage,
     WeightedFunction,
@@ -69,6 +74,8 @@ DEATHS = 3
 """Number of processes that may die of the same call before the response is blamed, or be killed while loading the
 reward."""
 
+
+WROTE = "wrote something other than its"
 
 NO_TOKENIZER = LoadTokenizer()
 """Used if each response to be scored comes with its text."""
@@ -192,9 +199,9 @@ class VerifierPool:
         self.close()
 
     async def _score_call(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
-        request = verifier_messages.make_score_call(prompt, responses, text_only=self._built_in)
+        call = verifier_messages.make_score_call(prompt, responses, text_only=self._built_in)
         try:
-            return await self._ask_until_answered(verifier_messages.frame_message(request))
+            return await self._ask_until_answered(call)
         except TimeoutError:
             score = self._failed("timeout", self._on_timeout, prompt, f"no score within {self._timeout_s:g} s")
         except RewardError as error:
@@ -207,21 +214,21 @@ class VerifierPool:
             raise RewardError(what)
         return Score(0.0, status, what, excluded=choice == "exclude")
 
-    async def _ask_until_answered(self, request: bytes) -> list[Score]:
+    async def _ask_until_answered(self, call: ScoreCall) -> list[Score]:
         """Ask idle workers one after the other until one survives, at most DEATHS times."""
         for _ in range(DEATHS - 1):
             with contextlib.suppress(_WorkerDied):
-                return await self._ask_idle_worker(request)
+                return await self._ask_idle_worker(call)
         try:
-            return await self._ask_idle_worker(request)
+            return await self._ask_idle_worker(call)
         except _WorkerDied as error:
             raise RewardError(f"{DEATHS} processes died of it; last error: {error}") from None
 
-    async def _ask_idle_worker(self, request: bytes) -> list[Score]:
+    async def _ask_idle_worker(self, call: ScoreCall) -> list[Score]:
         # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
         worker = await self._idle.get()
         try:
-            return await worker.ask(request, self._timeout_s)
+            return await worker.ask(call, self._timeout_s)
         finally:
             self._idle.put_nowait(worker)
 
@@ -251,6 +258,8 @@ class _VerifierProcess:
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._closed = False
+        self._calls = 0
+        """Number of calls so far."""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._lifeline: int | None = None
@@ -282,21 +291,25 @@ class _VerifierProcess:
         assert self._loading is not None, "`launch` comes first"
         await asyncio.shield(self._loading)
 
-    async def ask(self, request: bytes, timeout_s: float) -> list[Score]:
-        """Send a call and return its scores.
+    async def ask(self, call: ScoreCall, timeout_s: float) -> list[Score]:
+        """Send a call and return its scores, one for each response.
 
-        Raises TimeoutError after `timeout_s`, RewardError if the reward fails, _WorkerDied if the process ends,
-        ProcessDied if the pool was closed, and what `ready` raises.
+        Raises TimeoutError after `timeout_s`, RewardError if the reward fails, _WorkerDied if the process ends or
+        answers with something else, ProcessDied if the pool was closed, and what `ready` raises.
         """
         self._check_open()
         await self.ready()
+        self._calls += 1
+        call = msgspec.structs.replace(call, number=self._calls)
         answer = None
         try:
-            answer = await _within(timeout_s, self._send_and_receive(request))
+            answer = _checked_answer(call, await _within(timeout_s, self._send_and_receive(call)))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
             how = self._how_it_ended()
             raise (RewardError if self._had_too_many() else _WorkerDied)(f"its process {how}") from None
+        except ValueError as error:
+            raise _WorkerDied(f"its process {WROTE} scores to the orchestrator's socket: {error!s:.200}") from None
         finally:
             if answer is None and not self._closed:
                 # It timed out, died or was cancelled: a late answer would be mistaken for the answer to the next call.
@@ -304,8 +317,7 @@ class _VerifierProcess:
                 self.launch()
         if isinstance(answer, RewardFailed):
             raise RewardError(answer.message)
-        assert isinstance(answer, Scores), "a verifier answers a call with RewardFailed or Scores"
-        return answer.opened()
+        return answer
 
     def close(self) -> None:
         """Kill the process and start no new one."""
@@ -355,6 +367,8 @@ class _VerifierProcess:
                 self._writer.write(self._tokenizer)
                 await self._writer.drain()
                 hello = await self._receive()
+                if not isinstance(hello, RewardLoaded | RewardRefused):
+                    raise ValueError(f"it sent {type(hello).__name__}")
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name}: reward.function{_shown(self._functions)} was not loaded within "
@@ -365,9 +379,11 @@ class _VerifierProcess:
             what = f"reward.function{_shown(self._functions)}: while loading it, its process {self._how_it_ended()}"
             assert self._child is not None, "it is set until `_kill`"
             raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
+        except ValueError as error:
+            what = f"reward.function{_shown(self._functions)}: while loading it, its process {WROTE} RewardLoaded"
+            raise BadInput(f"{what} to the orchestrator's socket: {error!s:.200}") from None
         if isinstance(hello, RewardRefused):
             raise BadInput(hello.message)
-        assert isinstance(hello, RewardLoaded), "a verifier begins with RewardRefused or RewardLoaded"
         if hello.protocol != PROTOCOL:
             raise BadInput(
                 f"{self._name} speaks version {hello.protocol} of the verifiers' protocol, the orchestrator version "
@@ -375,16 +391,19 @@ class _VerifierProcess:
             )
         self.per_response = hello.per_response
 
-    async def _send_and_receive(self, request: bytes) -> VerifierMessage:
+    async def _send_and_receive(self, call: ScoreCall) -> VerifierMessage:
         assert self._writer is not None, "`ready` comes first"
-        self._writer.write(request)
+        self._writer.write(verifier_messages.frame_message(call))
         await self._writer.drain()
         return await self._receive()
 
     async def _receive(self) -> VerifierMessage:
+        """Return the process's next message. Raises ValueError for anything else."""
         assert self._reader is not None, "`_wait_until_loaded` opens it"
-        head = await self._reader.readexactly(verifier_messages.LENGTH.size)
-        return verifier_messages.read_message(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
+        size = verifier_messages.body_size(await self._reader.readexactly(HEADER.size))
+        if size > MOST_ANSWER:
+            raise ValueError(f"a message of {size:,} bytes")
+        return verifier_messages.read_message(await self._reader.readexactly(size))
 
     def _kill(self) -> None:
         child = self._child
@@ -412,6 +431,17 @@ class _VerifierProcess:
     def _had_too_many(self) -> bool:
         """Return whether the guardian ended the process because it had started too many processes."""
         return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
+
+
+def _checked_answer(call: ScoreCall, answer: VerifierMessage) -> RewardFailed | list[Score]:
+    """Return the answer to a call. Raises ValueError if it is no answer, or the answer to another call."""
+    if not isinstance(answer, Scores | RewardFailed) or answer.number != call.number:
+        raise ValueError(f"{type(answer).__name__} is not the answer to call {call.number}")
+    if isinstance(answer, RewardFailed):
+        return answer
+    if len(answer.scores) != len(call.responses):
+        raise ValueError(f"{len(answer.scores)} scores for {len(call.responses)} responses")
+    return answer.opened()
 
 
 def _shown(functions: Sequence[WeightedFunction]) -> str:

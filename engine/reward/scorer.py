@@ -11,6 +11,8 @@ from engine.wire.columns import PackedResponse
 
 METRIC_NAME = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
 """Names of a score's metrics. MLflow takes them too."""
+LARGEST_SCORE = 1e6
+"""Largest absolute value of a score. The gradient of far larger ones overflows, or drowns that of all others."""
 
 
 class ResponseScorer(Protocol):

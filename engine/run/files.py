@@ -7,6 +7,7 @@ or absent. A file of lines may end in a torn line; readers skip that line, and t
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import BadInput
+from engine.errors import BadInput, MetronomeError
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -39,13 +40,24 @@ def write_unsynced(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file that is complete or absent as long as the machine runs. For files that only living processes
     read."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content))
+    partial.write_text(encode_json(content, path))
     partial.replace(path)
 
 
 def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
-    """Write a JSON file atomically."""
-    write_atomically(path, json.dumps(content, indent=1))
+    """Write a JSON file atomically. Raises MetronomeError as `encode_json` does."""
+    write_atomically(path, encode_json(content, path, indent=1))
+
+
+def encode_json(content: Mapping[str, Any] | Iterable[Any], path: Path, indent: int | None = None) -> str:
+    """The content of a JSON file. Raises MetronomeError, which names the file and the key, for a number that is not
+    finite, because JSON has none."""
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        rows = content.items() if isinstance(content, Mapping) else enumerate(content)
+        wrong = [f"{key} = {value}" for key, value in rows if isinstance(value, float) and not math.isfinite(value)]
+        raise MetronomeError(f"{path.name}: {', '.join(wrong) or 'a number in it'} is not finite") from None
 
 
 def sync_all(folder: Path) -> None:
@@ -86,8 +98,8 @@ def read_json(path: Path, what: str, repair: str) -> dict[str, Any]:
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Append one JSON object as a line, in one synced write. A torn last line is removed first. On a full disk
-    (OSError) the file is unchanged."""
-    append_lines(path, [json.dumps(row)], sync=True)
+    (OSError) the file is unchanged. Raises MetronomeError as `encode_json` does."""
+    append_lines(path, [encode_json(row, path)], sync=True)
 
 
 def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:

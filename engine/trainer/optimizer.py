@@ -93,9 +93,12 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
     return scheduler
 
 
-def is_finite(ddp: DistributedDataParallel) -> bool:
-    """Whether every number of this rank's gradient is finite: then its extremes are, and one pass without temporary
-    memory finds them."""
+LARGEST_NORM = 1e15
+"""The largest gradient norm of a rank. The squares of larger ones overflow fp32, and clipping then multiplies by 0."""
+
+
+def is_sound(ddp: DistributedDataParallel) -> bool:
+    """Whether this rank's gradient is finite and its norm at most `LARGEST_NORM`. One pass without temporary memory."""
     buffers = ddp.buffers + ddp.expert_parallel_buffers
-    extremes = [extreme for buffer in buffers for extreme in buffer.grad_data.aminmax()]
-    return bool(torch.isfinite(torch.stack(extremes)).all())
+    norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
+    return bool(norms.cpu().double().norm() <= LARGEST_NORM)  # False for NaN

@@ -38,7 +38,7 @@ from engine.trainer.gradient_control import GradientControl
 from engine.trainer.group_advantages import GroupAdvantages, coefficients_of
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
-from engine.trainer.optimizer import is_finite, optimizer_of, scheduler_of
+from engine.trainer.optimizer import LARGEST_NORM, is_sound, optimizer_of, scheduler_of
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from engine.trainer.step_sums import StepSums, sum_over_context
 from engine.types import FinishedResponse, Group, TrainingFigures, UpdateFigures
@@ -489,12 +489,12 @@ class Policy(Trainer):
         self.ddp.scale_gradients(1.0 / denominator)
         with record_function("reduce"):
             finalize_model_grads([self.ddp], None)
-        if self.ranks.worst(0.0 if is_finite(self.ddp) else 1.0, everyone=True):
+        if self.ranks.worst(0.0 if is_sound(self.ddp) else 1.0, everyone=True):
             updates = self.config.train.updates
             name = "the update" if updates == 1 else f"update {update + 1} of {updates}"
             raise MetronomeError(
-                f"the gradient of this step is not finite; {name} was not made (weights are unchanged). "
-                "Lower train.learning_rate or train.max_grad_norm"
+                f"the gradient of this step is not finite, or its norm is above {LARGEST_NORM:g}; {name} was not made "
+                "(weights are unchanged). Look at the rewards and the advantages, or lower train.learning_rate"
             )
 
     def _denominator(self, responses: int) -> float:

@@ -18,12 +18,11 @@ import torch
 
 from engine import platform
 from engine.client.connection import Connection
-from engine.client.ranks import HostRanks
 from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config
 from engine.errors import BadInput, DeviceMemoryError
-from engine.model.shape import content_hash, read_shape
+from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.run.fence import Fence
@@ -197,7 +196,6 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
         root=arguments.folder / "checkpoints",
         policy=policy,
         config=config,
-        reference_hash=reference_hash(config, ranks),
         fence=fence,
     )
     start = (checkpoints.resume() if arguments.resume else None) or 0
@@ -233,13 +231,6 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
         trace.flush()
         checkpoints.finish(config.train.timeout_s)
     export_policy(policy.models, ranks, base, target=arguments.folder / "policy", fence=fence.check_attempt)
-
-
-def reference_hash(config: Config, ranks: HostRanks) -> str | None:
-    """Return the content hash of the reference model; None without one. Rank 0 reads the weights for all ranks."""
-    if config.algorithm.kl_coef <= 0:
-        return None
-    return ranks.from_first(lambda: messages.ReferenceHash(content_hash(Path(config.model.path)))).hash
 
 
 def _rollouts(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from engine.data.tokenizer import make_decoder
 from engine.errors import BadInput, RewardError
-from engine.reward.scorer import METRIC_NAME
+from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe_error
@@ -32,6 +32,8 @@ from engine.verifier.reward_function import RewardFunction, load_rewards
 from engine.wire import verifier_messages
 from engine.wire.columns import Decode
 from engine.wire.verifier_messages import (
+    HEADER,
+    MOST_ANSWER,
     LoadTokenizer,
     RewardFailed,
     RewardLoaded,
@@ -40,6 +42,7 @@ from engine.wire.verifier_messages import (
     Scores,
     VerifierMessage,
     WeightedFunction,
+    cut_text,
 )
 
 MEMORY = 512 * 2**20
@@ -47,7 +50,10 @@ MEMORY = 512 * 2**20
 host's memory."""
 
 LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest finite number in fp32, the precision in which rewards are trained."""
+"""The largest finite number in fp32."""
+_EXPECTED_SCORE = f"a number from {-LARGEST_SCORE:,.0f} to {LARGEST_SCORE:,.0f}"
+LONGEST_STATUS = 100
+"""Length in characters after which a score's status is cut."""
 SCORE_KEYS = ("score", "reward")
 """Keys of a dict under one of which a reward returns the score."""
 NO_LISTS = (str, bytes, bytearray, Mapping, Set)
@@ -61,9 +67,9 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, function
     die_on_close(lifeline_fd)
     watch_lifeline()
     _print_to_stderr()
-    with socket.socket(fileno=socket_fd) as orchestrator:
-        orchestrator.set_inheritable(False)
-        message = _receive(orchestrator)
+    with socket.socket(fileno=socket_fd) as connection:
+        orchestrator = _Orchestrator(connection)
+        message = orchestrator.receive()
         if not isinstance(message, LoadTokenizer):
             return  # the orchestrator has ended the run
         try:
@@ -73,9 +79,9 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, function
             limit_memory(all(one.function in BUILT_IN for one in functions), memory, took)
             rewards = load_rewards(functions)
         except BadInput as error:
-            _send(orchestrator, RewardRefused(str(error)))
+            orchestrator.send(RewardRefused(cut_text(str(error))))
             return
-        _send(orchestrator, RewardLoaded(all(reward.per_response for reward in rewards)))
+        orchestrator.send(RewardLoaded(all(reward.per_response for reward in rewards)))
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
             _serve_calls(orchestrator, rewards, runner, decode)
 
@@ -153,9 +159,9 @@ def _weighted_sum(rewards: Sequence[RewardFunction], scores: Sequence[Score | No
         return Score(0.0, detail="no reward function applies", excluded=True)
     if not rewards[0].name:
         return given[0][1]
-    value = _finite(math.fsum(reward.weight * score.value for reward, score in given))
+    value = _finite(math.fsum(reward.weight * score.value for reward, score in given), LARGEST_SCORE)
     if value is None:
-        raise RewardError("has a weighted sum that is not finite in fp32")
+        raise RewardError(f"has a weighted sum that is not {_EXPECTED_SCORE}")
     metrics: dict[str, float] = {}
     for reward, score in given:
         for name, number in ((reward.name, score.value), *score.metrics.items()):
@@ -216,16 +222,16 @@ def _checked_score(value: object, index: int) -> Score:
         result = _score_of_dict(value, index)
     else:
         result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
-    number = 0.0 if result.excluded else _finite(result.value)
+    number = 0.0 if result.excluded else _finite(result.value, LARGEST_SCORE)
     if number is None:
         raise RewardError(
             f"returned {_shown(result.value)} for response {index}, "
-            "expected a number that is finite in fp32, a Score, or a dict with a score"
+            f"expected {_EXPECTED_SCORE}, a Score, or a dict with a score"
         )
     return Score(
         value=number,
-        status=str(result.status),
-        detail=str(result.detail),
+        status=str(result.status)[:LONGEST_STATUS],
+        detail=cut_text(str(result.detail)),
         excluded=bool(result.excluded),
         correct=None if result.correct is None else bool(result.correct),
         metrics=_checked_metrics(result.metrics, index),
@@ -268,16 +274,16 @@ def _checked_metrics(metrics: object, index: int) -> dict[str, float]:
     return found
 
 
-def _finite(value: object) -> float | None:
-    """Return what Python, NumPy or torch treats as a single number as a float; None for anything else, and if it
-    overflows fp32."""
+def _finite(value: object, largest: float = LARGEST) -> float | None:
+    """Return what Python, NumPy or torch treats as a single number as a float; None for anything else, and if it is
+    larger than `largest`."""
     if isinstance(value, str | bytes | bytearray):  # float() would parse their text
         return None
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises a RuntimeError for several numbers
         return None
-    return number if abs(number) <= LARGEST else None
+    return number if abs(number) <= largest else None
 
 
 def _shown(value: object) -> str:
@@ -288,43 +294,53 @@ def _shown(value: object) -> str:
 
 
 def _serve_calls(
-    orchestrator: socket.socket, rewards: Sequence[RewardFunction], runner: asyncio.Runner, decode: Decode
+    orchestrator: _Orchestrator, rewards: Sequence[RewardFunction], runner: asyncio.Runner, decode: Decode
 ) -> None:
-    while isinstance(message := _receive(orchestrator), ScoreCall):
+    while isinstance(message := orchestrator.receive(), ScoreCall):
         try:
             scores = score_group(rewards, runner, *verifier_messages.score_arguments(message, decode))
         except RewardError as error:
-            _send(orchestrator, RewardFailed(str(error)))
+            orchestrator.send(RewardFailed(cut_text(str(error)), message.number))
         else:
-            _send(orchestrator, Scores.of(scores))
+            orchestrator.send(Scores.of(scores, message.number))
 
 
-def _send(orchestrator: socket.socket, message: VerifierMessage) -> None:
-    orchestrator.sendall(verifier_messages.frame_message(message))
+class _Orchestrator:
+    """The connection to the orchestrator. Only this process uses it: what a reward forks never answers."""
 
+    def __init__(self, connection: socket.socket) -> None:
+        connection.set_inheritable(False)
+        self._connection = connection
+        self._process = os.getpid()
+        os.register_at_fork(after_in_child=connection.close)
 
-def _receive(orchestrator: socket.socket) -> VerifierMessage | None:
-    """Return the next message; None if the orchestrator has closed the socket.
+    def send(self, message: VerifierMessage) -> None:
+        """Send a message. A child of this process ends here, as if its parent's code were not there."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        frame = verifier_messages.frame_message(message)
+        if isinstance(message, Scores) and len(frame) > MOST_ANSWER:
+            why = f"returned scores of {len(frame):,} bytes with their metrics, expected at most {MOST_ANSWER:,}"
+            frame = verifier_messages.frame_message(RewardFailed(why, message.number))
+        self._connection.sendall(frame)
 
-    The wait has no limit, because the lifeline ends this process if the orchestrator dies.
-    """
-    head = _read_exactly(orchestrator, verifier_messages.LENGTH.size)
-    return (
-        verifier_messages.read_message(_read_exactly(orchestrator, *verifier_messages.LENGTH.unpack(head)))
-        if head
-        else None
-    )
+    def receive(self) -> VerifierMessage | None:
+        """Return the next message; None if the orchestrator has closed the socket.
 
+        The wait has no limit, because the lifeline ends this process if the orchestrator dies.
+        """
+        head = self._read_exactly(HEADER.size)
+        return verifier_messages.read_message(self._read_exactly(verifier_messages.body_size(head))) if head else None
 
-def _read_exactly(orchestrator: socket.socket, count: int) -> bytes:
-    """Return `count` bytes; b"" if the socket was closed before all of them arrived."""
-    data = bytearray()
-    while len(data) < count:
-        part = orchestrator.recv(count - len(data))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
+    def _read_exactly(self, count: int) -> bytes:
+        """Return `count` bytes; b"" if the socket was closed before all of them arrived."""
+        data = bytearray()
+        while len(data) < count:
+            part = self._connection.recv(count - len(data))
+            if not part:
+                return b""
+            data += part
+        return bytes(data)
 
 
 def _print_to_stderr() -> None:

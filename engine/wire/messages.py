@@ -270,12 +270,6 @@ class CheckpointFound(Message):
     name: str | None
 
 
-class ReferenceHash(Message):
-    """Content hash of the reference model."""
-
-    hash: str
-
-
 AnyRequest = (
     InitEngines
     | PutPrompts
@@ -316,7 +310,6 @@ AnyMessage = (
     | Proceed
     | CheckpointDue
     | CheckpointFound
-    | ReferenceHash
 )
 
 _REQUESTS: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)

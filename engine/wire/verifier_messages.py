@@ -1,8 +1,9 @@
 """The messages between the orchestrator and a verifier process: msgpack frames over a socket pair, without pickle.
 
-A frame is a length in 4 bytes (big endian), followed by that many bytes of msgpack. First the orchestrator sends
-`LoadTokenizer` and the process `RewardLoaded` or `RewardRefused`; after that the process answers each `ScoreCall` with
-`Scores` or `RewardFailed`.
+A frame is a mark of 4 bytes and a length in 4 bytes (big endian), followed by that many bytes of msgpack. First the
+orchestrator sends `LoadTokenizer` and the process `RewardLoaded` or `RewardRefused`; after that the process answers
+each `ScoreCall` with `Scores` or `RewardFailed`, which have the call's number. A reward may write to the process's
+socket, so what arrives there is checked.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from engine.types import Prompt, Response, Score
 from engine.wire.columns import Decode, PackedResponse, open_ids, open_response, pack_ids, pack_response
 from engine.wire.messages import PROTOCOL
 
-LENGTH = struct.Struct(">I")
-"""The header of a frame."""
+HEADER = struct.Struct(">4sI")
+"""The header of a frame: mark and length."""
+MARK = b"\xc1mv\n"
+"""The mark at the start of each frame. 0xc1 is in no text and no msgpack."""
+MOST_ANSWER = 64 * 2**20
+"""Largest size in bytes of a message from a verifier process."""
+LONGEST_TEXT = 20_000
+"""Length in characters after which a score's detail or an error is cut."""
 TOO_MANY_PROCESSES = 75
 """Exit status of a verifier process that was ended because its reward had too many processes."""
 
@@ -88,6 +95,8 @@ class ScoreCall(VerifierMessage):
     """The prompt's, int32."""
     columns: bytes = b"{}"
     """JSON, because integers may need more than the 64 bits of msgpack."""
+    number: int = 0
+    """Number of the call in its process."""
 
 
 class Scores(VerifierMessage):
@@ -95,11 +104,13 @@ class Scores(VerifierMessage):
     metrics."""
 
     scores: tuple[tuple[float, str, bytes, bool, bool | None, dict[str, float]], ...]
+    number: int
+    """The call's."""
 
     @staticmethod
-    def of(scores: Sequence[Score]) -> Scores:
-        """Return the scores as a message."""
-        return Scores(tuple(map(_packed_score, scores)))
+    def of(scores: Sequence[Score], number: int) -> Scores:
+        """Return the scores of a call as a message."""
+        return Scores(tuple(map(_packed_score, scores)), number)
 
     def opened(self) -> list[Score]:
         """The inverse of `of`."""
@@ -120,6 +131,8 @@ class RewardFailed(VerifierMessage):
     """The reward raised an error, or did not return one score per response."""
 
     message: str
+    number: int
+    """The call's."""
 
 
 AnyVerifierMessage = LoadTokenizer | RewardLoaded | RewardRefused | ScoreCall | Scores | RewardFailed
@@ -130,12 +143,28 @@ _DECODER: msgspec.msgpack.Decoder[AnyVerifierMessage] = msgspec.msgpack.Decoder(
 def frame_message(message: VerifierMessage) -> bytes:
     """Return a message as one frame."""
     body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return HEADER.pack(MARK, len(body)) + body
+
+
+def body_size(header: bytes) -> int:
+    """Return the length in a frame's header. Raises ValueError if it has no mark."""
+    mark, size = HEADER.unpack(header)
+    if mark != MARK:
+        raise ValueError(f"not a frame: {header!r}")
+    return int(size)
 
 
 def read_message(body: bytes) -> AnyVerifierMessage:
-    """Return the message in `body`, a frame without its header."""
-    return _DECODER.decode(body)
+    """Return the message in `body`, a frame without its header. Raises ValueError if it is none."""
+    try:
+        return _DECODER.decode(body)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def cut_text(text: str) -> str:
+    """Return a text of at most `LONGEST_TEXT` characters, which says how many are left out."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text) - LONGEST_TEXT:,} more)"
 
 
 def make_score_call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_only: bool) -> ScoreCall:

@@ -15,9 +15,9 @@ from engine.data.problem_statistics import REPORT
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
-from engine.model.shape import content_hash
 from engine.run.files import read_json
 from engine.run.folder import RunFolder
+from engine.run.run_inputs import find_inputs, read_inputs
 from engine.run.run_start import read_start
 from tasks.code_version import code_version
 from tasks.tracking import descriptions
@@ -60,6 +60,7 @@ def update_champion(name: str, version: str, folder: RunFolder, config: Config) 
 def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     """The origin of a policy (base model, data, config, code, steps), and the figures of its evaluation."""
     base = Path(config.model.path)
+    inputs = read_inputs(folder.path) or find_inputs(config, base)
     row = final_evaluation(folder, config)
     report = folder.path / REPORT
     told = read_json(report, "the report on the data", "run `metronome run --resume` again") if report.exists() else {}
@@ -68,7 +69,7 @@ def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     found = {
         "base_model": str(base),
         "start": begun.start,
-        "base_model_hash": content_hash(base),
+        **{_HASHES[part]: one["hash"] for part, one in inputs.items() if one["hash"]},
         "data": ", ".join(one.path for one in config.data.sets),
         "data_version": data,
         "config_hash": hashlib.sha256(folder.config.read_bytes()).hexdigest(),
@@ -87,6 +88,14 @@ def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
             "protocol": json.dumps(row["protocol"]),
         }
     return found
+
+
+_HASHES = {
+    "weights": "base_model_hash",
+    "tokenizer": "tokenizer_hash",
+    "reward": "reward_hash",
+    "algorithms": "algorithms_hash",
+}
 
 
 def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow | None:

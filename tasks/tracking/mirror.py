@@ -108,8 +108,11 @@ PARAMETER_LIMIT = 6000
 """MLflow's limits: metrics and parameters in a request, and characters in the value of a parameter."""
 SAMPLES = 20
 """Approximate number of steps whose response samples go to MLflow; the run folder has those of every step."""
-FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
-"""Files of the run folder that become artifacts at the end."""
+FILES = (
+    *("config.toml", "start.json", "data.json", "inputs.json", "code", "steps.jsonl", "evaluations.jsonl"),
+    *("timeline.html", "failure.json"),
+)
+"""Files of the run folder that become artifacts at the end, and the folder with the user's code."""
 REDONE = "metronome.redone_steps"
 """Tag of an MLflow run: the steps whose figures in MLflow come from an attempt that ended before its next checkpoint.
 The figures in steps.jsonl differ, but MLflow never replaces one."""

@@ -4,6 +4,8 @@ import torch
 
 from engine import platform
 from engine.run import checkpoint_files as files
+from engine.run import run_inputs
+from engine.run.files import write_json
 from support.policies import a_group
 from support.runs import config_of
 
@@ -15,11 +17,12 @@ def builder(settings, folder):
     from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.policy import Policy
 
-    def built(reference_hash="hash", root=folder / "checkpoints", policy=None, **changes):
+    def built(weights="hash", root=folder / "checkpoints", policy=None, **changes):
         changed = {key.replace("__", "."): value for key, value in changes.items()}
         config = config_of(settings | {"train.ratio_gap_limit": 0} | changed)
         policy = policy or Policy(config, CPU)
-        return policy, Checkpoints(root, policy, config, reference_hash)
+        write_json(root.parent / run_inputs.FILE, {"weights": {"named": "", "hash": weights, "path": ""}})
+        return policy, Checkpoints(root, policy, config)
 
     return built
 

@@ -52,9 +52,16 @@ class Scripted:
         self.seeds = []
         self.asked = []  # the bodies of the completions
         self.running = self.most = 0
+        self.probed = None  # log-probabilities of the tokens of a probe, whatever these are
+        self.updates = []  # the calls of weight updates
 
     async def completions(self, request):
         body = await request.json()
+        if body.get("prompt_logprobs") is not None and self.probed is not None:
+            entries = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], self.probed)]  # noqa: B905
+            return web.json_response(
+                reply([2], [-1.0], "length", [(0, self.version)], prompt_logprobs=[None, *entries])
+            )
         self.seeds.append(body.get("seed"))
         self.asked.append(body)
         self.running += 1
@@ -94,6 +101,13 @@ class Scripted:
             }
         )
 
+    async def weight_version(self, request):
+        return web.json_response({"weight_version": self.version})
+
+    async def update(self, request):
+        self.updates.append(request.path)
+        return web.json_response({})
+
     async def finish_update(self, request):
         self.version = (await request.json())["weight_version"]
         return web.json_response({})
@@ -117,6 +131,11 @@ class Scripted:
                 web.get("/load", self.load),
                 web.get("/health", self.health),
                 web.post("/finish_weight_update", self.finish_update),
+                web.get("/weight_version", self.weight_version),
+                *(
+                    web.post(f"/{route}", self.update)
+                    for route in ("pause", "resume", "start_weight_update", "update_weights", "reset_prefix_cache")
+                ),
             ]
         )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)

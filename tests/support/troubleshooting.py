@@ -19,10 +19,6 @@ MESSAGES = {
         "tests/integration/test_resume.py",
         "Changed: rollout.max_context",
     ),
-    "--resume: model.path = …": (
-        "tests/integration/test_resume.py",
-        "its content is not that of the run's base model",
-    ),
     "no config.json there; expected a Hugging Face folder": (UNIT + "flows/test_cli.py", "no config.json there"),
     "no *.safetensors there; other weight formats are not read": (
         UNIT + "model/test_families.py",
@@ -156,9 +152,9 @@ MESSAGES = {
         UNIT + "trainer/checkpoint/test_writer.py",
         "publishing the checkpoint to",
     ),
-    "it was taken with another reference model (content hash differs)": (
-        UNIT + "trainer/checkpoint/test_checkpoints.py",
-        "another reference model",
+    "changed since the run was trained with it": (
+        UNIT + "run/test_run_inputs.py",
+        "changed since the run was trained with it",
     ),
     "it is of another model than model.path = …": (
         UNIT + "trainer/checkpoint/test_checkpoints.py",

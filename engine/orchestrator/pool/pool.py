@@ -99,9 +99,10 @@ class Pool:
         notices: RunEvents | None = None,
         group_size: int = 0,
     ) -> None:
-        """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve at once, with the
-        weights that they loaded from disk. `notices`: is told which instances join, leave and fail. `group_size`:
-        responses per group; 0: `rollout.group_size`."""
+        """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve with the weights that
+        they loaded from disk: declared ones at once, others once `sync` has proved that these are the right ones.
+        `notices`: is told which instances join, leave and fail. `group_size`: responses per group; 0:
+        `rollout.group_size`."""
         self.config = config
         rollout = config.rollout
         self.concurrency = max(1, rollout.concurrency * rollout.group_size // (group_size or rollout.group_size))
@@ -127,6 +128,8 @@ class Pool:
         """New instances, which the health monitor does not watch yet."""
         self.failed_starts: asyncio.Queue[InstanceProcess] = asyncio.Queue()
         """Declared instances that failed to start with the others. The health monitor restarts them."""
+        self.refused: dict[tuple[str, str], str] = {}
+        """Why an instance (name, URL) may not join again."""
         self.connected = asyncio.Event()
         """Set once every declared instance has served or has failed to start."""
         self._trace = trace
@@ -192,7 +195,7 @@ class Pool:
             self._say("joins", f"{name} was restarted (restart {declared.restarts})")
         self.instances.append(instance)
         self._ends.pop(name, None)
-        if not self.synced:
+        if not self.synced and (declared is not None or self.sync is None):
             self.admit_instance(instance)
         self.arrived.put_nowait(instance)
         self.changed()

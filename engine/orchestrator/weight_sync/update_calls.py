@@ -115,10 +115,9 @@ class UpdateCalls:
         """
         if self.probe is None:
             return
-        if not await self._serves_its_base(instance):
-            await self._load_base(instance, [], 0)
+        await self.restore_base(instance, SELF_TEST)
         base = await self.ask_probe(instance, self.probe, SELF_TEST)
-        await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION)
+        await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION, SELF_TEST)
         perturbed = await self.ask_probe(instance, self.probe, SELF_TEST)
         await self.pause_instance(instance, SELF_TEST, abort=True)
         self._base[instance] = base
@@ -130,22 +129,27 @@ class UpdateCalls:
                 f"{MOVED:g}; the instance does not compute with the weights that it is sent"
             )
 
-    async def _serves_its_base(self, instance: Instance) -> bool:
+    async def restore_base(self, instance: Instance, during: str) -> None:
+        """Have the instance serve the weights that it was started from, if it does not."""
+        if not await self._serves_its_base(instance, during):
+            await self._load_base(instance, [], 0, during)
+
+    async def _serves_its_base(self, instance: Instance, during: str) -> bool:
         """Return whether the instance serves the weights it was started from. The orchestrator of another run may have
         paused it."""
-        if (await self.send_request(instance, GetWeightVersion(), SELF_TEST)).weight_version:
+        if (await self.send_request(instance, GetWeightVersion(), during)).weight_version:
             return False
         try:
-            await self.send_request(instance, Resume(), SELF_TEST)
+            await self.send_request(instance, Resume(), during)
         except Refused:  # a weight update is unfinished
             return False
         return True
 
-    async def _load_base(self, instance: Instance, perturb: list[int], version: int) -> None:
-        await self.pause_instance(instance, SELF_TEST, abort=True)
-        await self.begin_update(instance, SELF_TEST)
-        await self.update_weights(instance, BaseWeights(perturb), SELF_TEST)
-        await self.name_and_resume(instance, version, SELF_TEST)
+    async def _load_base(self, instance: Instance, perturb: list[int], version: int, during: str) -> None:
+        await self.pause_instance(instance, during, abort=True)
+        await self.begin_update(instance, during)
+        await self.update_weights(instance, BaseWeights(perturb), during)
+        await self.name_and_resume(instance, version, during)
 
     async def ask_probe(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """Return the instance's log-probabilities of the probe."""

@@ -65,6 +65,7 @@ from engine.run.fence import Fence
 from engine.run.files import write_json
 from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import read_run_id
+from engine.run.run_inputs import check_inputs_kept, read_inputs
 from engine.run.threads import in_thread
 from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
 from engine.trainer.policy import Policy
@@ -205,16 +206,14 @@ class Checkpoints:
     """The run's checkpoints, as one rank sees them. All ranks build it; `save` and `resume` are collectives over all
     ranks."""
 
-    def __init__(
-        self, root: Path, policy: Policy, config: Config, reference_hash: str | None, fence: Fence | None = None
-    ) -> None:
-        """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None;
-        `fence`: the orchestrator's fence, which must permit each checkpoint; None means no fence."""
+    def __init__(self, root: Path, policy: Policy, config: Config, fence: Fence | None = None) -> None:
+        """`root`: folder `checkpoints` of the run, whose inputs are recorded (engine.run.run_inputs); `fence`: the
+        orchestrator's fence, which must permit each checkpoint; None means no fence."""
         self._fence = fence or Fence(root.parent, 0)
         self._root = root
         self._policy = policy
         self._config = config
-        self._reference = {"path": config.model.path, "hash": reference_hash} if reference_hash else None
+        self._inputs = read_inputs(root.parent)
         self._place = store.place_of(config)
         self._run = read_run_id(root.parent)
         self._pending: _PendingSave | None = None
@@ -276,8 +275,8 @@ class Checkpoints:
         """Load the newest whole checkpoint of the run folder, or else of `checkpoint.path`.
 
         Returns the step to continue with; None if there is no checkpoint. Prints which checkpoints are skipped and why,
-        and what cannot be restored in another layout. Raises BadInput if the checkpoint has another model, reference or
-        fixed key, CheckpointError if all are damaged. Collective over all ranks.
+        and what cannot be restored in another layout. Raises BadInput if the checkpoint has another model, other inputs
+        or another fixed key, CheckpointError if all are damaged. Collective over all ranks.
         """
         found = self._policy.ranks.from_first(self._find_checkpoint)
         if found.name is None:
@@ -328,7 +327,7 @@ class Checkpoints:
             "prompts": self.prompts,
             "layout": present_layout(),
             "model": _as_json(asdict(self._policy.models.shape)),
-            "reference": self._reference,
+            "inputs": self._inputs,
             "scheduler": self._policy.scheduler.state_dict(),
             "gradient_control": self._policy.control.state() if self._policy.control else {},
             "config": self._config.model_dump(mode="json"),
@@ -373,12 +372,8 @@ class Checkpoints:
         return CheckpointFound(None if folder is None else folder.name)
 
     def _check_same_model(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Raise BadInput if the checkpoint has another reference model, another model or another fixed key."""
-        if (state["reference"] or {}).get("hash") != (self._reference or {}).get("hash"):
-            raise BadInput(
-                f"checkpoint {folder}: it was taken with another reference model (content hash differs); "
-                "resume with the model.path that the run started from"
-            )
+        """Raise BadInput if the checkpoint has other inputs, another model or another fixed key."""
+        check_inputs_kept(self._root.parent, self._config, self._inputs, state["inputs"])
         ours = _as_json(asdict(self._policy.models.shape))
         if differs := sorted(key for key in ours if ours[key] != state["model"].get(key)):
             raise BadInput(

@@ -159,6 +159,18 @@ async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
     await plane.close()
 
 
+async def test_a_mistake_of_ours_in_a_generation_ends_the_run_by_name_as_every_other_failure(conduct, capsys):
+    plane, come = await conduct(2)
+    come.put_nowait("no index")
+    async with asyncio.timeout(5):
+        failure = await watch(plane)
+    assert str(failure).startswith("step 0: its generation failed, unexpected TypeError: ")
+    with pytest.raises(type(failure), match="unexpected TypeError"):
+        await work(plane, 0)
+    assert "Traceback" in capsys.readouterr().err
+    await plane.close()
+
+
 async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
     plane, _ = await conduct(1)
 

@@ -20,7 +20,7 @@ NUMBERS = {  # what a reward returns for four responses
         0.5,
         1.0,
     ],
-    "(number for number in (1, 0, 3.4028234663852886e38, -1e-320))": [1.0, 0.0, 3.4028234663852886e38, -1e-320],
+    "(number for number in (1, 0, -1e6, -1e-320))": [1.0, 0.0, -1e6, -1e-320],
     "[1, Score(math.nan, 'error', 'the sandbox is down', True), Score(None, excluded=True), 0]": [
         1.0,
         Score(0.0, "error", "the sandbox is down", excluded=True),
@@ -58,7 +58,7 @@ WRONG = {
     "return None": "returned NoneType, expected a list of 2 scores",
     "return 'no'": "returned str, expected a list of 2 scores",
     "return [1.0, None]": "returned None for response 1",
-    "return ['1', 1]": "returned '1' for response 0, expected a number that is finite in fp32, a Score, or",
+    "return ['1', 1]": "returned '1' for response 0, expected a number from -1,000,000 to 1,000,000, a Score, or",
     "return [{'value': 1.0}, 1]": "returned a dict with the keys value for response 0, expected the score under one of "
     "the keys score and reward",
     "return [{'score': 1.0, 'reward': 1.0}, 1]": "a dict with the keys score, reward for response 0",
@@ -78,7 +78,10 @@ WRONG = {
     "return [1, 10**400]": "returned 1000+ for response 1",
     "return [1, 10**5000]": "returned a number of type int with too many digits for response 1",
     "return [1, 3.4028236e38]": r"returned 3.4028236e\+38 for response 1",
+    "return [1, 1e6 + 1]": "returned 1000001.0 for response 1, expected a number from -1,000,000 to 1,000,000",
     "return [1.0, float('nan')]": "returned nan for response 1",
+    "raise ValueError('x' * 10**7)": "raised ValueError: x{19000,20000}… \\(9,98.,... more",
+    "return [{'score': 1, 'm' * 7 * 10**7: 1}, 1]": "returned scores of .* bytes with their metr",
     "return [float('inf'), 0]": "returned inf for response 0",
     "import os; os._exit(3)": "its process exited with 3",
     "import sys; sys.exit(4)": r"raised SystemExit: 4 \(.*user_reward\.py, LINE\)",

@@ -58,6 +58,7 @@ WRONG = {
         lambda: replace(made(), scores=(Score(1.0, metrics={"form": float("nan")}),) * 2),
         "a metric of a score is not finite",
     ),
+    "a score above the bound": (lambda: replace(made(), scores=(Score(-1.1e6),) * 2), "larger than 1,000,000"),
     "an infinite score": (lambda: replace(made(), scores=(Score(float("inf")),) * 2), "a score is not finite"),
     "a foreign token": (lambda: made(token_ids=(5, 10)), "response 0: token 1 is 10, but the vocabulary has 10"),
     "no number as log-probability": (lambda: made(logprobs=(-1.0, float("nan"))), "log-probability 1 is nan"),

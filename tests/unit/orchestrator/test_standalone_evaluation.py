@@ -6,8 +6,13 @@ import aiohttp
 import pytest
 
 from engine.config import Config
+from engine.data.tokenizer import Tokenizer
 from engine.errors import ProcessDied
+from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
+from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.standalone_evaluation import EvaluationProgress, evaluate_model
+from engine.orchestrator.weight_sync.evaluated_weights import compute_logprobs
+from engine.orchestrator.weight_sync.probe import make_probe
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
@@ -40,20 +45,57 @@ def world(tmp_path, tiny_model, problems):
     return config, folder, meeting
 
 
-async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
+async def joined(address, session, name, url, status=200):
+    await until(lambda: address.exists() and address.read_text(), "the address")
+    body = {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": url}
+    async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
+        assert answer.status == status
+        return await answer.text()
+
+
+async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_none_is_started(world, tiny_model):
+    """`stale` has other weights, `other` those of a training that is over: it gets its own back, which are right."""
     config, folder, meeting = world
-    scripted = Scripted()
-    scripted.delay_s = 0.2
+    encoded = encode_benchmarks(config, read_benchmarks(config), Tokenizer(tiny_model))
+    text = [token for prompt in encoded[0].prompts for token in prompt.token_ids]
+    probe = make_probe(
+        vocabulary=Tokenizer(tiny_model).vocabulary(),
+        count=config.weights.check_tokens,
+        max_context=config.rollout.max_context,
+        dtype="float32",
+        text=text,
+    )
+    right = compute_logprobs(tiny_model, "float32", probe.token_ids)
+    good = Scripted()
+    stale = Scripted()
+    other = Scripted(version=7)
+    good.probed = other.probed = right
+    stale.probed = [*right[:-1], right[-1] - 0.02]
+    good.delay_s = other.delay_s = 0.2
     address = meeting / ADDRESS_FILE
-    async with scripted.serving() as url, aiohttp.ClientSession() as session:
-        work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting))
-        await until(lambda: work.done() or (address.exists() and address.read_text()), "the address")
-        body = {"protocol": ROLLOUT_PROTOCOL, "name": "guest", "url": url}
-        async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
-            assert answer.status == 200
+    told = []
+    progress = EvaluationProgress(notices=RunEvents(lambda kind, text: told.append(text)))
+    async with (
+        stale.serving() as stale_url,
+        good.serving() as url,
+        other.serving() as other_url,
+        aiohttp.ClientSession() as session,
+    ):
+        work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting, progress))
+        await joined(address, session, "stale", stale_url)
+        await until(lambda: any("stale gets no prompts" in text for text in told), "the refusal")
+        assert "does not hold the weights" in await joined(address, session, "stale", stale_url, status=400)
+        await joined(address, session, "guest", url)
+        await joined(address, session, "other", other_url)
         [row] = await work
-    assert (row["weight_version"], row["problems"], len(scripted.seeds)) == (3, 6, 12)
-    assert scripted.most == PLACES  # a training step has as many responses in flight
+    assert (row["weight_version"], row["problems"], len(good.seeds) + len(other.seeds)) == (3, 6, 12)
+    assert not stale.seeds
+    assert f"stale does not hold the weights of {tiny_model}: its log-probabilities of 15" in "".join(told)
+    assert (other.version, other.updates) == (
+        0,
+        ["/pause", "/start_weight_update", "/update_weights", "/reset_prefix_cache", "/resume"],
+    )
+    assert max(good.most, other.most) <= PLACES  # a training step has as many responses in flight
     assert list(read_lines(folder.evaluations)) == [row]
     assert not list(folder.logs.glob("instance-*"))
     assert not address.exists()

@@ -80,12 +80,12 @@ def test_nothing_that_a_reward_has_started_survives_a_killed_orchestrator(reward
 
 
 async def test_a_reward_has_a_limit_of_memory(reward):
-    spec = reward("def reward(prompt, responses):\n    return [float(len(bytearray(2**30)))]")
+    spec = reward("def reward(prompt, responses):\n    return [len(bytearray(2**30)) / 2**20]")
     async with VerifierPool.of(Reward(function=spec, memory_gb=0.5)) as pool:
         with pytest.raises(RewardError, match="raised MemoryError"):
             await pool.score(PROMPT, [response()])
     async with VerifierPool.of(Reward(function=spec)) as pool:
-        assert await pool.score(PROMPT, [response()]) == [Score(2.0**30)]
+        assert await pool.score(PROMPT, [response()]) == [Score(1024.0)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Score
+from engine.wire import verifier_messages
 from engine.wire.columns import pack_response
 from support.verifier_calls import ORCHESTRATOR, PROMPT, alive, response, until_dead
 
@@ -317,3 +318,45 @@ def test_workers_die_with_a_killed_orchestrator(reward, hang):
         orchestrator.kill()
         orchestrator.wait(10)
         orchestrator.stderr.close()
+
+
+SPEAKS = {  # what the third call of the reward does beside scoring
+    "a child that returns": "os.fork()",
+    "a child that returns while its parent waits for it": "pid = os.fork()\n        pid and os.waitpid(pid, 0)",
+    "text on every descriptor": "for fd in range(3, 64):\n            with suppress(OSError): os.write(fd, b'hello')",
+    "a frame's header": "for fd in range(3, 64):\n            with suppress(OSError): os.write(fd, bytes(3) + b'\\5')",
+    "the answer of the call before": "for fd in range(3, 64):\n            with suppress(OSError): os.write(fd, OLD)",
+}
+
+
+@pytest.mark.parametrize("speaks", SPEAKS.values(), ids=SPEAKS.keys())
+async def test_nobody_but_the_worker_answers_a_call_and_only_once(reward, tmp_path, speaks):
+    """The score of each prompt is its answer, whatever the reward writes where, and whatever its children do."""
+    old = verifier_messages.frame_message(verifier_messages.Scores.of([Score(9.0)], number=2))
+    spec = reward(
+        f"import os, pathlib\nfrom contextlib import suppress\nOLD = {old!r}\ndef reward(prompt, responses):\n"
+        "    once = pathlib.Path(__file__).with_name('once')\n"
+        "    if prompt.answer == '3' and not once.exists():\n        once.touch()\n"
+        f"        {speaks}\n    return [float(prompt.answer)] * len(responses)"
+    )
+    async with VerifierPool(spec) as pool:
+        prompts = [dataclasses.replace(PROMPT, answer=str(number)) for number in range(1, 7)]
+        scores = [await pool.score(prompt, [response(), response()]) for prompt in prompts]
+    assert scores == [[Score(float(prompt.answer))] * 2 for prompt in prompts]
+
+
+async def test_a_child_that_is_forked_while_the_reward_loads_is_silent(reward):
+    async with VerifierPool(reward("import os\nos.fork()\ndef reward(prompt, responses): return [1.0]")) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+
+
+async def test_a_reward_that_writes_to_its_socket_again_and_again_is_an_error_by_name(reward):
+    spec = reward(
+        "import os\ndef reward(prompt, responses):\n    for fd in range(3, 64):\n        try: os.write(fd, b'x')\n"
+        "        except OSError: pass\n    return [1.0]"
+    )
+    async with VerifierPool(spec) as pool:
+        with pytest.raises(
+            RewardError, match="3 processes died of it; .*its process wrote something other than its scores"
+        ):
+            await pool.score(PROMPT, [response()])

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from torch.distributed import TCPStore
@@ -83,12 +82,6 @@ def test_an_error_of_the_leader_ends_its_unit_and_no_other(told, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_rank_reads_the_reference_for_its_hash(told, layout):
-    assert [rank["hashed"] for rank in told[layout]] == [1, 0, 0, 0]
-    assert [rank["hashes"] for rank in told[layout]] == [["/base by rank 0", None]] * WORLD
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_worst_of_a_unit_hides_no_nan(told, layout):
     replica_groups = PLACES[layout][0]
     for number, rank in enumerate(told[layout]):
@@ -118,10 +111,8 @@ def _rank(number, folder, ports):
 
 
 def _said(lockstep):
-    from engine.config.recipe import load_config
     from engine.errors import BadInput, MetronomeError, RewardError
     from engine.ranks.rank_group import RankGroup
-    from engine.trainer import rank
     from engine.wire.messages import CheckpointDue
     from engine.wire.sync_messages import BucketInfo
 
@@ -148,11 +139,6 @@ def _said(lockstep):
         except MetronomeError as error:
             return f"{type(error).__name__}: {error}"
 
-    def reference_hash(kl_coef):
-        return rank.reference_hash(load_config(None, ["model.path=/base", f"algorithm.kl_coef={kl_coef}"]), ranks)
-
-    with patch.object(rank, "content_hash", side_effect=lambda folder: f"{folder} by rank {ranks.rank}") as hashing:
-        hashes = [reference_hash(0.1), reference_hash(0)]
     places = {
         name: getattr(ranks, name)
         for name in (
@@ -174,8 +160,6 @@ def _said(lockstep):
         "gathered": [{"rank": one.bucket, "text": one.transport} for one in ranks.gather(mine)],
         "failed": tried(ranks.from_leader, fail),
         "failed_first": tried(ranks.from_first, fail_first),
-        "hashed": hashing.call_count,
-        "hashes": hashes,
         "worst": ranks.worst(float(ranks.rank)),
         "worst_of_all": ranks.worst(math.nan if ranks.rank == 1 else 1.0, everyone=True),
     }

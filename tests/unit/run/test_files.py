@@ -4,7 +4,8 @@ import resource
 
 import pytest
 
-from engine.run.files import append_line, read_lines, write_atomically
+from engine.errors import MetronomeError
+from engine.run.files import append_line, read_lines, write_atomically, write_json
 from engine.run.trace import Trace, read_spans
 from support.disk_order import disk_order
 
@@ -66,3 +67,13 @@ def test_a_torn_line_of_any_length_is_removed_and_the_whole_lines_stay(tmp_path,
         file.write("{" * length)
     append_line(path, {"step": 3})
     assert list(read_lines(path)) == [*rows, {"step": 3}]
+
+
+def test_a_number_that_json_has_no_word_for_is_refused_by_name_and_nothing_is_written(tmp_path):
+    row = {"step": 3, "grad_norm": float("inf"), "kl": float("nan"), "loss": 0.5}
+    for write in (append_line, write_json):
+        with pytest.raises(MetronomeError, match=r"file\.jsonl: grad_norm = inf, kl = nan is not finite"):
+            write(tmp_path / "file.jsonl", row)
+    with pytest.raises(MetronomeError, match="a number in it is not finite"):
+        write_json(tmp_path / "file.jsonl", [row])
+    assert not list(tmp_path.iterdir())

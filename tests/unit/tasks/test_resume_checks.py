@@ -98,16 +98,26 @@ def test_figures_of_the_prompts_are_of_the_runs_day(config, model, monkeypatch):
     assert asked == [LAST_YEAR, None]  # without a chat template the day is no part of the cache's key
 
 
-@pytest.mark.parametrize("change", ["template", "tokenizer"])
-def test_a_resume_that_would_train_other_tokens_is_refused_by_name(config, model, change):
+@pytest.mark.parametrize("change", ["template", "tokenizer", "column"])
+def test_a_resume_that_would_train_other_prompts_is_refused_by_name(config, model, tmp_path, change):
+    data = tmp_path / "own.jsonl"
+    rows = [json.loads(line) for line in Path(config.data.train).read_text().splitlines()]
+    data.write_text("".join(json.dumps({**row, "tests": "1"}) + "\n" for row in rows))
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"train": str(data), "decontaminate": []})}
+    )
     before = state(config)
     if change == "template":
         (model / "chat_template.jinja").write_text(TEMPLATE.replace("Today", "today"))
+    elif change == "column":
+        data.write_text(data.read_text().replace('"tests": "1"', '"tests": "2"'))
     else:
         file = model / "tokenizer.json"
         vocabulary = json.loads(file.read_text())
         ids = vocabulary["model"]["vocab"]
         ids["0"], ids["1"] = ids["1"], ids["0"]
         file.write_text(json.dumps(vocabulary))
-    with pytest.raises(BadInput, match=r"other tokens of them.*the tokenizer of model\.path or its chat template"):
+    with pytest.raises(BadInput, match=r"other tokens or other columns.*tokenizer of model\.path or its chat template"):
         _check_prompts(config, before)
+    accepting = config.run.model_copy(update={"accept": ("prompts",)})
+    _check_prompts(config.model_copy(update={"run": accepting}), before)

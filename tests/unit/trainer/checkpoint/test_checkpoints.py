@@ -130,7 +130,7 @@ def test_what_is_in_the_files(build):
     state = json.loads((folder / "state.json").read_text())
     assert (state["step"], state["updates"], state["gradient_control"]) == (2, 2, {})
     assert state["layout"] == {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "expert": 1}
-    assert state["reference"] == {"path": policy.config.model.path, "hash": "hash"}
+    assert state["inputs"] == {"weights": {"named": "", "hash": "hash", "path": ""}}
     assert state["config"]["train"]["warmup_steps"] == 4
     assert state["scheduler"]["num_steps"] == 2
     marker = files.read_marker(folder)
@@ -157,8 +157,9 @@ def test_changed_settings_take_effect_and_a_misfit_is_refused(build, settings, t
     train(policy, 1)
     checkpoints.prompts = "fingerprint"
     save(checkpoints, 1)
-    with pytest.raises(BadInput, match="another reference model"):
-        build("other")[1].resume()
+    with pytest.raises(BadInput, match=r"the weights or the config\.json of the base model .* changed since the run"):
+        build("other", algorithm__kl_coef=0)[1].resume()
+    assert build("other", run__accept=["weights"])[1].resume() == 1
     with pytest.raises(BadInput, match=r"--resume: run.seed is 5, but the run has 0"):
         build(run__seed=5)[1].resume()
     hotter, again = build(train__learning_rate=5e-3, train__steps=100)

@@ -1,0 +1,150 @@
+"""What makes a run's numbers besides its settings and its prompts: the base model's weights, its tokenizer, and the
+user's own code. The run folder and each checkpoint have their hashes, and the run folder a copy of the code.
+
+A resume, an evaluation and a registration compare them. A difference is refused by name, unless run.accept names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.model.shape import content_hash
+from engine.run.files import read_json, write_json
+from engine.run.user_code import find_code
+
+FILE = "inputs.json"
+CODE = "code"
+"""Folder in the run folder with a copy of the user's code, one folder for each part and hash."""
+PARTS = {
+    "weights": "the weights or the config.json of the base model (model.path)",
+    "tokenizer": "the tokenizer of model.path, its chat template or its end-of-sequence tokens",
+    "reward": "the code of the reward",
+    "algorithms": "the code of the advantage, the loss or the gradient control",
+}
+"""What each part is, for messages."""
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "generation_config.json"),
+)
+"""Files of a Hugging Face folder that decide which tokens a text has, and where a response ends."""
+
+
+class InputPart(TypedDict):
+    """One part of a run's inputs."""
+
+    named: str
+    """The functions of one's own as the config names them; "" for a model's files."""
+    hash: str
+    """SHA-256 (hex) of the files; "" if there are none."""
+    path: str
+    """The model's folder; "" for code."""
+
+
+Inputs = Mapping[str, InputPart]
+"""The inputs of a run, by the names of `PARTS`."""
+
+
+def find_inputs(config: Config, model: Path, parts: Collection[str] = tuple(PARTS)) -> Inputs:
+    """The present inputs: the code that the config names, and the files of `model`, a Hugging Face folder. Reads all
+    weights, unless `parts` leaves them out."""
+    found: dict[str, InputPart] = {}
+    path = str(model.resolve())
+    for part in parts:
+        if part == "weights":
+            found[part] = {"named": "", "hash": content_hash(model), "path": path}
+        elif part == "tokenizer":
+            found[part] = {"named": "", "hash": _hash({name: model / name for name in TOKENIZER}), "path": path}
+        else:
+            specs = _specs(config, part)
+            found[part] = {"named": " ".join(specs), "hash": _hash(_code(specs)), "path": ""}
+    return found
+
+
+def read_inputs(folder: Path) -> Inputs:
+    """The inputs that `record_inputs` wrote to a run folder; none if there is no run. Raises BadInput if the file is
+    damaged."""
+    file = folder / FILE
+    repair = "delete it; a resume then compares with the newest checkpoint"
+    found = read_json(file, "the hashes of the run's inputs", repair) if file.exists() else {}
+    if any(not isinstance(part, dict) or set(part) != set(InputPart.__annotations__) for part in found.values()):
+        raise BadInput(f"{file}: the hashes of the run's inputs can't be read, because the file is damaged; {repair}")
+    return found
+
+
+def record_inputs(folder: Path, config: Config) -> None:
+    """Write the inputs to the run folder, and copy the user's code there. Raises BadInput if they differ from those of
+    an earlier attempt (`check_inputs_kept`)."""
+    now = find_inputs(config, Path(config.model.path))
+    check_inputs_kept(folder, config, now, read_inputs(folder))
+    for part, one in now.items():
+        target = folder / CODE / f"{part}-{one['hash'][:12]}"
+        for name, file in _code(_specs(config, part)).items() if not target.exists() else ():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target / name)
+    write_json(folder / FILE, now)
+
+
+def check_evaluated(folder: Path, config: Config, model: Path) -> None:
+    """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would score with another reward
+    than the run, or would take a changed base model for the run's, or a policy with a changed tokenizer for its
+    policy."""
+    before = read_inputs(folder)
+    path = str(model.resolve())
+    of_base = {"weights", "tokenizer"} if before and before["weights"]["path"] == path else set()
+    of_policy = {"tokenizer"} if model.resolve() == (folder / "policy").resolve() else set()
+    parts = [part for part in before if part in {"reward"} | of_base | of_policy]
+    check_inputs_kept(folder, config, find_inputs(config, model, parts), before)
+
+
+def check_registered(folder: Path, config: Config) -> None:
+    """Raise BadInput, as `check_inputs_kept` does, if a run's inputs are not those that it was trained with."""
+    before = read_inputs(folder)
+    check_inputs_kept(folder, config, find_inputs(config, Path(config.model.path), before), before)
+
+
+def check_inputs_kept(folder: Path, config: Config, now: Inputs, before: Inputs) -> None:
+    """Raise BadInput, which names each part of the inputs that has changed, unless run.accept allows it. Parts that are
+    not in both are not compared, nor is code that the config now names otherwise. `folder`: the run's."""
+    changed = [
+        part
+        for part in now
+        if part in before and now[part]["named"] == before[part]["named"] and now[part]["hash"] != before[part]["hash"]
+    ]
+    if refused := [part for part in changed if part not in config.run.accept]:
+        copies = [folder / CODE / f"{part}-{before[part]['hash'][:12]}" for part in refused if before[part]["named"]]
+        there = [str(copy) for copy in copies if copy.exists()]
+        raise BadInput(
+            f"run {config.run.name}: {' and '.join(PARTS[part] for part in refused)} changed since the run was "
+            f"trained with it; put it back{f' (a copy is in {there[0]})' if there else ''}, start a new run "
+            f"with another run.name, or accept the change with --set 'run.accept={json.dumps(refused)}'"
+        )
+
+
+def _specs(config: Config, part: str) -> list[str]:
+    """The functions of one's own that belong to a part."""
+    algorithm = config.algorithm
+    named = {
+        "reward": [one.function for one in config.reward.named],
+        "algorithms": [algorithm.advantage, algorithm.loss, algorithm.gradient_control],
+    }
+    return [spec for spec in named.get(part, []) if ":" in spec]
+
+
+def _code(specs: Collection[str]) -> dict[str, Path]:
+    return {name: file for spec in specs for name, file in find_code(spec).items()}
+
+
+def _hash(files: Mapping[str, Path]) -> str:
+    digest = hashlib.sha256()
+    there = {name: file for name, file in sorted(files.items()) if file.is_file()}
+    for name, file in there.items():
+        digest.update(f"{name}\0".encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest() if there else ""

@@ -1,0 +1,144 @@
+"""The inputs of a run besides settings and prompts: base weights, tokenizer, and the user's own code."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BadInput
+from engine.run.run_inputs import FILE, check_evaluated, check_registered, read_inputs, record_inputs
+from engine.run.user_code import find_code
+from support.runs import config_of
+
+REWARD = "import helper, math\nfrom tools import numbers\ndef reward(prompt, responses): return [helper.ONE]\n"
+FLIPPED = 100
+"""A byte of the weights that is changed."""
+
+
+@pytest.fixture
+def world(settings, tmp_path, tiny_model):
+    """(config of a run with a reward and a gradient control of its own and kl_coef = 0, its folder)"""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    code = tmp_path / "code"
+    (code / "tools").mkdir(parents=True)
+    (code / "my.py").write_text(REWARD)
+    (code / "helper.py").write_text("ONE = 1.0\n")
+    (code / "unused.py").write_text("raise RuntimeError\n")
+    (code / "tools/__init__.py").write_text("")
+    (code / "tools/numbers.py").write_text("from . import more\n")
+    (code / "tools/more.py").write_text("raise RuntimeError('not run')\n")
+    (code / "control.py").write_text("def control(step): return 1.0\n")
+    keys = {
+        "reward.function": f"{code / 'my.py'}:reward",
+        "algorithm.gradient_control": f"{code / 'control.py'}:control",
+    }
+    config = config_of(settings | {"model.path": str(model), "algorithm.kl_coef": 0} | keys)
+    config.folder.mkdir(parents=True)
+    return config, config.folder
+
+
+def accepting(config, *parts):
+    return config.model_copy(update={"run": config.run.model_copy(update={"accept": parts})})
+
+
+def change(folder: Path, part: str) -> None:
+    if part == "weights":
+        (file,) = (folder / "model").glob("*.safetensors")
+        found = bytearray(file.read_bytes())
+        found[-FLIPPED] ^= 1
+        file.write_bytes(found)
+    elif part == "tokenizer":
+        (folder / "model/chat_template.jinja").write_text("another")
+    else:
+        file = folder / {"reward": "code/tools/more.py", "algorithms": "code/control.py"}[part]
+        file.write_text(file.read_text() + "# changed\n")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("weights", r"the weights or the config\.json of the base model \(model\.path\) changed"),
+        (
+            "tokenizer",
+            "the tokenizer of model.path, .*or its end-of-sequence tokens changed since the run was trained with it",
+        ),
+        ("reward", r"the code of the reward changed since .*\(a copy is in .*/code/reward-[0-9a-f]{12}\)"),
+        ("algorithms", "the code of the advantage, the loss or the gradient control changed"),
+    ],
+)
+def test_what_makes_the_numbers_may_not_change_unnoticed(world, tmp_path, part, said):
+    config, folder = world
+    record_inputs(folder, config)
+    before = read_inputs(folder)
+    record_inputs(folder, config)
+    change(tmp_path, part)
+    with pytest.raises(BadInput, match=rf"{said}.*run\.accept=\[.{part}.\]"):
+        record_inputs(folder, config)
+    with pytest.raises(BadInput, match=said):
+        check_registered(folder, config)
+    other = "reward" if part != "reward" else "tokenizer"
+    with pytest.raises(BadInput, match=said):
+        record_inputs(folder, accepting(config, other))
+    assert read_inputs(folder) == before
+    check_registered(folder, accepting(config, part))
+    record_inputs(folder, accepting(config, part))
+    after = read_inputs(folder)
+    assert {one for one in before if before[one] != after[one]} == {part}
+    record_inputs(folder, config)  # from now on it is the run's
+
+
+def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
+    config, folder = world
+    model = Path(config.model.path)
+    record_inputs(folder, config)
+    shutil.copytree(model, folder / "policy")
+    check_evaluated(folder, config, folder / "policy")
+    (folder / "policy/tokenizer.json").write_text("{}")
+    with pytest.raises(BadInput, match="the tokenizer"):
+        check_evaluated(folder, config, folder / "policy")
+    check_evaluated(folder, config, tmp_path)  # another model is compared with nothing
+    change(tmp_path, "weights")
+    with pytest.raises(BadInput, match="the weights"):
+        check_evaluated(folder, config, model)
+    change(tmp_path, "reward")
+    with pytest.raises(BadInput, match="the code of the reward"):
+        check_evaluated(folder, config, tmp_path)
+    check_evaluated(tmp_path / "elsewhere", config, model)  # no run has recorded anything
+
+
+def test_the_run_folder_keeps_the_code_and_a_setting_that_names_other_code_is_no_change(world):
+    config, folder = world
+    record_inputs(folder, config)
+    (reward,) = folder.glob("code/reward-*")
+    kept = {str(file.relative_to(reward)) for file in reward.rglob("*.py")}
+    assert kept == {"my.py", "helper.py", "tools/__init__.py", "tools/numbers.py", "tools/more.py"}
+    assert (reward / "my.py").read_text() == REWARD
+    exact = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "exact"})})
+    record_inputs(folder, exact)
+    assert read_inputs(folder)["reward"]["hash"] == ""
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    for text in ("", "[]", '{"weights": 1}', '{"weights": {"hash": 1}}'):
+        (tmp_path / FILE).write_text(text)
+        with pytest.raises(BadInput, match=r"inputs\.json: the hashes of the run's inputs can't be read"):
+            read_inputs(tmp_path)
+
+
+def test_the_code_of_a_package_is_its_own_files_alone(tmp_path, monkeypatch):
+    (tmp_path / "mine/deep").mkdir(parents=True)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "mine/__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "mine/deep/__init__.py").write_text("")
+    (tmp_path / "mine/deep/reward.py").write_text("import theirs\nfrom ..shared import x\nfrom mine import other\n")
+    for name in ("mine/shared.py", "mine/other.py", "mine/unused.py", "theirs/__init__.py"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    found = {"mine/__init__.py", "mine/deep/__init__.py", "mine/deep/reward.py", "mine/shared.py", "mine/other.py"}
+    assert set(find_code("mine.deep.reward:reward")) == found
+    assert find_code("nowhere.to.be.found:reward") == find_code(f"{tmp_path}/none.py:reward") == {}
+    (tmp_path / "mine/__init__.py").unlink()
+    assert set(find_code("mine.deep.reward:reward")) == found - {"mine/__init__.py"}
+    assert "json/decoder.py" in find_code("json:loads")
