@@ -29,13 +29,21 @@ from engine.orchestrator.pool.pool_metrics import metrics_text
 from engine.run.disk import named_disk_errors
 from engine.run.files import write_atomically
 from engine.run.limits import check_open_files
-from engine.wire.access_token import TOKEN_FILE, access_token, check_address, is_authorized, write_token
+from engine.wire.access_token import (
+    TOKEN_FILE,
+    access_token,
+    check_address,
+    is_authorized,
+    own_token,
+    refuse_source,
+    write_token,
+)
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import Connections, OneRequest, RareMessages
 from engine.wire.message import Failure, Message, pack
-from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, read_request
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
@@ -48,6 +56,10 @@ STATUS: dict[type[MetronomeError], int] = {
     ServiceFull: 429,
 }
 """HTTP status of the answer to /ask for each error; all other errors get 503."""
+UNAUTHORIZED = (
+    "the access token is missing or wrong: give the run folder, whose file rollout.token only its owner can read, or "
+    "set METRONOME_TOKEN as it is for the orchestrator"
+)
 BODY_S = 30.0
 """Seconds that a client has to send a request's body."""
 KEEP_ALIVE_S = 86400.0
@@ -62,15 +74,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Server:
     """The routes of one run. A refused request has no effect. Requests to /ask wait until there is a plane.
 
-    Programs authenticate with METRONOME_TOKEN's token. If it is not set, they use a token in a file next to the address
-    that only the user can read.
+    Instances, programs and people authenticate with METRONOME_TOKEN's token. If it is not set, they use a token in a
+    file next to the address that only the user can read. The run's own ranks have a token of their own: some requests
+    are for them alone.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._token = access_token()
-        self.key = self._token or secrets.token_hex(32)
-        """The token that /ask requires."""
+        self.key = own_token()
+        """The token of everybody but our ranks."""
+        self._ranks_key = secrets.token_hex(32)
         self.pool: Pool | None = None
         """Set once there are instances, or can be."""
         self._plane: asyncio.Future[Plane] = asyncio.get_running_loop().create_future()
@@ -84,7 +98,7 @@ class Server:
         self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
         self.url = ""
         """The URL that our ranks use, once the server listens."""
-        self.environment = {TOKEN: self.key}
+        self.environment = {TOKEN: self._ranks_key}
         """Environment variables that our ranks need to use the server."""
 
     def serve(self, plane: Plane) -> None:
@@ -101,7 +115,11 @@ class Server:
         """
         host, _ = listen_address(self._config.rollout.listen)
         runner = web.AppRunner(
-            self._application(), access_log=None, shutdown_timeout=0.1, keepalive_timeout=KEEP_ALIVE_S
+            self._application(),
+            access_log=None,
+            shutdown_timeout=0.1,
+            keepalive_timeout=KEEP_ALIVE_S,
+            auto_decompress=False,
         )
         await runner.setup()
         servers = [await self._listen(runner, self._config.rollout.listen, "rollout.listen", None)]
@@ -162,24 +180,33 @@ class Server:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer errors, and close the connection after a request whose client has not proved that it is trusted."""
         asks = request.path == "/ask"
-        trusted = asks and is_authorized(request.headers.get("Authorization"), self.key)
-        guard = self._guards.get(request.transport) if request.transport is not None else None
-        if trusted and guard is not None:
-            guard.lift_limits()
-        reply = await (self._answer_ask(request, handler, trusted) if asks else self._answer(request, handler))
-        if not trusted:
+        given = request.headers.get("Authorization")
+        refused = refuse_source(request.headers)
+        if refused is None and not (self._is_ours(request) or is_authorized(given, self.key)):
+            refused = 401, UNAUTHORIZED
+        if refused is not None:
+            status, reason = refused
+            reply: web.StreamResponse = _failed(status, BadInput(reason)) if asks else _error(status, reason)
+        else:
+            self._trust(request.transport, asks)
+            reply = await (self._answer_ask(request, handler) if asks else self._answer(request, handler))
+        if refused is not None or not asks:
             reply.force_close()  # one request per connection, whose time is limited (OneRequest)
         return reply
 
+    def _trust(self, transport: asyncio.Transport | None, asks: bool) -> None:
+        if transport is not None and (guard := self._guards.get(transport)) is not None:
+            self._connections.trust(transport)
+            if asks:
+                guard.lift_limits()
+
+    def _is_ours(self, request: web.Request) -> bool:
+        """Whether one of the run's own ranks asks."""
+        return is_authorized(request.headers.get("Authorization"), self._ranks_key)
+
     # /ask -----------------------------------------------------------------------------------------
 
-    async def _answer_ask(self, request: web.Request, handler: Handler, trusted: bool) -> web.StreamResponse:
-        if not trusted:
-            said = (
-                "the access token is missing or wrong: give the run folder, whose file only its owner can read, "
-                "or set METRONOME_TOKEN as it is for the orchestrator"
-            )
-            return _failed(401, BadInput(said))
+    async def _answer_ask(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except MetronomeError as error:
@@ -208,7 +235,7 @@ class Server:
         try:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
-            reply = await self._reply(body, OURS_HEADER in request.headers)
+            reply = await self._reply(body, self._is_ours(request))
             return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
         except TimeoutError:
             return _failed(408, BadInput(f"the body of {size:,} bytes did not arrive within {BODY_S:g} s"))
@@ -234,9 +261,6 @@ class Server:
     # instances ------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # between nodes there is always a token; on loopback without TLS, only with METRONOME_TOKEN
-        if not is_authorized(request.headers.get("Authorization"), self.key if request.secure else self._token):
-            return _error(401, "the access token (METRONOME_TOKEN) is missing or wrong")
         try:
             return await handler(request)
         except BadInput as error:
@@ -251,6 +275,9 @@ class Server:
         _check_protocol(body)
         name = _name(body)
         url = _url(body, self._token)
+        token = body.get("token", "")
+        if not (isinstance(token, str) and token.isascii() and token.isprintable()):
+            raise BadInput("token: expected the instance's access token, as text")
         again = body.get("again", False)
         if not isinstance(again, bool):
             raise BadInput(f"again = {again!r}: expected true or false")
@@ -271,7 +298,9 @@ class Server:
         if known is None:
             check_open_files(pool.config, len(pool.instances) + 1)
         self._left.discard(name)
-        known = known or pool.enter(name, url)
+        if known is None:
+            known = pool.enter(name, url, token=token or self.key)
+        known.client.send_token(token or self.key)
         return web.json_response({"state": known.state})
 
     async def _leave(self, request: web.Request) -> web.Response:

@@ -35,9 +35,6 @@ PROTOCOL = 8
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
 """HTTP header of each request, with the client's `PROTOCOL`."""
-OURS_HEADER = "Metronome-Ours"
-"""HTTP header that marks requests of a run's own ranks. It is not a secret: it keeps a program from joining, by
-mistake, a run that has its own trainer."""
 CONTENT_TYPE = "application/msgpack"
 """Media type of requests and replies."""
 TRAIN = "train"

@@ -195,7 +195,7 @@ async def test_a_connection_is_kept_for_a_client_with_the_token_and_closed_after
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = (
-            f"POST /ask HTTP/1.1\r\nHost: x\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(BEAT)}\r\n"
+            f"POST /ask HTTP/1.1\r\nHost: localhost\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(BEAT)}\r\n"
             f"{PROTOCOL_HEADER}: {PROTOCOL}\r\nAuthorization: Bearer {server.key if trusted else 'other'}\r\n\r\n"
         )
         for _ in range(3 if trusted else 1):
