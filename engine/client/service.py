@@ -3,6 +3,7 @@ rollout instances, its rewards and its weight sync through it (docs/service.md).
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,11 +319,14 @@ class ServiceClient:
 
 
 def _prompt_data(prompt: Prompt) -> PromptData:
-    columns: Mapping[str, object] = prompt.columns
+    try:
+        columns = json.dumps(dict(prompt.columns), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"a prompt's columns travel as JSON: {error}") from None
     return PromptData(
         problem=prompt.problem,
         answer=prompt.answer,
         token_ids=pack_ids(prompt.token_ids),
-        columns=dict(columns),
+        columns=columns,
         text=prompt.text,
     )

@@ -12,7 +12,9 @@ import secrets
 import socket
 import ssl
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,8 +44,8 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import Connections, OneRequest, RareMessages
-from engine.wire.message import Failure, Message, pack
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, read_request
+from engine.wire.message import Failure, Message, check_values, pack
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
@@ -244,18 +246,30 @@ class Server:
 
     async def _reply(self, body: bytes, ours: bool) -> Message:
         try:
-            request = read_request(body)
+            # large bodies are decoded in a thread, so that others are answered meanwhile
+            request = await asyncio.to_thread(_decode, body) if len(body) > MAX_BODY else _decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadInput(f"the body is not a request of the plane: {error}") from None
         plane = await asyncio.shield(self._plane)
         answering = asyncio.ensure_future(plane.answer(request, ours))
-        answering.add_done_callback(self._note_bug)
+        answering.add_done_callback(partial(self._note_bug, ours=ours))
         with named_disk_errors(self._config.folder):
-            return await answering
+            try:
+                return await answering
+            except (MetronomeError, OSError):
+                raise
+            except Exception as error:
+                if ours:
+                    raise
+                traceback.print_exception(error)  # a bug in this server that a program has met: the run goes on
+                what = f"{type(request).__name__}: unexpected {type(error).__name__}: {error}"
+                raise MetronomeError(f"{what}; the traceback is in the orchestrator's log") from None
 
-    def _note_bug(self, answering: asyncio.Future[Message]) -> None:
+    def _note_bug(self, answering: asyncio.Future[Message], ours: bool) -> None:
+        """Let an unexpected exception end the run if our ranks have met it, or if it is the system's: a full disk."""
         error = None if answering.cancelled() else answering.exception()
-        if error is not None and not isinstance(error, MetronomeError) and not self.bug.done():
+        unexpected = error is not None and not isinstance(error, MetronomeError)
+        if unexpected and (ours or isinstance(error, OSError)) and not self.bug.done():
             self.bug.set_exception(error)
 
     # instances ------------------------------------------------------------------------------------
@@ -376,6 +390,11 @@ def _refusal(family: socket.AddressFamily, host: str, port: int) -> str | None:
 def _reason(error: OSError) -> str:
     """Return the OS error text, without the address that Python prepends."""
     return os.strerror(error.errno) if error.errno is not None else str(error)
+
+
+def _decode(body: bytes) -> AnyRequest:
+    check_values(body)
+    return read_request(body)
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
