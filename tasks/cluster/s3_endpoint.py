@@ -47,8 +47,9 @@ def guard(application: Application, key: str) -> Application:
 def _access_key(environ: Environ) -> str:
     """Return the access key of a request with AWS's signature, in its header or its query; "" without one."""
     signed = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2]
-    asked = parse_qs(environ.get("QUERY_STRING", "")).get("X-Amz-Credential", [""])[0]
-    return str(signed or asked).partition("/")[0]
+    asked = parse_qs(environ.get("QUERY_STRING", ""))
+    presigned = (asked.get("X-Amz-Credential") or asked.get("AWSAccessKeyId") or [""])[0]
+    return str(signed or presigned).partition("/")[0]
 
 
 def _say(start: Start, status: str, text: str) -> Iterable[bytes]:
