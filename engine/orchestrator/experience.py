@@ -186,6 +186,10 @@ class Experience:
     def forget_step(self, step: int) -> None:
         """Forget a step that is over."""
         self._over = max(self._over, step)
+        self.drop_step(step)
+
+    def drop_step(self, step: int) -> None:
+        """Forget what was put for a step, which may begin again."""
         self._prompts.pop(step, None)
         self._bytes.pop(step, None)
 

@@ -126,6 +126,7 @@ class LeaseRequests:
         if (end := self._end_for(request)) is not None:
             return end
         self._run_state.check_failure()  # a run that is stopping gives no more leases
+        self._batches.check_step(request.step)
         consumer = _consumer(request)
         opened = self._opened.pop(consumer, None)
         if opened is not None and self._table.is_held(opened.lease) and request.step in (None, opened.step):

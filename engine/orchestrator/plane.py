@@ -74,7 +74,7 @@ class Plane:
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self.table = RowTable(stages_of(config, None if trains else config.service.lease_s))
         self.watch = StageWatch(config, self.table, folder.logs)
-        self._batches = BatchesInFlight(self._run_state)
+        self._batches = BatchesInFlight(self._run_state, None if trains else self._drop_step)
         self._liveness = Liveness()
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
@@ -351,6 +351,13 @@ class Plane:
         assert self._generator is not None
         for step in self._batches.steps:
             self.table.begin_again(step, self._generator.replica_groups)
+
+    def _drop_step(self, step: int) -> None:
+        for part in (self.table, self._stored):
+            if part is not None:
+                part.forget_step(step)
+        if self._experience is not None:
+            self._experience.drop_step(step)
 
     def _end_step(self, step: int) -> Batch | None:
         batch = self._batches.pop_batch(step)

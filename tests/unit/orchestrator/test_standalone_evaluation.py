@@ -11,6 +11,7 @@ from engine.orchestrator.standalone_evaluation import EvaluationProgress, evalua
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
+from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.address import ADDRESS_FILE
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
@@ -49,7 +50,8 @@ async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
         work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting))
         await until(lambda: work.done() or (address.exists() and address.read_text()), "the address")
         body = {"protocol": ROLLOUT_PROTOCOL, "name": "guest", "url": url}
-        async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
+        right = authorization_headers((meeting / TOKEN_FILE).read_text())
+        async with session.post(f"http://{address.read_text().strip()}/join", json=body, headers=right) as answer:
             assert answer.status == 200
         [row] = await work
     assert (row["weight_version"], row["problems"], len(scripted.seeds)) == (3, 6, 12)
