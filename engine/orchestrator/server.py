@@ -268,8 +268,9 @@ class Server:
     def _note_bug(self, answering: asyncio.Future[Message], ours: bool) -> None:
         """Let an unexpected exception end the run if our ranks have met it, or if it is the system's: a full disk."""
         error = None if answering.cancelled() else answering.exception()
-        unexpected = error is not None and not isinstance(error, MetronomeError)
-        if unexpected and (ours or isinstance(error, OSError)) and not self.bug.done():
+        if error is None or isinstance(error, MetronomeError):
+            return
+        if (ours or isinstance(error, OSError)) and not self.bug.done():
             self.bug.set_exception(error)
 
     # instances ------------------------------------------------------------------------------------
