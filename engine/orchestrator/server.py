@@ -44,7 +44,7 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import Connections, OneRequest, RareMessages
-from engine.wire.message import Failure, Message, check_values, pack
+from engine.wire.message import VALUE_BYTES, VALUES, Failure, Message, count_values, pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
@@ -228,28 +228,34 @@ class Server:
         size = request.content_length
         if size is None:
             return _failed(411, BadInput("a request needs a Content-Length"))
-        if size > self._max_bytes - self._reading:
-            raise ServiceFull(
-                f"{self._reading:,} bytes of requests are under way, and {size:,} more would exceed "
-                f"{self._max_bytes:,} (service.max_mib)"
-            )
+        self._check_room(size)
         self._reading += size
         try:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
-            reply = await self._reply(body, self._is_ours(request))
+            large = len(body) > MAX_BODY  # counted and decoded in a thread, so that others are answered meanwhile
+            most = min(VALUES, self._max_bytes // VALUE_BYTES)
+            values = await asyncio.to_thread(count_values, body, most) if large else count_values(body, most)
+            decoded = VALUE_BYTES * values
+            self._check_room(decoded)
+            self._reading += decoded
+            size += decoded
+            asked = await asyncio.to_thread(_decode, body) if large else _decode(body)
+            reply = await self._reply(asked, self._is_ours(request))
             return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
         except TimeoutError:
             return _failed(408, BadInput(f"the body of {size:,} bytes did not arrive within {BODY_S:g} s"))
         finally:
             self._reading -= size
 
-    async def _reply(self, body: bytes, ours: bool) -> Message:
-        try:
-            # large bodies are decoded in a thread, so that others are answered meanwhile
-            request = await asyncio.to_thread(_decode, body) if len(body) > MAX_BODY else _decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise BadInput(f"the body is not a request of the plane: {error}") from None
+    def _check_room(self, size: int) -> None:
+        if size > self._max_bytes - self._reading:
+            raise ServiceFull(
+                f"{self._reading:,} bytes of requests are under way, and {size:,} more would exceed "
+                f"{self._max_bytes:,} (service.max_mib)"
+            )
+
+    async def _reply(self, request: AnyRequest, ours: bool) -> Message:
         plane = await asyncio.shield(self._plane)
         answering = asyncio.ensure_future(plane.answer(request, ours))
         answering.add_done_callback(partial(self._note_bug, ours=ours))
@@ -394,8 +400,10 @@ def _reason(error: OSError) -> str:
 
 
 def _decode(body: bytes) -> AnyRequest:
-    check_values(body)
-    return read_request(body)
+    try:
+        return read_request(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadInput(f"the body is not a request of the plane: {error}") from None
 
 
 async def _object(request: web.Request) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class Done(Message):
 
 VALUES = 2**21
 """Most values in one request, of any kind and depth."""
+VALUE_BYTES = 64
+"""Memory that a decoded value takes besides its bytes: an empty list takes 56."""
 _COUNTS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 """Bytes of the count of an array or a map, by its first byte."""
 _LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -81,9 +83,9 @@ _SIZES = dict(zip(range(0xCA, 0xD9), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 2, 3, 5, 9, 
 """Bytes after the first one, of a number or a short extension."""
 
 
-def check_values(data: bytes) -> None:
-    """Raise BadInput if a msgpack document has more than VALUES values, which take far more memory than its bytes when
-    they are decoded: an empty list takes 56. Nothing is decoded, and damage is left to the decoder."""
+def count_values(data: bytes, most: int = VALUES) -> int:
+    """Return the number of values in a msgpack document. Raises BadInput if there are more than `most`, because they
+    take far more memory than their bytes (VALUE_BYTES). Nothing is decoded, and damage is left to the decoder."""
     at = 0
     found = 0
     left = 1
@@ -103,8 +105,11 @@ def check_values(data: bytes) -> None:
             at += _LENGTHS[kind] + int.from_bytes(data[at : at + _LENGTHS[kind]]) + (0xC7 <= kind <= 0xC9)
         elif 0xC4 <= kind < 0xE0:
             at += _SIZES[kind]
-        if found > VALUES or left > VALUES:
-            raise BadInput(f"the request has more than {VALUES:,} values; send it in several parts")
+        if found > most or left > most:
+            raise BadInput(
+                f"the body is not a request of the plane, which has at most {most:,} values: send it in several parts"
+            )
+    return found
 
 
 pack = msgspec.msgpack.encode

@@ -161,7 +161,7 @@ async def test_a_request_of_many_small_values_is_refused_before_it_takes_memory(
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             assert (status, failure.kind) == (400, "BadInput")
-            assert "more than 2,097,152 values" in failure.message
+            assert "at most 2,097,152 values" in failure.message
             assert peak < 4 * len(body)  # the body itself is read in pieces
     assert plane.asked == []
 
