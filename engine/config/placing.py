@@ -60,7 +60,16 @@ def find_overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
         tensor = config.rollout.tensor
         yield f"rollout.devices names {len(named)} devices, {own} instances of rollout.tensor = {tensor} take {needed}"
     if taken := sorted(set(named) & set(trained)):
-        yield f"rollout.devices includes {taken}, which the trainer ranks use; they use {trained}"
+        if not config.rollout.share_devices:
+            yield (
+                f"rollout.devices includes {taken}, which the trainer ranks use; they use {trained} "
+                "(rollout.share_devices = true lets both use them)"
+            )
+        elif (backend := config.weights.transport) in ("nccl", "hccl"):
+            yield (
+                f'weights.transport = "{backend}" does not connect two processes of one device, and rollout.devices '
+                f'includes {taken}, which the trainer ranks use; use "file" or "gloo"'
+            )
     if taken := sorted(set(named) & set(scored)):
         yield f"rollout.devices includes {taken}, which the ranks of [stages.reference] use; they use {scored}"
     if twice := sorted({device for device in named if named.count(device) > 1}):

@@ -90,6 +90,9 @@ class Rollout(Table):
     the first instance takes the first of them, and so on. Empty: the system places the instances. With vLLM on devices
     a training refuses an empty list, because each instance would take devices from 0 on, which the trainer's ranks
     use."""
+    share_devices: bool = False
+    """Let vLLM instances use devices of trainer ranks, as where a machine has only one. `gpu_memory_utilization` in
+    [rollout.vllm] must then say vLLM's share of the memory. Weights travel by "file" or "gloo"."""
     concurrency: PositiveInt = 4
     """Largest number of groups in flight on one instance. With fewer, training starts earlier; with more, decoding is
     faster."""

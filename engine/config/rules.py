@@ -406,6 +406,7 @@ def _check_embedded_engine(config: Tree) -> None:
         ("model.dtype", config.model.dtype, ("float32",)),
         ("rollout.tensor", config.rollout.tensor, (1,)),
         ("rollout.vllm", config.rollout.vllm, ({},)),
+        ("rollout.share_devices", config.rollout.share_devices, (False,)),
         ("weights.transport", config.weights.transport, ("file", "gloo")),
         ("algorithm.routing_replay", config.algorithm.routing_replay, (False,)),
     ):
@@ -424,6 +425,11 @@ def _check_vllm(config: Tree) -> None:
             'rollout.deterministic with rollout.engine = "vllm" can\'t be combined with weights.transport = '
             '"nccl": batch-invariant vLLM sets NCCL variables that the trainer does not have, so the trainer\'s end '
             'of the communicator would hang; use "gloo" or "file"'
+        )
+    if config.rollout.share_devices and "gpu_memory_utilization" not in config.rollout.vllm:
+        raise ValueError(
+            "rollout.share_devices needs rollout.vllm.gpu_memory_utilization, the share of a device's memory that vLLM "
+            "may take (0.4, say): vLLM's own default leaves the trainer almost none"
         )
     if config.weights.staged and config.weights.transport in ("nccl", "hccl") and config.rollout.tensor > 1:
         raise ValueError(

@@ -103,7 +103,13 @@ def _stage_need(shape: ModelShape, config: Config, stage: int) -> Need:
         Term("reserve", RESERVE_GIB * GIB, "our allowance"),
     )
     who = f"trainer rank of stage {stage + 1} of {config.parallel.pipeline}"
-    return Need(who, tuple(term for term in terms if term.bytes), config.platform.memory_gib * GIB)
+    left = 1.0 - (_engine_share(config) if config.rollout.share_devices else 0.0)
+    return Need(who, tuple(term for term in terms if term.bytes), left * config.platform.memory_gib * GIB)
+
+
+def _engine_share(config: Config) -> float:
+    """The share of a device's memory that vLLM takes."""
+    return float(config.rollout.vllm.get("gpu_memory_utilization", ENGINE_SHARE))
 
 
 def _states(held: Parameters, config: Config) -> Iterator[Term]:
@@ -230,7 +236,7 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     per_token = 2 * shape.layers * heads * shape.head_dim * size
     wanted = rollout.concurrency * rollout.group_size * rollout.max_context
     vllm = rollout.engine == "vllm"
-    share = float(rollout.vllm.get("gpu_memory_utilization", ENGINE_SHARE)) if vllm else 1.0
+    share = _engine_share(config) if vllm else 1.0
     least = rollout.max_context if vllm else wanted
     terms = (
         Term("weights", weights, f"{weights / size / 1e6:,.1f} M parameters × {size} bytes"),

@@ -4,7 +4,7 @@ import shutil
 import pytest
 from transformers import AutoConfig
 
-from engine.config import Algorithm, Config, Evaluate, Model, Parallel, Platform, Rollout
+from engine.config import Algorithm, Config, Evaluate, Model, Parallel, Platform, Rollout, Weights
 from engine.config.placing import find_overlaps, scorer_devices
 from engine.config.recipe import HOME, load_config
 from engine.config.stages import Stage
@@ -121,6 +121,20 @@ def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, mon
     check_instances(on([14, 15]))  # a node may have more than the plan's platform.devices_per_node
     with pytest.raises(BadInput, match=r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"):
         check_instances(on([3, 4, 5]))
+
+
+def test_an_instance_may_share_a_trainers_device(tmp_path, monkeypatch):
+    def on(transport="file"):
+        rollout = Rollout(engine="vllm", devices=[0], share_devices=True, vllm={"gpu_memory_utilization": 0.4})
+        return Config(rollout=rollout, platform=Platform(device="cuda"), weights=Weights(transport=transport))
+
+    an_environment(tmp_path, monkeypatch, "cuda")
+    check_instances(on("file"))
+    check_instances(on("gloo"))
+    with pytest.raises(BadInput, match=r'"nccl" does not connect two processes of one device.*\[0\].*"file" or "gloo"'):
+        check_instances(on("nccl"))
+    with pytest.raises(ValueError, match=r"needs rollout\.vllm\.gpu_memory_utilization, the share of a device's memory"):
+        Config(rollout=Rollout(engine="vllm", share_devices=True))
 
 
 def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
