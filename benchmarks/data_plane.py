@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import inspect
 import json
 import os
 import random
@@ -184,6 +185,7 @@ async def running_plane(arguments: argparse.Namespace):  # noqa: ANN201
         store_of(config, folder) as store,
     ):
         server = Server(config)
+        os.environ |= server.environment  # for the replica group
         async with server.listening(folder.path):
             plane = Plane(config=config, folder=folder, trace=trace, loader=loader, service=service, **store)
             gc.freeze()  # as engine.orchestrator.opening does
@@ -373,12 +375,12 @@ def replica_group(arguments: argparse.Namespace) -> None:
     """Lease all windows of a step, fetch their bodies where they lie in TransferQueue, and acknowledge them."""
     from engine.client.connection import Connection
     from engine.client.stored_bodies import StoredBodies
-    from engine.wire.access_token import TOKEN_FILE
     from engine.wire.address import ADDRESS_FILE
     from engine.wire.messages import EndOfStep, Lease
 
-    at, token = ((arguments.folder / name).read_text().strip() for name in (ADDRESS_FILE, TOKEN_FILE))
-    client = Connection(f"http://{at}", token, "replica group 0", 600.0, ours=True)
+    at = (arguments.folder / ADDRESS_FILE).read_text().strip()
+    older = {"ours": True} if "ours" in inspect.signature(Connection).parameters else {}  # of an older checkout
+    client = Connection(f"http://{at}", os.environ["METRONOME_TOKEN"], "replica group 0", 600.0, **older)
     bodies = StoredBodies("replica group 0", 120.0) if arguments.store != "orchestrator" else None
     asked = {"replica_group": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
     asked |= {"fetches": True} if bodies is not None else {}

@@ -58,6 +58,7 @@ SLOTS = 64
 GROUP = 8
 START_S = 300.0
 ROUND_S = 600.0
+TOKEN = "token-of-the-benchmark"
 VLLM = HOME / ".venv-vllm/bin/python"
 
 
@@ -190,7 +191,7 @@ def served(command: Sequence[str], model: Path, requests: list[Request]) -> Iter
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "port.json"
         log = Path(folder) / "log"
-        environment = os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "METRONOME_TOKEN": ""}
+        environment = os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "METRONOME_TOKEN": TOKEN}
         with log.open("w") as output:
             process = subprocess.Popen(
                 [*command, "--model", str(model), "--port-file", str(ready)],
@@ -246,7 +247,12 @@ def used(tree: list[psutil.Process]) -> float:
 async def complete_all(address: str, requests: list[Request]) -> None:
     """Send all requests at once, because the engine has a queue. Equal prompts are computed once per round."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(address, connector=connector, timeout=aiohttp.ClientTimeout(ROUND_S)) as session:
+    async with aiohttp.ClientSession(
+        address,
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(ROUND_S),
+        headers={"Authorization": f"Bearer {TOKEN}"},
+    ) as session:
         async with session.post("/reset_prefix_cache", json={}) as reply:
             reply.raise_for_status()
         await asyncio.gather(*(complete(session, request) for request in requests))

@@ -55,6 +55,7 @@ from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.process import SHARED_MEMORY, drop_lifeline
 from engine.run.trace import Trace
+from engine.wire.access_token import VARIABLE
 from engine.wire.message import Message, Request
 from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
 from engine.wire.sync_messages import FinishSync, OpenSync, SendBucket
@@ -156,7 +157,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
         transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
     )
     with orchestrator(config, folder) as side, bare_side as (bare, pids):
-        plane = Connection(side.url, side.key, "trainer", TIMEOUT_S, ours=True)
+        plane = Connection(side.url, side.key, "trainer", TIMEOUT_S)
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
             publisher = Publisher(
@@ -263,7 +264,7 @@ class Orchestrator:
         self.folder = folder
         self.url = ""
         self.key = ""
-        """The server's token."""
+        """The token of its own ranks."""
         self.ready = threading.Event()
         self.stop = threading.Event()
         self.failure: BaseException | None = None
@@ -304,7 +305,7 @@ class Orchestrator:
         server.serve(SimpleNamespace(answer=self._timed(plane)))
         async with server.listening(self.folder):
             self.url = server.url
-            self.key = server.key
+            self.key = server.environment[VARIABLE]
             self.ready.set()
             while not self.stop.is_set() and not server.bug.done():
                 await asyncio.sleep(0.05)

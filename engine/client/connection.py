@@ -12,7 +12,7 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.wire.access_token import authorization_headers
 from engine.wire.certificate import client_context
 from engine.wire.message import Answer, Failure, Request, pack
-from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, TRAIN, StageFailed, read_message
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, TRAIN, StageFailed, read_message
 
 
 class Connection:
@@ -25,10 +25,9 @@ class Connection:
         name: str,
         timeout_s: float,
         certificate: str | None = None,
-        ours: bool = False,
     ) -> None:
         """`url`: http(s)://host:port. `name`: name of the asking process, for messages. `timeout_s`: seconds to wait
-        for a reply. `certificate`: the server's (PEM), with https. `ours`: whether one of the run's own ranks asks."""
+        for a reply. `certificate`: the server's (PEM), with https."""
         self.url = url
         self.timeout_s = timeout_s
         self._name = name
@@ -37,7 +36,7 @@ class Connection:
                 **authorization_headers(token),
                 "Content-Type": CONTENT_TYPE,
                 PROTOCOL_HEADER: str(PROTOCOL),
-                **({OURS_HEADER: "1"} if ours else {}),
+                "Accept-Encoding": "identity",
             },
             verify=client_context(certificate) if certificate is not None else url.startswith("https:"),
             trust_env=False,  # a proxy of this machine does not lead to the orchestrator
@@ -52,7 +51,8 @@ class Connection:
         """
         what = type(request).__name__
         try:
-            answer = self._http.post(f"{self.url}/ask", content=pack(request), timeout=self.timeout_s)
+            with self._http.stream("POST", f"{self.url}/ask", content=pack(request), timeout=self.timeout_s) as answer:
+                raw = b"" if "Content-Encoding" in answer.headers else answer.read()  # it could become any size
         except httpx.TimeoutException:
             raise DeadlineError(
                 f"{self._name}: no answer from the orchestrator at {self.url} to {what} in {self.timeout_s:.0f} s"
@@ -60,7 +60,7 @@ class Connection:
         except httpx.TransportError as error:
             raise MetronomeError(f"{self._name}: the orchestrator at {self.url} can't be reached: {error}") from None
         try:
-            reply = read_message(answer.content)
+            reply = read_message(raw)
         except msgspec.DecodeError:
             raise MetronomeError(
                 f"{self._name}: {self.url} answered {answer.status_code} to {what} , but not with a message of the "

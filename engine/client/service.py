@@ -3,6 +3,7 @@ rollout instances, its rewards and its weight sync through it (docs/service.md).
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from engine.run.commands import service_command
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.types import Group, Prompt, Response
-from engine.wire.access_token import TOKEN_FILE, access_token
+from engine.wire.access_token import access_token, folder_token
 from engine.wire.address import ADDRESS_FILE, split_address
 from engine.wire.columns import SCORES, Row, open_group, open_response, pack_group, pack_ids, pack_values
 from engine.wire.message import Answer, Done, Request
@@ -117,8 +118,7 @@ class ServiceClient:
 
     @classmethod
     def _of_folder(cls, folder: Path, child: Child | None = None, timeout_s: float = START_S) -> ServiceClient:
-        token = (folder / TOKEN_FILE).read_text() if (folder / TOKEN_FILE).exists() else None
-        return cls((folder / ADDRESS_FILE).read_text().strip(), child, timeout_s, token)
+        return cls((folder / ADDRESS_FILE).read_text().strip(), child, timeout_s, folder_token(str(folder)))
 
     @classmethod
     def _start(cls, config: Config) -> ServiceClient:
@@ -319,11 +319,14 @@ class ServiceClient:
 
 
 def _prompt_data(prompt: Prompt) -> PromptData:
-    columns: Mapping[str, object] = prompt.columns
+    try:
+        columns = json.dumps(dict(prompt.columns), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"a prompt's columns travel as JSON: {error}") from None
     return PromptData(
         problem=prompt.problem,
         answer=prompt.answer,
         token_ids=pack_ids(prompt.token_ids),
-        columns=dict(columns),
+        columns=columns,
         text=prompt.text,
     )

@@ -9,6 +9,7 @@ import argparse
 import errno
 import json
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pathlib import Path
 from engine.errors import BadInput, MetronomeError
 from engine.run.open_files import raise_limit
 from engine.run.process import BAD_INPUT
-from engine.wire.access_token import access_token, check_address
+from engine.wire.access_token import VARIABLE, access_token, authorization_headers, check_address, own_token
 from engine.wire.address import bracket_host
 
 KEEP_ALIVE_S = 75
@@ -64,6 +65,7 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     made.add_argument(
         "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"
     )
+    made.set_defaults(made_token=False)
     return made
 
 
@@ -84,6 +86,12 @@ def check_options(options: argparse.Namespace) -> None:
     missing = set(options.cores) - os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if missing:
         raise BadInput(f"--cores: this process may not use {sorted(missing)}, only {sorted(os.sched_getaffinity(0))}")
+
+
+def ensure_token(options: argparse.Namespace) -> None:
+    """Make an access token for this process unless its environment has one. `announce_address` prints a new one."""
+    options.made_token = access_token() is None
+    os.environ[VARIABLE] = own_token()
 
 
 def run_command(options: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> int:
@@ -123,6 +131,10 @@ def announce_address(options: argparse.Namespace, port: int) -> None:
     print(f"{options.name}: serving {options.model} on {url}", flush=True)
     if options.text:
         print(f"{options.name}: OpenAI's API is at {url}/v1, with the model {options.text!r}", flush=True)
+    if options.made_token:
+        (header,) = (f"{name}: {value}" for name, value in authorization_headers(access_token()).items())
+        route = "/v1/models" if options.text else "/"
+        print(f"{options.name}: try it: curl -H {shlex.quote(header)} {url}{route}", flush=True)
     if options.port_file is not None:
         partial = options.port_file.with_name(options.port_file.name + ".partial")
         partial.write_text(json.dumps({"host": options.host, "port": port, "pid": os.getpid()}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Protocol
@@ -36,7 +36,7 @@ from engine.instance.refusals import Refusal, as_refusal
 from engine.instance.replies import completion_columns, completion_reply
 from engine.types import JsonObject
 from engine.wire import reply_columns
-from engine.wire.access_token import VARIABLE, access_token, is_authorized
+from engine.wire.access_token import VARIABLE, is_authorized, own_token, refuse_source
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -140,7 +140,7 @@ class InstanceApp:
         self._backend = backend
         self._text = text
         self._policy_version = policy_version
-        self._token = access_token()
+        self._token = own_token()
         self._open_requests = open_requests
         self._read_s = read_s
         self._open = 0
@@ -176,10 +176,14 @@ class InstanceApp:
             await send({"type": "websocket.close", "code": 1008})
             return
         begun = False
+        # an idle connection of a stranger would take the place of the orchestrator's
+        close = [] if self.is_trusted(scope["headers"]) else [(b"connection", b"close")]
 
         async def reply(message: Message) -> None:
             nonlocal begun
             begun = True
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *close]}
             await send(message)
 
         try:
@@ -188,22 +192,31 @@ class InstanceApp:
             return
         except MetronomeError as error:
             if not begun:
-                await send_error(send, as_refusal(error))
+                await send_error(reply, as_refusal(error))
         except Exception as error:  # a bug in this server: log the traceback
             logging.getLogger(__name__).exception("%s %s", scope["method"], scope["path"])
             if not begun:
-                await send_error(send, Refusal(500, f"{type(error).__name__}: {error}"))
+                await send_error(reply, Refusal(500, f"{type(error).__name__}: {error}"))
         else:
             if isinstance(content, _Content):
-                await send_body(send, 200, content.body, content.kind)
+                await send_body(reply, 200, content.body, content.kind)
             elif content is not None:
-                await send_json(send, content)
+                await send_json(reply, content)
+
+    def is_trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request with these headers (lower-case names) carries the token, once."""
+        given = [value for name, value in headers if name == b"authorization"]
+        return len(given) == 1 and is_authorized(given[0], self._token)
 
     # checks before the routes ---------------------------------------------------------------------
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> JsonObject | _Content | None:
         """Return the handler's result. The token is checked before any of the request's body is kept."""
         route = (scope["method"], scope["path"])
+        if wrong := refuse_source(
+            {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        ):
+            raise Refusal(*wrong)
         self._demand_token(scope, route)
         if route not in self._routes:
             raise self._route_refusal(route)
@@ -220,8 +233,7 @@ class InstanceApp:
 
     def _demand_token(self, scope: Message, route: tuple[str, str]) -> None:
         """Raise Refusal (401) unless the request carries the token. GET /health needs none."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if route != HEALTH and not is_authorized(given[0] if len(given) == 1 else None, self._token):
+        if route != HEALTH and not self.is_trusted(scope["headers"]):
             raise Refusal(
                 status=401,
                 message=f"missing or wrong token; send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",

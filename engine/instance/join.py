@@ -21,7 +21,14 @@ from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
 from engine.run.served_model import weight_version
-from engine.wire.access_token import access_token, authorization_headers, check_address
+from engine.wire.access_token import (
+    VARIABLE,
+    access_token,
+    authorization_headers,
+    check_address,
+    folder_token,
+    own_token,
+)
 from engine.wire.address import (
     ADDRESS_FILE,
     bracket_host,
@@ -31,7 +38,7 @@ from engine.wire.address import (
     split_address,
 )
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave
+from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave, read_answer
 
 CALL_S = 10.0
 """Time limit of one call to the orchestrator, in seconds."""
@@ -98,7 +105,9 @@ def serve_joined(config: Config, address: str, name: str, host: str, port: int, 
             name=name,
             host=host,
             port=port,
-            joins=lambda url: _OrchestratorClient(config=config, address=address, name=name, url=url, say=say),
+            joins=lambda url, token: _OrchestratorClient(
+                config=config, address=address, name=name, url=url, token=token, say=say
+            ),
         )
     )
 
@@ -115,7 +124,7 @@ async def _serve(
     name: str,
     host: str,
     port: int,
-    joins: Callable[[str], _OrchestratorClient] | None,
+    joins: Callable[[str, str], _OrchestratorClient] | None,
     text: str = "",
 ) -> int:
     check_address(host, access_token())
@@ -126,10 +135,15 @@ async def _serve(
             config=config, model=Path(config.model.path), name=name, number=0, port_file=port_file, port=port, host=host
         )
         command += ["--text", text, f"--policy-version={weight_version(Path(config.model.path))}"] if text else []
-        child = Child(name, command, None, env)
+        token = own_token()
+        child = Child(name, command, None, env | ({VARIABLE: token} if joins is not None else {}))
         try:
             return await _join_and_serve(
-                child=child, port_file=port_file, timeout_s=config.rollout.timeout_s, asked=asked, joins=joins
+                child=child,
+                port_file=port_file,
+                timeout_s=config.rollout.timeout_s,
+                asked=asked,
+                joins=None if joins is None else lambda url: joins(url, token),
             )
         finally:
             await asyncio.to_thread(child.stop)
@@ -187,8 +201,10 @@ async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
 class _OrchestratorClient:
     """Calls the orchestrator of the run."""
 
-    def __init__(self, config: Config, address: str, name: str, url: str, say: Say) -> None:
+    def __init__(self, config: Config, address: str, name: str, url: str, token: str, say: Say) -> None:
+        """`url`, `token`: those of the instance."""
         self._rollout = config.rollout
+        self._token = token
         self._address = address
         self._name = name
         self._url = url
@@ -203,7 +219,7 @@ class _OrchestratorClient:
 
     async def __aenter__(self) -> _OrchestratorClient:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
-        self._session = aiohttp.ClientSession(timeout=timeout, headers=authorization_headers(access_token()))
+        self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -226,7 +242,13 @@ class _OrchestratorClient:
         await self._drained(child)
 
     async def _join(self) -> None:
-        join = Join(protocol=ROLLOUT_PROTOCOL, name=self._name, url=self._advertised(), again=bool(self._state))
+        join = Join(
+            protocol=ROLLOUT_PROTOCOL,
+            name=self._name,
+            url=self._advertised(),
+            again=bool(self._state),
+            token=self._token,
+        )
         answer = await self._call(join)
         if not self._met and not self._told:
             self._told = True
@@ -280,8 +302,11 @@ class _OrchestratorClient:
         try:
             assert self._session is not None, "calls are made within `async with`"
             url = f"http://{orchestrator_address(self._address)}{request.path}"
-            async with self._session.request(request.method, url, data=data, allow_redirects=False) as answer:
-                raw = await answer.read()
+            headers = {"Accept-Encoding": "identity", **authorization_headers(folder_token(self._address))}
+            async with self._session.request(
+                request.method, url, data=data, headers=headers, allow_redirects=False
+            ) as answer:
+                raw = await read_answer(answer, request.largest_reply)
                 if answer.status == TOO_EARLY:
                     raise aiohttp.ClientError(_message(raw))
                 reply = (

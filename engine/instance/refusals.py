@@ -12,11 +12,13 @@ from engine.errors import BadInput, DeadlineError, MetronomeError, TransferError
 KINDS = {
     400: "BadRequestError",
     401: "UnauthorizedError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestEntityTooLargeError",
+    415: "UnsupportedMediaTypeError",
     429: "TooManyRequestsError",
     500: "InternalServerError",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.errors import MetronomeError
@@ -16,9 +16,14 @@ from engine.orchestrator.run_state import RunState
 class BatchesInFlight:
     """The batches by step, each from its start until it is popped."""
 
-    def __init__(self, run_state: RunState) -> None:
+    def __init__(self, run_state: RunState, drop_step: Callable[[int], None] | None = None) -> None:
+        """`drop_step`: forgets a step whose generation ended with an unexpected exception, so that it may begin again;
+        None: such an exception ends the run."""
         self._run_state = run_state
+        self._drop_step = drop_step
         self._by_step: dict[int, Batch] = {}
+        self._failed: dict[int, MetronomeError] = {}
+        """By step: why it was dropped."""
 
     def start_batch(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
         """Keep a batch, and generate it in the background."""
@@ -35,11 +40,25 @@ class BatchesInFlight:
         except Exception as error:
             traceback.print_exception(error)  # a bug; as after any other failure, the trainer saves a checkpoint
             what = f"step {step}: its generation failed, unexpected {type(error).__name__}: {error}"
-            await self._run_state.stop_run(MetronomeError(f"{what}; the orchestrator's log has the traceback"))
+            if self._drop_step is None:
+                await self._run_state.stop_run(MetronomeError(f"{what}; the orchestrator's log has the traceback"))
+                return
+            self._failed = {
+                step: MetronomeError(f"{what}; the traceback is in the service's log; put its prompts again")
+            }
+            self.pop_batch(step)
+            self._drop_step(step)
+            await self._run_state.notify()
+
+    def check_step(self, step: int | None) -> None:
+        """Raise the error for which a step was dropped, if it was."""
+        if step in self._failed:
+            raise self._failed[step]
 
     def keep_batch(self, batch: Batch) -> None:
         """Keep a batch whose groups come from outside."""
         self._by_step[batch.step] = batch
+        self._failed.pop(batch.step, None)
 
     def get_batch(self, step: int) -> Batch | None:
         """Return the batch of a step; None if it has not started, or is over."""

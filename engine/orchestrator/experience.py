@@ -30,7 +30,8 @@ from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
-from engine.wire.columns import OWN, Row, open_group, open_ids
+from engine.wire.columns import OWN, JsonColumns, Row, open_group, open_ids
+from engine.wire.message import count_values
 from engine.wire.messages import Engines, InitEngines, PromptData, PutPrompts, PutRow, Sampled, SampleResponses, Taken
 from engine.wire.routes import ROUTES, problem_of_form, problem_of_routes
 
@@ -56,6 +57,8 @@ class RowCheck:
         if row.names != frozenset(expected) or len(row.columns) != len(expected):
             names = ", ".join(column.name for column in row.columns)
             raise BadInput(f"{where}: it has the columns {names:.200}; expected {', '.join(expected)}")
+        for column in row.columns:
+            count_values(column.body)
         try:
             group = open_group(row)
         except TransferError as error:
@@ -186,6 +189,10 @@ class Experience:
     def forget_step(self, step: int) -> None:
         """Forget a step that is over."""
         self._over = max(self._over, step)
+        self.drop_step(step)
+
+    def drop_step(self, step: int) -> None:
+        """Forget what was put for a step, which may begin again."""
         self._prompts.pop(step, None)
         self._bytes.pop(step, None)
 
@@ -254,7 +261,7 @@ class Experience:
             problem=data.problem,
             answer=data.answer,
             token_ids=_ids(data.token_ids),
-            columns=data.columns,
+            columns=JsonColumns(data.columns),
             text=data.text,
         )
         if wrong := self._check.problem_of_prompt(prompt):

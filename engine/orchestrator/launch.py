@@ -49,6 +49,7 @@ from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, wa
 from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace
 from engine.wire import record
+from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import is_loopback
 from engine.wire.certificate import Certificate
 from engine.wire.invitation import INVITATION, write_invitation
@@ -222,7 +223,7 @@ class _Orchestrator:
             folder=self.folder.path,
             run_id=run_id,
             arguments=arguments,
-            token=server.key,
+            token=server.environment[TOKEN],
             certificate=self._certificate.public,
         )
         return agent_command(self.config, arguments, run_id)

@@ -10,7 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from engine.config import Config
-from engine.errors import BadInput, MetronomeError, StoreError
+from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
 from engine.orchestrator.batches_in_flight import BatchesInFlight
 from engine.orchestrator.liveness import Liveness
 from engine.orchestrator.run_state import RunState
@@ -97,6 +97,8 @@ class LeaseRequests:
     async def _acknowledge(self, request: messages.Lease) -> None:
         for number in request.done:
             held = self._table.held(number)
+            if held.stage != request.stage:
+                raise ServiceConflict(f"lease {number} is one of the stage {held.stage!r}, not of {request.stage!r}")
             done = self._table.acknowledge_lease(number)
             if self.stored is not None and held.stage == TRAIN:
                 self.stored.trained(held.step, done)
@@ -124,6 +126,7 @@ class LeaseRequests:
         if (end := self._end_for(request)) is not None:
             return end
         self._run_state.check_failure()  # a run that is stopping gives no more leases
+        self._batches.check_step(request.step)
         consumer = _consumer(request)
         opened = self._opened.pop(consumer, None)
         if opened is not None and self._table.is_held(opened.lease) and request.step in (None, opened.step):

@@ -74,7 +74,7 @@ class Plane:
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self.table = RowTable(stages_of(config, None if trains else config.service.lease_s))
         self.watch = StageWatch(config, self.table, folder.logs)
-        self._batches = BatchesInFlight(self._run_state)
+        self._batches = BatchesInFlight(self._run_state, None if trains else self._drop_step)
         self._liveness = Liveness()
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
@@ -125,6 +125,7 @@ class Plane:
             allows_publish=self._allows_publish,
             served=self._served,
             begins_again=self._begin_again,
+            trains=self._trains,
             text=loader.tokens(),
             recorded=self.folder.first_figure("sync_difference"),
         )
@@ -179,17 +180,21 @@ class Plane:
         the reply to it, count as signs of life.
 
         Raises MetronomeError if the run stops, or if a replay gets a request about instances. Raises ServiceConflict if
-        an external program asks for something that only the run's own trainer may do.
+        an external program asks for something that only the run's own trainer may do, and BadInput if the request, or
+        one of its fields, is for the run's own ranks only.
         """
         if (method := self._answers.get(type(request))) is None:
             raise MetronomeError(f"{type(request).__name__}: a run that replays a record has no instances")
-        if not messages.is_of_trainer(request):
-            return await method(request)
-        if self._trains and not ours:
+        of_trainer = messages.is_of_trainer(request)
+        if of_trainer and self._trains and not ours:
             raise ServiceConflict(
                 f"{type(request).__name__}: the run has its own trainer, and only that trainer advances its steps and "
                 "weights; lease rows for your own stage, or start a service (docs/service.md)"
             )
+        if not ours:
+            messages.check_program(request)
+        if not of_trainer:
+            return await method(request)
         with self._liveness.answering(request.replica_group):
             return await method(request)
 
@@ -346,6 +351,13 @@ class Plane:
         assert self._generator is not None
         for step in self._batches.steps:
             self.table.begin_again(step, self._generator.replica_groups)
+
+    def _drop_step(self, step: int) -> None:
+        for part in (self.table, self._stored):
+            if part is not None:
+                part.forget_step(step)
+        if self._experience is not None:
+            self._experience.drop_step(step)
 
     def _end_step(self, step: int) -> Batch | None:
         batch = self._batches.pop_batch(step)

@@ -12,7 +12,9 @@ import secrets
 import socket
 import ssl
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,13 +31,21 @@ from engine.orchestrator.pool.pool_metrics import metrics_text
 from engine.run.disk import named_disk_errors
 from engine.run.files import write_atomically
 from engine.run.limits import check_open_files
-from engine.wire.access_token import TOKEN_FILE, access_token, check_address, is_authorized, write_token
+from engine.wire.access_token import (
+    TOKEN_FILE,
+    access_token,
+    check_address,
+    is_authorized,
+    own_token,
+    refuse_source,
+    write_token,
+)
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import Connections, OneRequest, RareMessages
-from engine.wire.message import Failure, Message, pack
-from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, read_request
+from engine.wire.message import VALUE_BYTES, VALUES, Failure, Message, count_values, pack
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
@@ -48,6 +58,10 @@ STATUS: dict[type[MetronomeError], int] = {
     ServiceFull: 429,
 }
 """HTTP status of the answer to /ask for each error; all other errors get 503."""
+UNAUTHORIZED = (
+    "the access token is missing or wrong: give the run folder, whose file rollout.token only its owner can read, or "
+    "set METRONOME_TOKEN as it is for the orchestrator"
+)
 BODY_S = 30.0
 """Seconds that a client has to send a request's body."""
 KEEP_ALIVE_S = 86400.0
@@ -62,15 +76,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Server:
     """The routes of one run. A refused request has no effect. Requests to /ask wait until there is a plane.
 
-    Programs authenticate with METRONOME_TOKEN's token. If it is not set, they use a token in a file next to the address
-    that only the user can read.
+    Instances, programs and people authenticate with METRONOME_TOKEN's token. If it is not set, they use a token in a
+    file next to the address that only the user can read. The run's own ranks have a token of their own: some requests
+    are for them alone.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._token = access_token()
-        self.key = self._token or secrets.token_hex(32)
-        """The token that /ask requires."""
+        self.key = own_token()
+        """The token of everybody but our ranks."""
+        self._ranks_key = secrets.token_hex(32)
         self.pool: Pool | None = None
         """Set once there are instances, or can be."""
         self._plane: asyncio.Future[Plane] = asyncio.get_running_loop().create_future()
@@ -84,7 +100,7 @@ class Server:
         self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
         self.url = ""
         """The URL that our ranks use, once the server listens."""
-        self.environment = {TOKEN: self.key}
+        self.environment = {TOKEN: self._ranks_key}
         """Environment variables that our ranks need to use the server."""
 
     def serve(self, plane: Plane) -> None:
@@ -101,7 +117,11 @@ class Server:
         """
         host, _ = listen_address(self._config.rollout.listen)
         runner = web.AppRunner(
-            self._application(), access_log=None, shutdown_timeout=0.1, keepalive_timeout=KEEP_ALIVE_S
+            self._application(),
+            access_log=None,
+            shutdown_timeout=0.1,
+            keepalive_timeout=KEEP_ALIVE_S,
+            auto_decompress=False,
         )
         await runner.setup()
         servers = [await self._listen(runner, self._config.rollout.listen, "rollout.listen", None)]
@@ -162,24 +182,33 @@ class Server:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer errors, and close the connection after a request whose client has not proved that it is trusted."""
         asks = request.path == "/ask"
-        trusted = asks and is_authorized(request.headers.get("Authorization"), self.key)
-        guard = self._guards.get(request.transport) if request.transport is not None else None
-        if trusted and guard is not None:
-            guard.lift_limits()
-        reply = await (self._answer_ask(request, handler, trusted) if asks else self._answer(request, handler))
-        if not trusted:
+        given = request.headers.get("Authorization")
+        refused = refuse_source(request.headers)
+        if refused is None and not (self._is_ours(request) or is_authorized(given, self.key)):
+            refused = 401, UNAUTHORIZED
+        if refused is not None:
+            status, reason = refused
+            reply: web.StreamResponse = _failed(status, BadInput(reason)) if asks else _error(status, reason)
+        else:
+            self._trust(request.transport, asks)
+            reply = await (self._answer_ask(request, handler) if asks else self._answer(request, handler))
+        if refused is not None or not asks:
             reply.force_close()  # one request per connection, whose time is limited (OneRequest)
         return reply
 
+    def _trust(self, transport: asyncio.Transport | None, asks: bool) -> None:
+        if transport is not None and (guard := self._guards.get(transport)) is not None:
+            self._connections.trust(transport)
+            if asks:
+                guard.lift_limits()
+
+    def _is_ours(self, request: web.Request) -> bool:
+        """Whether one of the run's own ranks asks."""
+        return is_authorized(request.headers.get("Authorization"), self._ranks_key)
+
     # /ask -----------------------------------------------------------------------------------------
 
-    async def _answer_ask(self, request: web.Request, handler: Handler, trusted: bool) -> web.StreamResponse:
-        if not trusted:
-            said = (
-                "the access token is missing or wrong: give the run folder, whose file only its owner can read, "
-                "or set METRONOME_TOKEN as it is for the orchestrator"
-            )
-            return _failed(401, BadInput(said))
+    async def _answer_ask(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except MetronomeError as error:
@@ -199,44 +228,60 @@ class Server:
         size = request.content_length
         if size is None:
             return _failed(411, BadInput("a request needs a Content-Length"))
-        if size > self._max_bytes - self._reading:
-            raise ServiceFull(
-                f"{self._reading:,} bytes of requests are under way, and {size:,} more would exceed "
-                f"{self._max_bytes:,} (service.max_mib)"
-            )
+        self._check_room(size)
         self._reading += size
         try:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
-            reply = await self._reply(body, OURS_HEADER in request.headers)
+            large = len(body) > MAX_BODY  # counted and decoded in a thread, so that others are answered meanwhile
+            most = min(VALUES, self._max_bytes // VALUE_BYTES)
+            values = await asyncio.to_thread(count_values, body, most) if large else count_values(body, most)
+            decoded = VALUE_BYTES * values
+            self._check_room(decoded)
+            self._reading += decoded
+            size += decoded
+            asked = await asyncio.to_thread(_decode, body) if large else _decode(body)
+            reply = await self._reply(asked, self._is_ours(request))
             return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
         except TimeoutError:
             return _failed(408, BadInput(f"the body of {size:,} bytes did not arrive within {BODY_S:g} s"))
         finally:
             self._reading -= size
 
-    async def _reply(self, body: bytes, ours: bool) -> Message:
-        try:
-            request = read_request(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise BadInput(f"the body is not a request of the plane: {error}") from None
+    def _check_room(self, size: int) -> None:
+        if size > self._max_bytes - self._reading:
+            raise ServiceFull(
+                f"{self._reading:,} bytes of requests are under way, and {size:,} more would exceed "
+                f"{self._max_bytes:,} (service.max_mib)"
+            )
+
+    async def _reply(self, request: AnyRequest, ours: bool) -> Message:
         plane = await asyncio.shield(self._plane)
         answering = asyncio.ensure_future(plane.answer(request, ours))
-        answering.add_done_callback(self._note_bug)
+        answering.add_done_callback(partial(self._note_bug, ours=ours))
         with named_disk_errors(self._config.folder):
-            return await answering
+            try:
+                return await answering
+            except (MetronomeError, OSError):
+                raise
+            except Exception as error:
+                if ours:
+                    raise
+                traceback.print_exception(error)  # a bug in this server that a program has met: the run goes on
+                what = f"{type(request).__name__}: unexpected {type(error).__name__}: {error}"
+                raise MetronomeError(f"{what}; the traceback is in the orchestrator's log") from None
 
-    def _note_bug(self, answering: asyncio.Future[Message]) -> None:
+    def _note_bug(self, answering: asyncio.Future[Message], ours: bool) -> None:
+        """Let an unexpected exception end the run if our ranks have met it, or if it is the system's: a full disk."""
         error = None if answering.cancelled() else answering.exception()
-        if error is not None and not isinstance(error, MetronomeError) and not self.bug.done():
+        if error is None or isinstance(error, MetronomeError):
+            return
+        if (ours or isinstance(error, OSError)) and not self.bug.done():
             self.bug.set_exception(error)
 
     # instances ------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # between nodes there is always a token; on loopback without TLS, only with METRONOME_TOKEN
-        if not is_authorized(request.headers.get("Authorization"), self.key if request.secure else self._token):
-            return _error(401, "the access token (METRONOME_TOKEN) is missing or wrong")
         try:
             return await handler(request)
         except BadInput as error:
@@ -251,6 +296,9 @@ class Server:
         _check_protocol(body)
         name = _name(body)
         url = _url(body, self._token)
+        token = body.get("token", "")
+        if not (isinstance(token, str) and token.isascii() and token.isprintable()):
+            raise BadInput("token: expected the instance's access token, as text")
         again = body.get("again", False)
         if not isinstance(again, bool):
             raise BadInput(f"again = {again!r}: expected true or false")
@@ -273,7 +321,9 @@ class Server:
         if known is None:
             check_open_files(pool.config, len(pool.instances) + 1)
         self._left.discard(name)
-        known = known or pool.enter(name, url)
+        if known is None:
+            known = pool.enter(name, url, token=token or self.key)
+        known.client.send_token(token or self.key)
         return web.json_response({"state": known.state})
 
     async def _leave(self, request: web.Request) -> web.Response:
@@ -349,6 +399,13 @@ def _refusal(family: socket.AddressFamily, host: str, port: int) -> str | None:
 def _reason(error: OSError) -> str:
     """Return the OS error text, without the address that Python prepends."""
     return os.strerror(error.errno) if error.errno is not None else str(error)
+
+
+def _decode(body: bytes) -> AnyRequest:
+    try:
+        return read_request(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadInput(f"the body is not a request of the plane: {error}") from None
 
 
 async def _object(request: web.Request) -> dict[str, Any]:

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from engine.errors import BadInput
 from engine.platform.base import Platform
 
+STORE = "METRONOME_RANKS_STORE"
+"""Environment variable with the file through which the ranks of one node meet. It is in a folder that only its owner
+can read: a store behind a port would serve every process of the machine. Unset with several nodes, whose ranks meet at
+MASTER_ADDR."""
 TIMEOUT_S = 600.0
 """Seconds after which a collective gives up. Device collectives start once every rank has its data, so none waits for a
 rollout."""
@@ -33,7 +37,7 @@ def parallel_session(
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[torch.device]:
     """Make this process a rank of the layout within the block, using torch elastic's environment (RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_*).
+    LOCAL_RANK, and STORE or MASTER_*).
 
     The sizes are those of Megatron's groups in its default order (tp-cp-ep-dp-pp). The number of data-parallel replicas
     follows from the number of ranks. Yields this rank's device. Raises BadInput if the sizes do not divide the number
@@ -41,7 +45,14 @@ def parallel_session(
     """
     platform.adapt_megatron()
     device = platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    if file := os.environ.get(STORE):
+        world = int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(file, world)
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(platform.backend, timeout=timeout, store=store, rank=rank, world_size=world)
+    else:
+        dist.init_process_group(platform.backend, timeout=timeout)
     with _taking_down():
         _initialize_groups(tensor=tensor, pipeline=pipeline, context=context, expert=expert, timeout_s=timeout_s)
         _seed(seed)

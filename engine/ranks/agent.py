@@ -6,7 +6,8 @@ The agent is a separate process. It ends with the orchestrator, and the ranks en
 several nodes, each node has one agent; the agents meet at a store on the orchestrator's node (engine.ranks.nodes).
 
 torch's built-in rendezvous listens on all addresses and unpickles what it finds in its store. Here the nodes are known
-in advance, the store listens on one address, and everything read from it is treated as plain text.
+in advance, the store is a file of this user on one node and listens on one address with several, and everything read
+from it is treated as plain text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from engine.platform.parallel import STORE
 from engine.run.commands import TRAINER_RANK
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import split_address
@@ -52,7 +55,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class FixedNodes(RendezvousHandler):
-    """A rendezvous with a fixed number of nodes. The ranks also use its store (MASTER_ADDR, MASTER_PORT)."""
+    """A rendezvous with a fixed number of nodes. With several, the ranks also use its store (MASTER_ADDR, MASTER_PORT);
+    on one node, a file of their own (engine.platform.parallel.STORE)."""
 
     use_agent_store = True
 
@@ -73,9 +77,11 @@ class FixedNodes(RendezvousHandler):
         Raises RendezvousConnectionError if the store can't be served or reached or all nodes have joined already,
         RendezvousTimeoutError if nodes are missing.
         """
+        if self._nodes == 1:
+            return self._meet_alone()
         served = self._open_store()
-        if self._nodes > 1:  # gloo's default is the address of the host's name, which is often a loopback
-            os.environ.setdefault(GLOO_INTERFACE, interface_to(self._host))
+        # gloo's default is the address of the host's name, which is often a loopback
+        os.environ.setdefault(GLOO_INTERFACE, interface_to(self._host))
         store = dist.PrefixStore(self._run_id, served)
         node = 0 if self._serves else store.add("others", 1)
         if node >= self._nodes:
@@ -83,6 +89,11 @@ class FixedNodes(RendezvousHandler):
         store.set(f"here/{node}", "")
         self._await_all(store)
         return RendezvousInfo(store, node, self._nodes, RendezvousStoreInfo(self._host, served.port))
+
+    def _meet_alone(self) -> RendezvousInfo:
+        folder = Path(hold_lifeline()).parent
+        os.environ[STORE] = str(folder / "ranks")
+        return RendezvousInfo(dist.FileStore(str(folder / "agent")), 0, 1, RendezvousStoreInfo(self._host, 0))
 
     def _open_store(self) -> dist.TCPStore:
         try:

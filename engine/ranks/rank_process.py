@@ -108,7 +108,6 @@ def connect_rank(config: Config, url: str, name: str) -> Connection:
         name=name,
         timeout_s=config.transfer_timeout_s,
         certificate=own_certificate(),
-        ours=True,
     )
 
 

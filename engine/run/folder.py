@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,10 +95,17 @@ class RunFolder:
             check_same_run(config, self.read_config())
         for folder in (self.logs, self.responses):
             folder.mkdir(parents=True, exist_ok=True)
+        if not self.config.exists():
+            self._keep_private()
         self.failure.unlink(missing_ok=True)
         write_atomically(self._reserve, "." * RESERVE)
         self.heartbeat.touch()
         dump_config(config, self.config)
+
+    def _keep_private(self) -> None:
+        """Close a new folder to other users: it holds responses, logs and, while the run goes on, its access token."""
+        with contextlib.suppress(PermissionError):  # a folder that someone else made for us
+            self.path.chmod(0o700)
 
     def read_config(self) -> Config:
         """The resolved config of the run. Raises BadInput if it cannot be read, or if only its end is missing."""

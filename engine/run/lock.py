@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -28,13 +29,16 @@ def hold_lock(
 ) -> Iterator[None]:
     """Hold the lock file during the body; it is created if needed. The kernel releases it when this process dies.
 
-    Waits up to `wait_s` seconds for another holder to end, and calls `waiting` once with a message. The wait starts
-    over whenever `progress` returns a new value. Raises BadInput, naming `what` is locked and the holder. Works across
-    nodes if the file system supports flock (NFS does).
+    Only its owner can open the file, because whoever can open it can hold the lock. Waits up to `wait_s` seconds for
+    another holder to end, and calls `waiting` once with a message. The wait starts over whenever `progress` returns a
+    new value. Raises BadInput, naming `what` is locked and the holder. Works across nodes if the file system supports
+    flock (NFS does).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600)
         _take(descriptor, what, wait_s, waiting, progress=progress)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -68,7 +72,7 @@ def _take(
         if (now := progress()) != reached:
             reached = now
             deadline = time.monotonic() + wait_s
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        holder = _holder(descriptor)
         if time.monotonic() > deadline:
             raise BadInput(
                 f"{what} is in use by {holder}; wait for its end or cancel it"
@@ -78,6 +82,21 @@ def _take(
             waiting(f"{what} is in use by {holder}; waiting up to {wait_s:.0f} s for its end")
             told = True
         time.sleep(LOOK_S)
+
+
+def _holder(descriptor: int) -> str:
+    """Return who holds the lock: a process of this machine by /proc/locks, else who wrote its name into the file. That
+    may be another one, which has ended since."""
+    written = os.pread(descriptor, 200, 0).decode(errors="replace")
+    file = os.fstat(descriptor)
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # "1: FLOCK ADVISORY WRITE 4711 08:02:131081 0 EOF"; that of a process that waits has "->" after the number
+            _, kind, _, _, process, locked, *_ = line.split()
+            if kind == "FLOCK" and locked == device and int(process) > 0:
+                return f"process {process} on {socket.gethostname()}"
+    return written or "another process"
 
 
 def _try(descriptor: int) -> bool:

@@ -8,9 +8,11 @@ on demand.
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +22,7 @@ import xxhash
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from engine.errors import TransferError
+from engine.errors import BadInput, TransferError
 from engine.types import BatchScores, FinishedResponse, Group, Prompt, Response, Score
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 
@@ -43,6 +45,35 @@ ID_BYTES = 4
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids."""
+
+
+class JsonColumns(Mapping[str, Any]):
+    """The further columns of a prompt from outside, as the JSON object that was sent. Only a process that reads a
+    column decodes them."""
+
+    def __init__(self, raw: bytes) -> None:
+        """Raises BadInput unless `raw` is a JSON object."""
+        if not raw.lstrip().startswith(b"{"):
+            raise BadInput("columns: expected a JSON object")
+        try:
+            msgspec.json.decode(raw, type=msgspec.Raw)
+        except msgspec.DecodeError as error:
+            raise BadInput(f"columns: not JSON: {error}") from None
+        self.raw = raw
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.raw)
+        return found
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

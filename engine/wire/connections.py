@@ -1,6 +1,7 @@
 """Limits of an HTTP server's connections: how many there may be, and how long a client may take to send the headers.
 
-This module imports only the standard library. A server calls `opened`, `expect_headers`, `stop_limit` and `closed`.
+This module imports only the standard library. A server calls `opened`, `expect_headers`, `stop_limit`, `trust` and
+`closed`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import resource
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 HEADERS_S = 10.0
@@ -36,16 +38,31 @@ class Connections:
         self._all: set[asyncio.Transport] = set()
         self._waiting: dict[asyncio.Transport, asyncio.TimerHandle] = {}
         """Connections whose headers are awaited, the longest-waiting first."""
+        self._untrusted: dict[asyncio.Transport, str] = {}
+        """The peer of each connection whose client has not sent the access token, the oldest first."""
         self._log = RareMessages()
 
     def opened(self, transport: asyncio.Transport) -> None:
-        """Register a new connection. If there are too many, close the one that has waited longest for headers; if none
-        is waiting, close this one."""
-        if len(self._all) >= self._most:
-            self._log(f"more than {self._most} connections: closed one")
-            self._close(next(iter(self._waiting), transport))
+        """Register a new connection. If there are too many, close one: of the peer with the most connections without
+        the access token the oldest of these, or, if all have it, the one that has waited longest for headers, or the
+        new one."""
         self._all.add(transport)
+        self._untrusted[transport] = str((transport.get_extra_info("peername") or [""])[0])
         self.expect_headers(transport)
+        if len(self._all) > self._most:
+            self._log(f"more than {self._most} connections: closed one")
+            self._close(self._dispensable(transport))
+
+    def _dispensable(self, new: asyncio.Transport) -> asyncio.Transport:
+        strangers = {one: peer for one, peer in self._untrusted.items() if one is not new}
+        if not strangers:
+            return next(iter(self._waiting), new)
+        ((greedy, _),) = Counter(strangers.values()).most_common(1)
+        return next(one for one, peer in strangers.items() if peer == greedy)
+
+    def trust(self, transport: asyncio.Transport) -> None:
+        """Note that the client has sent the access token: others are closed before this connection."""
+        self._untrusted.pop(transport, None)
 
     def expect_headers(self, transport: asyncio.Transport) -> None:
         """Start the time limit for the headers of the connection's next request."""
@@ -63,6 +80,7 @@ class Connections:
         """Forget a closed connection."""
         self.stop_limit(transport)
         self._all.discard(transport)
+        self._untrusted.pop(transport, None)
 
     def _late(self, transport: asyncio.Transport) -> None:
         self._log(f"a client did not send all of its headers within {self._headers_s:g} s: closed its connection")

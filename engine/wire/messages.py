@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from engine.errors import BadInput
 from engine.types import BatchScores, StepFigures
 from engine.wire.columns import Column, PackedFinished, PackedResponse, Row
 from engine.wire.message import Done, Failure, Message, Request
@@ -35,9 +36,6 @@ PROTOCOL = 9
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
 """HTTP header of each request, with the client's `PROTOCOL`."""
-OURS_HEADER = "Metronome-Ours"
-"""HTTP header that marks requests of a run's own ranks. It is not a secret: it keeps a program from joining, by
-mistake, a run that has its own trainer."""
 CONTENT_TYPE = "application/msgpack"
 """Media type of requests and replies."""
 TRAIN = "train"
@@ -145,8 +143,8 @@ class PromptData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: str
     token_ids: bytes
     """int32."""
-    columns: dict[str, Any] = {}
-    """Further values that the reward reads."""
+    columns: bytes = b"{}"
+    """Further values that the reward reads, as a JSON object, which only the reward's process decodes."""
     text: str = ""
     """The prompt's text, if the reward reads it (engine.types.Prompt)."""
 
@@ -252,6 +250,40 @@ def is_of_trainer(request: Request[Any]) -> bool:
     if isinstance(request, Lease | WriteColumns | StageFailed):
         return request.stage == TRAIN
     return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion | IsSnapshotWanted)
+
+
+FROM_PROGRAMS = (
+    InitEngines,
+    PutPrompts,
+    PutRow,
+    Lease,
+    WriteColumns,
+    SampleResponses,
+    Heartbeat,
+    AwaitVersion,
+    MayPublish,
+    OpenSync,
+    ConnectSync,
+    SendBucket,
+    AbortSync,
+    FinishSync,
+    VerifySync,
+    IsSnapshotWanted,
+)
+"""The requests that programs may send, of which `OF_RANKS` are left out."""
+OF_RANKS = ("replica_group", "ahead", "early", "fetches", "unfetched")
+"""Fields that only the run's own ranks set: they name what the orchestrator keeps for each rank."""
+
+
+def check_program(request: Request[Any]) -> None:
+    """Raise BadInput for a request, or a field of one, that only the run's own ranks may send."""
+    name = type(request).__name__
+    if not isinstance(request, FROM_PROGRAMS):
+        raise BadInput(f"{name}: only the run's own ranks send this request")
+    for field in OF_RANKS:
+        value = getattr(request, field, None)
+        if value is not None and value is not False:
+            raise BadInput(f"{name}.{field}: only the run's own ranks set this field")
 
 
 # between a stage's ranks -------------------------------------------------------------------------

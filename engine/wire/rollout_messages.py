@@ -8,14 +8,39 @@ engine.instance.protocol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
 from engine.wire import reply_columns
 from engine.wire.sync_messages import BucketInfo, MeetingPlace
 
+if TYPE_CHECKING:
+    import aiohttp
+
 Reply = TypeVar("Reply")
+
+REPLY_BYTES = 2**20
+"""Largest reply to any request but a completion. GET /status of a large pool is the longest."""
+TOKEN_REPLY_BYTES = 512
+"""Bytes allowed for one token of prompt or response in the reply to a completion, without its routes."""
+
+
+async def read_answer(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the body of an answer. Raises ValueError if it has more than `most` bytes or is compressed, because it
+    could then become any size. Nothing beyond the limit is read."""
+    if (coding := answer.headers.get("Content-Encoding", "identity")) != "identity":
+        raise ValueError(f"it is compressed (Content-Encoding {coding!r:.50}), which was not asked for")
+    if (answer.content_length or 0) > most:
+        raise ValueError(f"it has {answer.content_length:,} bytes, and at most {most:,} are expected")
+    parts: list[bytes] = []
+    size = 0
+    while part := await answer.content.readany():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise ValueError(f"it has more than the {most:,} bytes that are expected at most")
+    return b"".join(parts)
 
 
 class Acknowledged(msgspec.Struct):
@@ -121,6 +146,11 @@ class InstanceRequest(msgspec.Struct, Generic[Reply]):
         """The route, with its query."""
         return self.route
 
+    @property
+    def largest_reply(self) -> int:
+        """Largest size of a reply in bytes."""
+        return REPLY_BYTES
+
 
 class GetHealth(InstanceRequest[Health]):
     """Asks whether the instance is alive."""
@@ -177,6 +207,11 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     """0 also requests the log-probabilities of the prompt's tokens."""
     routes: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether to return the experts of each token as well."""
+
+    @property
+    def largest_reply(self) -> int:
+        """Largest size of a reply in bytes, without routes."""
+        return REPLY_BYTES + TOKEN_REPLY_BYTES * (len(self.prompt) + self.max_tokens)
 
 
 class Pause(InstanceRequest[Acknowledged]):
@@ -283,6 +318,8 @@ class Join(InstanceRequest[PoolState], kw_only=True):
     """URL at which the orchestrator reaches the instance."""
     again: bool
     """Whether the instance was in the pool before."""
+    token: str = ""
+    """Access token that the instance requires; empty: the one with which it joins."""
 
 
 class Leave(InstanceRequest[PoolState]):

@@ -16,7 +16,7 @@ from dataclasses import replace
 import msgspec
 
 from engine.types import Prompt, Response, Score
-from engine.wire.columns import Decode, PackedResponse, open_ids, open_response, pack_ids, pack_response
+from engine.wire.columns import Decode, JsonColumns, PackedResponse, open_ids, open_response, pack_ids, pack_response
 from engine.wire.messages import PROTOCOL
 
 HEADER = struct.Struct(">4sI")
@@ -175,6 +175,7 @@ def make_score_call(prompt: Prompt, responses: Sequence[Response | PackedRespons
     answer = _encode_text(prompt.answer)
     if text_only:
         return ScoreCall(prompt.id, answer, tuple(map(_only_text, packed, texts)), texts)
+    columns = prompt.columns
     return ScoreCall(
         id=prompt.id,
         answer=answer,
@@ -183,7 +184,7 @@ def make_score_call(prompt: Prompt, responses: Sequence[Response | PackedRespons
         problem=_encode_text(prompt.problem),
         text=_encode_text(prompt.text),
         token_ids=pack_ids(prompt.token_ids),
-        columns=json.dumps(dict(prompt.columns)).encode(),
+        columns=columns.raw if isinstance(columns, JsonColumns) else json.dumps(dict(columns)).encode(),
     )
 
 

@@ -33,6 +33,9 @@ from engine.run.process import Child, drop_lifeline, python_command, stop_all, w
 from tasks.cluster.prefect_api import CLIENT_AUTH, post_json, server_environment
 
 HOST = "127.0.0.1"
+S3_KEY = "AWS_ACCESS_KEY_ID"
+S3_SECRET = "s3.key"
+"""File in the servers' folder with the access key of the S3 endpoint."""
 BUCKET = "metronome"
 """Bucket that the S3 endpoint has from the start."""
 PASSWORD = "prefect.password"
@@ -214,7 +217,9 @@ class Services:
     def make_bucket(self) -> None:
         """Create the bucket. Call it again after a restart of the S3 endpoint, which loses everything."""
         if "s3" in self.services:
-            request = urllib.request.Request(f"{self.services['s3'].url}/{BUCKET}", method="PUT")
+            signed = f"AWS4-HMAC-SHA256 Credential={self.environment[S3_KEY]}/20260101/us-east-1/s3/aws4_request"
+            headers = {"Authorization": f"{signed}, SignedHeaders=host, Signature=0"}  # moto checks none
+            request = urllib.request.Request(f"{self.services['s3'].url}/{BUCKET}", headers=headers, method="PUT")
             urllib.request.urlopen(request, timeout=30).close()
 
     def _watch(self) -> None:
@@ -234,7 +239,7 @@ class Services:
         if "s3" in self.ports:
             given |= {
                 "AWS_ENDPOINT_URL": f"http://{HOST}:{self.ports['s3']}",
-                "AWS_ACCESS_KEY_ID": "metronome",
+                S3_KEY: _kept_secret(self.folder / S3_SECRET),
                 "AWS_SECRET_ACCESS_KEY": "metronome",
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
@@ -297,14 +302,14 @@ class Services:
     def _s3(self) -> Service:
         if find_spec("moto") is None:
             raise BadInput("the S3 endpoint is moto, which is not installed: pip install -e '.[dev]', or make services")
-        command = [sys.executable, "-m", "moto.server", "--host", HOST, "--port", str(self.ports["s3"])]
+        command = python_command("tasks.cluster.s3_endpoint", str(self.ports["s3"]))
         return Service(
             name="S3 endpoint",
             port=self.ports["s3"],
             command=command,
             log=self.folder / "s3.log",
-            env={},
-            health="/moto-api/",
+            env={S3_KEY: self.environment[S3_KEY]},
+            health="/metronome-health",
         )
 
 
@@ -333,11 +338,15 @@ def check_port(port: int, name: str, within_s: float = 0.0, how: str = "") -> No
 def password_of(folder: Path) -> str:
     """The Prefect server's "user:password", created at the first start and kept in the folder, readable only by its
     owner."""
-    file = folder / PASSWORD
+    return _kept_secret(folder / PASSWORD, "metronome:")
+
+
+def _kept_secret(file: Path, prefix: str = "") -> str:
+    """Return the secret in a file that only its owner can read. It is made the first time, and begins with `prefix`."""
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
-            new.write(f"metronome:{secrets.token_urlsafe(24)}")
+            new.write(f"{prefix}{secrets.token_hex(24)}")
     return file.read_text().strip()
 
 

@@ -27,6 +27,8 @@ SPACE_MB = 512
 FILLING = "filling"
 """A file that takes all space in the place of the runs."""
 WORKER = "chaos"
+TOKEN = "token-of-the-chaos"
+"""The guest joins by an address, so it can not read the token in the run folder."""
 LOOK_S = 0.5
 BACK_S = 5.0
 """Seconds after which a dead worker or guest is started again, as a node's supervisor does."""
@@ -87,7 +89,13 @@ class World:
     @property
     def environment(self):
         """Of a process that is to find the servers."""
-        return {**os.environ, **self.services.environment, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        return {
+            **os.environ,
+            **self.services.environment,
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+            "METRONOME_TOKEN": TOKEN,
+        }
 
     @property
     def permitted(self):

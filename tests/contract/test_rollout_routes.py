@@ -22,7 +22,18 @@ from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.reply_columns import CONTENT_TYPE
 from engine.wire.rollout_messages import CompletionReply
 from support.runs import wait_for
-from support.served import CONTEXT, DEADLINE_S, ENGINES, PROMPT, VOCABULARY, command, logprobs_of, save_model, serving
+from support.served import (
+    CONTEXT,
+    DEADLINE_S,
+    ENGINES,
+    PROMPT,
+    RIGHT,
+    VOCABULARY,
+    command,
+    logprobs_of,
+    save_model,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +57,7 @@ def address(engine, models, tmp_path_factory):
 
 @pytest.fixture
 async def http(address):
-    async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
+    async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(DEADLINE_S), headers=RIGHT) as session:
         yield session
         # whatever a failing test left behind
         async with session.post("/pause?mode=abort"), session.post("/resume"):
@@ -240,7 +251,7 @@ async def test_other_client_errors_are_json_too(http):
 
 
 async def test_a_disconnect_cancels_the_request_and_frees_its_slot(address, http):
-    async with aiohttp.ClientSession(address) as other:
+    async with aiohttp.ClientSession(address, headers=RIGHT) as other:
         await post(http, "/pause?mode=wait")
         tasks = [asyncio.create_task(complete(other, max_tokens=200)) for _ in range(6)]
         await until(http, waiting=6)
@@ -342,7 +353,8 @@ async def test_the_wrong_order_is_409_without_effect(http, models):
 
 
 def running(address):
-    with urllib.request.urlopen("http://{}:{}/load".format(*address), timeout=DEADLINE_S) as reply:
+    request = urllib.request.Request("http://{}:{}/load".format(*address), headers=RIGHT)
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
         return json.load(reply)["running"]
 
 
@@ -351,8 +363,8 @@ def test_sigterm_ends_it_with_exit_code_0_also_under_load(models, tmp_path):
     core = str(min(os.sched_getaffinity(0)))
     body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % len(body) + body
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Authorization: %b\r\nContent-Length: %d\r\n\r\n" % (RIGHT["Authorization"].encode(), len(body)) + body
     )
     with serving(models[0], tmp_path, "--deterministic", "--cores", core) as (process, ready), ExitStack() as stack:
         address = ready["host"], ready["port"]

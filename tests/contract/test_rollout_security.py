@@ -70,6 +70,26 @@ def test_without_the_token_nothing_is_done(server, headers):
     assert server.call("GET", "/load") == before
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("Host", "evil.example", 403),
+        ("Origin", "http://evil.example", 403),
+        ("Sec-Fetch-Site", "same-site", 403),
+        ("Sec-Fetch-Site", "cross-site", 403),
+        ("Content-Encoding", "gzip", 415),
+    ],
+)
+def test_no_request_of_a_web_page_is_taken_even_with_the_token(server, name, value, expected):
+    for route in ("/pause", "/start_weight_update", "/v1/completions", "/health"):
+        good = request(route, GOOD, server.authorization(), "GET" if route == "/health" else "POST").decode()
+        host = "Host: localhost\r\n"
+        page = f"{name}: {value}\r\n"
+        sent = good.replace(host, page if name == "Host" else host + page)
+        assert sent != good
+        assert server.send(sent.encode())[0] == expected, route
+
+
 def test_health_needs_no_token_and_the_scheme_no_case(server):
     assert server.send(request("/health", b"", method="GET"))[0] == 200
     assert server.send(request("/v1/completions", GOOD, [("Authorization", f"bearer {TOKEN}")]))[0] == 200
@@ -97,7 +117,7 @@ def test_large_bodies_are_413(server, route, limit):
     if limit < 2**20:
         chunked = [
             f"POST {route} HTTP/1.1",
-            "Host: x",
+            "Host: localhost",
             "Connection: close",
             *(": ".join(header) for header in headers),
             "Transfer-Encoding: chunked",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -320,7 +321,7 @@ def test_a_model_without_a_chat_template_is_named(folder, tmp_path, engine):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(plain)
     (tmp_path / "server").mkdir()
-    with serving(plain, tmp_path / "server", "--text", NAME, engine=engine) as (_, ready):
+    with serving(plain, tmp_path / "server", "--text", NAME, token=TOKEN, engine=engine) as (_, ready):
         url = f"http://{ready['host']}:{ready['port']}"
         body = {"model": NAME, "messages": [{"role": "user", "content": PROMPT}]}
         status, reply = ask(url, "POST", "/v1/chat/completions", body)
@@ -330,7 +331,7 @@ def test_a_model_without_a_chat_template_is_named(folder, tmp_path, engine):
 
 
 def test_an_instance_without_text_says_how_to_get_it(folder, tmp_path, engine):
-    with serving(folder, tmp_path, engine=engine) as (_, ready):
+    with serving(folder, tmp_path, token=TOKEN, engine=engine) as (_, ready):
         url = f"http://{ready['host']}:{ready['port']}"
         status, reply = ask(url, "POST", "/v1/completions", {"prompt": PROMPT})
         assert (status, reply["error"]["param"]) == (400, "prompt")
@@ -349,10 +350,15 @@ def test_the_command_serves_the_policy_of_a_run(folder, tmp_path):
     command = [sys.executable, "-m", "flows.cli", "serve", "--model", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
-        said = next(line for line in process.stdout if "/v1" in line)
+        said = next(line for line in process.stdout if "try it: curl" in line)
+        command = shlex.split(said.partition("try it: ")[2])
+        listed = subprocess.run([*command, "-sS"], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+        assert json.loads(listed.stdout)["data"][0]["id"] == "mine"
         base = re.search(r"http://\S+/v1", said)[0]
-        assert ask(base.removesuffix("/v1"), "GET", "/")[1]["weight_version"] == 4
-        with openai.OpenAI(base_url=base, api_key="none", timeout=DEADLINE_S, max_retries=0) as client:
+        token = re.search("Bearer ([0-9a-f]{64})", said)[1]
+        assert ask(base.removesuffix("/v1"), "GET", "/", token=token)[1]["weight_version"] == 4
+        assert ask(base.removesuffix("/v1"), "GET", "/", token="none")[0] == 401
+        with openai.OpenAI(base_url=base, api_key=token, timeout=DEADLINE_S, max_retries=0) as client:
             assert client.completions.create(model="mine", prompt=PROMPT).usage.completion_tokens <= 16
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 0

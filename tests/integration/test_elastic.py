@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from engine.run.files import read_lines
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support import elastic_job
 from support.elastic_job import Job
 from support.faults import answer_500, drop_connections, kill, kill_in_update, sleep_until, stopped
@@ -162,7 +161,7 @@ def test_one_joins_and_one_leaves(two, job, undisturbed):
     run = job(two)
     _, url = run.another()
     run.wait(lambda: run.steps() >= 2, "two steps")
-    run.call("/join", {"protocol": ROLLOUT_PROTOCOL, "name": "late", "url": url})
+    run.join("late", url)
     with run.held():
         run.wait(lambda: run.serve("late"), "it to serve")
     run.wait(lambda: run.works("instance-1"), "work of instance-1")

@@ -32,8 +32,10 @@ def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(se
     assert code == 0, said
     for part in ("orchestrator.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.processes), part
-    for part in ("orchestrator.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
+    for part in ("orchestrator.launch", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.sockets.values()), part
+    # the ranks meet in a file of their user: every process of the machine could change a store behind a port
+    assert not any("ranks.agent" in name for name in seen.sockets.values())
     assert seen.open_ones == {}
 
 

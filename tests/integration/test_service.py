@@ -21,8 +21,10 @@ from engine.client.service import ServiceClient
 from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceConflict, StaleRolloutError, WeightSyncError
 from engine.run.folder import RunFolder
 from engine.types import Group, Prompt, Response, Score
-from engine.wire.columns import Column, pack_group
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER
+from engine.wire.columns import Column, pack_group, pack_ids
+from engine.wire.message import Done
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PromptData, PutPrompts
+from engine.wire.sync_messages import AbortSync, ConnectSync, FinishSync, VerifySync
 from support.listening import Listening
 from support.runs import ROOT, config_of, wait_for
 
@@ -260,6 +262,37 @@ def test_a_version_is_published_once_the_steps_before_are_trained(running, clien
     with pytest.raises(ServiceConflict, match=f"version {step} was published last, so the next is {step + 1}"):
         client.weight_sync_notify(step + 5, running.model)
     consume(client, step)
+
+
+def test_parts_of_a_publish_that_come_again_or_out_of_turn_change_nothing(running, client, step):
+    """A second FinishSync made the service wait for a comparison, and the next publish ended it."""
+    for _ in range(2):
+        assert client.ask(FinishSync(version=step, snapshot="")) == Done()
+    for request in (
+        VerifySync(expected=()),
+        AbortSync(version=step, reason=""),
+        ConnectSync(version=step, transport="gloo", stages=()),
+        FinishSync(version=step + 1, snapshot=""),
+    ):
+        with pytest.raises(ServiceConflict):
+            client.ask(request)
+    push(client, step)
+    consume(client, step)
+    running.version += 1
+    client.weight_sync_notify(running.version, running.model)
+    push(client, running.version)
+    consume(client, running.version)
+
+
+def test_a_value_that_is_no_json_in_a_prompts_columns_is_refused_and_the_service_goes_on(running, client, step):
+    """Bytes there ended the whole service."""
+    with pytest.raises(BadInput, match="a prompt's columns travel as JSON"):
+        client.put_prompts_data(step, [Prompt("", "1+1=", "2", (5, 6), columns={"raw": b"\x00"})] * PROMPTS)
+    raw = (PromptData("1+1=", "2", pack_ids((5, 6)), columns=b"\x81\xa3raw\xc4\x01\x00"),) * PROMPTS
+    with pytest.raises(BadInput, match="expected a JSON object"):
+        client.ask(PutPrompts(step=step, prompts=raw))
+    client.put_prompts_data(step, [Prompt("", "1+1=", "2", (5, 6), columns={"n": 10**30})] * PROMPTS)
+    assert sorted(consume(client, step)) == [0, 1, 2]
 
 
 def test_every_instance_holds_a_version_that_was_published(running, client, step):

@@ -24,6 +24,7 @@ from engine.run.process import LIFELINE, hold_lifeline
 from engine.run.progress import read_progress
 from engine.run.trace import read_spans
 from engine.wire import record
+from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.faults import proxy_to
 from support.runs import ROOT, config_of, overrides, wait_for, write_config
@@ -60,6 +61,9 @@ def recipe(settings, folder, steps):
         "reward.function": f"{folder}/gated.py:reward",
         "reward.timeout_s": 200,
     }
+
+
+OTHERS_TOKEN = "token-of-another-instance"
 
 
 class Job:
@@ -117,15 +121,19 @@ class Job:
         command, env = instance_command(
             config=config, model=Path(config.model.path), name="another", number=0, port_file=port_file
         )
-        process = self._start(command, env)
+        process = self._start(command, env | {"METRONOME_TOKEN": OTHERS_TOKEN})
         self.wait(lambda: port_file.exists() or process.poll() is not None, "the other instance")
         return process, f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}"
 
     def proxied(self, url):
         """Have the instance at that URL join behind a proxy, under the name "proxied"; the proxy."""
         proxy = self._stack.enter_context(proxy_to(url))
-        self.call("/join", {"protocol": ROLLOUT_PROTOCOL, "name": "proxied", "url": proxy.url})
+        self.join("proxied", proxy.url)
         return proxy
+
+    def join(self, name, url):
+        """Have the instance of `another` join, at this URL."""
+        self.call("/join", {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": url, "token": OTHERS_TOKEN})
 
     # what it says ---------------------------------------------------------------------------------
 
@@ -136,7 +144,8 @@ class Job:
         address = (self.folder / "rollout.address").read_text().strip()
         data = None if body is None else json.dumps(body).encode()
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(f"http://{address}{route}", data), timeout=10) as reply:
+        right = authorization_headers((self.folder / TOKEN_FILE).read_text())
+        with opener.open(urllib.request.Request(f"http://{address}{route}", data, right), timeout=10) as reply:
             return reply.read()
 
     def instances(self):

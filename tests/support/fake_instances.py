@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from typing import ClassVar
 
 import aiohttp
 
@@ -173,6 +174,8 @@ class FakeSession:
 
 class _Exchange:
     content_type = "application/json"
+    content_length = None
+    headers: ClassVar = {}
 
     def __init__(self, work):
         self._work = work
@@ -184,8 +187,13 @@ class _Exchange:
     async def __aexit__(self, *exception):
         pass
 
-    async def read(self):
-        return json.dumps(self._body).encode()
+    @property
+    def content(self):
+        return self
+
+    async def readany(self):
+        body, self._body = self._body, None
+        return json.dumps(body).encode() if body is not None else b""
 
 
 class FakeProcess:
@@ -234,6 +242,8 @@ class _FakeChild:
 
 class FakeProcesses:
     """engine.orchestrator.pool.pool.InstanceProcesses."""
+
+    token = "secret"
 
     def __init__(self, declared):
         self.declared = declared

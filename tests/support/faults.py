@@ -88,7 +88,10 @@ def proxy_to(target):
 
     async def ask(request, body):
         try:
-            async with state.session.request(request.method, target + str(request.rel_url), data=body) as answer:
+            headers = {"Authorization": request.headers.get("Authorization", "")}
+            async with state.session.request(
+                request.method, target + str(request.rel_url), data=body, headers=headers
+            ) as answer:
                 status = answer.status
                 kind = answer.content_type
                 body = await answer.read()

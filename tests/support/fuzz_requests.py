@@ -64,7 +64,7 @@ INIT_KEYS = ("transport", "generation", "stages", "rank", "world_size", "timeout
 
 def request_bytes(method, route, body, headers=(), length=None):
     """A request that asks for the end of its connection."""
-    lines = [f"{method} {route} HTTP/1.1", "Host: fuzz", "Connection: close", "Content-Type: application/json"]
+    lines = [f"{method} {route} HTTP/1.1", "Host: localhost", "Connection: close", "Content-Type: application/json"]
     lines += [f"{name}: {value}" for name, value in headers]
     lines.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body

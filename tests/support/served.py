@@ -19,6 +19,8 @@ START_S = {"embedded": DEADLINE_S, "vllm": 600.0}
 ENGINES = ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])]
 """Both answer the same routes, so both are asked the same."""
 CONTEXT = 256
+TOKEN = "token-of-the-tests"
+RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 VOCABULARY = 64
 PROMPT = [5, 9, 20, 33, 7]
 
@@ -70,7 +72,7 @@ def command(model, port_file, *extra, engine="embedded"):
 
 
 @contextlib.contextmanager
-def serving(model, folder, *extra, token="", engine="embedded"):
+def serving(model, folder, *extra, token=TOKEN, engine="embedded"):
     """A server process, as (process, port file's content)."""
     port_file = folder / "port.json"
     process = subprocess.Popen(

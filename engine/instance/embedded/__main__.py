@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     command_line.check_options(options)
+    command_line.ensure_token(options)
     bind_cores(options.cores)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     asyncio.run(_serve(options))

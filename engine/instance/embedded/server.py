@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,16 @@ from engine.instance.command_line import KEEP_ALIVE_S
 from engine.instance.http import InstanceApp
 from engine.wire.connections import Connections
 
+Trusts = Callable[[list[tuple[bytes, bytes]]], bool]
+
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's connection, with a time limit for the headers."""
 
-    def __init__(self, guard: Connections, **given: Any) -> None:  # noqa: ANN401
+    def __init__(self, guard: Connections, trusts: Trusts, **given: Any) -> None:  # noqa: ANN401
         super().__init__(**given)
         self._guard = guard
+        self._trusts = trusts
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,6 +37,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._guard.stop_limit(self.transport)
+        if self._trusts(self.headers):
+            self._guard.trust(self.transport)
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -45,10 +50,11 @@ class EngineServer(uvicorn.Server):
     """Serves an instance's routes. Its caller handles signals."""
 
     def __init__(self, app: InstanceApp, connections: Connections | None = None) -> None:
+        """`connections`: limits of the connections; None: the usual ones."""
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=partial(_Protocol, connections or Connections()),  # type: ignore[arg-type]
+                http=partial(_Protocol, connections or Connections(), app.is_trusted),  # type: ignore[arg-type]
                 lifespan="off",
                 ws="none",
                 access_log=False,

@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     _check_options(options)
+    command_line.ensure_token(options)
     os.environ[LIFELINE] = hold_lifeline()
     bind_cores(options.cores)
     _set_environment(options)

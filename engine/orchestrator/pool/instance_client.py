@@ -20,8 +20,10 @@ from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
 from engine.run.open_files import open_limit
 from engine.types import Prompt
 from engine.wire import reply_columns
+from engine.wire.access_token import authorization_headers
 from engine.wire.columns import PackedResponse, open_ids
-from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
+from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest, read_answer
+from engine.wire.routes import route_type
 
 Reply = TypeVar("Reply")
 
@@ -73,6 +75,13 @@ class SamplingSettings:
     seeded: bool = True
     """Whether each request has its own seed. Without a seed, a response comes from the instance's random stream."""
 
+    def routes_bytes(self, prompt: int) -> int:
+        """Return the largest size of a response's routes in a reply, in base64. `prompt`: number of prompt tokens."""
+        if self.experts is None:
+            return 0
+        kind = route_type(self.experts.count)
+        return 2 * (prompt + self.max_new_tokens) * kind.itemsize * len(self.experts.layers) * self.experts.per_token
+
     @classmethod
     def of(
         cls,
@@ -109,8 +118,13 @@ class InstanceClient:
     the responses that are held back. Only `Instance` calls `hold_responses`, `release_responses` and `end_calls`.
     """
 
-    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float, token: str | None = None
+    ) -> None:
+        """`token`: the access token that the instance requires."""
         self.name = name
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self.send_token(token)
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
@@ -120,8 +134,13 @@ class InstanceClient:
         self._trusted = asyncio.Event()
         self._trusted.set()
 
-    async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None) -> Reply:
-        """Send a request and wait for its reply. `timeout_s` defaults to rollout.timeout_s.
+    def send_token(self, token: str | None) -> None:
+        """Send this access token from now on: an instance that was started again at its address may have another."""
+        self._headers |= authorization_headers(token)
+
+    async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None, more_bytes: int = 0) -> Reply:
+        """Send a request and wait for its reply. `timeout_s` defaults to rollout.timeout_s. The reply may have
+        `more_bytes` than the request says.
 
         While this process can open no file for the connection, the call waits. Raises InstanceGone (connection broken,
         or cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …), Refused (other 4xx) and TooManyFiles;
@@ -135,7 +154,7 @@ class InstanceClient:
                 while True:
                     no_file = None
                     try:
-                        status, form, raw = await self._answer(request, data)
+                        status, form, raw = await self._answer(request, data, more_bytes)
                         break
                     except OSError as error:
                         if error.errno not in NO_FILE:
@@ -153,15 +172,20 @@ class InstanceClient:
             raise InstanceFault(f"{self.name}: {what}: no HTTP answer: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise InstanceGone(f"{self.name}: {what}: {type(error).__name__} {error}") from None
+        except ValueError as wrong:
+            raise BrokenReply(f"{self.name}: {what} was answered, but the reply is not read: {wrong}") from None
         return cast(Reply, _reply(call=f"{self.name}: {what}", status=status, form=form, raw=raw, kind=request.reply))
 
-    async def _answer(self, request: InstanceRequest[Reply], data: bytes | None) -> tuple[int, str, bytes]:
-        """Return the reply's status, content type and body."""
-        headers = {"Content-Type": "application/json", "Accept": request.accept}
+    async def _answer(
+        self, request: InstanceRequest[Reply], data: bytes | None, more_bytes: int
+    ) -> tuple[int, str, bytes]:
+        """Return the reply's status, content type and body. Raises ValueError for a body that is too large."""
+        headers = {"Accept": request.accept, **self._headers}
         async with self._session.request(
             request.method, self.url + request.path, data=data, headers=headers, allow_redirects=False
         ) as answer:
-            return answer.status, answer.content_type, await answer.read()
+            raw = await read_answer(answer, request.largest_reply + more_bytes)
+            return answer.status, answer.content_type, raw
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
@@ -234,7 +258,8 @@ class InstanceClient:
                 stop_token_ids=list(sampling.stop_token_ids),
                 continued=len(begun) or msgspec.UNSET,
                 routes=True if sampling.experts else msgspec.UNSET,
-            )
+            ),
+            more_bytes=sampling.routes_bytes(len(prompt.token_ids)),
         )
         response = self._checked(reply, sampling, len(prompt.token_ids), len(begun), seed=seed)
         await self._until_released(cuts)

@@ -27,7 +27,7 @@ from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child, stop_all
 from engine.run.trace import Trace
-from engine.wire.access_token import access_token, authorization_headers
+from engine.wire.access_token import VARIABLE, own_token
 from engine.wire.address import http_url
 
 
@@ -42,6 +42,8 @@ class InstanceProcesses:
         self._logs = folder / "logs"
         self._profiles = (folder / "profile").resolve() if config.train.profile else None
         self.declared: list[InstanceProcess] = []
+        self.token = own_token()
+        """Access token of the instances that are started here."""
 
     def spawn(self, count: int) -> None:
         """Start `count` instances, without waiting for them."""
@@ -64,7 +66,7 @@ class InstanceProcesses:
         )
         if self._profiles is not None:
             command += ["--profile", str(self._profiles)]
-        return Child(name, command, self._logs / f"{name}.log", env)
+        return Child(name, command, self._logs / f"{name}.log", env | {VARIABLE: self.token})
 
     async def close(self) -> None:
         """Stop all instances."""
@@ -180,13 +182,21 @@ class Pool:
                 self.enter(one.name, http_url(*address), one)
                 return None
 
-    def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
-        """Add an instance that answers under `url`. It serves once it holds the current weights."""
+    def enter(self, name: str, url: str, declared: InstanceProcess | None = None, token: str = "") -> Instance:
+        """Add an instance that answers under `url`. It serves once it holds the current weights. `token`: the access
+        token that it requires; empty: that of the instances that are started here."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
-            token = authorization_headers(access_token())
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
-        client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(), auto_decompress=False
+            )
+        client = InstanceClient(
+            name=name,
+            url=url,
+            session=self._session,
+            timeout_s=self.config.rollout.timeout_s,
+            token=token or self.processes.token,
+        )
         instance = Instance(client, declared, self._trace)
         self.lived |= declared is not None
         if declared is None:

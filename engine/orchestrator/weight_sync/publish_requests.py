@@ -53,13 +53,14 @@ class PublishRequests:
         allows_publish: Callable[[], bool],
         served: Callable[[int], None],
         begins_again: Callable[[], None],
+        trains: bool = True,
         text: Iterable[int] = (),
         recorded: float = 0.0,
     ) -> None:
         """`allows_publish`: returns False while an evaluation needs the current weights. `served`: called with a
         version that all instances hold and that has been compared. `begins_again`: called when a version is published a
-        second time. `text`: tokens of ordinary text, on which trainer and instances are compared. `recorded`: as in
-        `Probe`."""
+        second time. `trains`: whether the trainer is ours. `text`: tokens of ordinary text, on which trainer and
+        instances are compared. `recorded`: as in `Probe`."""
         self._config = config
         self._trace = trace
         self._run_state = run_state
@@ -67,6 +68,7 @@ class PublishRequests:
         self._allows_publish = allows_publish
         self._served = served
         self._begins_again = begins_again
+        self._trains = trains
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._swap: asyncio.Task[None] | None = None
         self._began = 0.0
@@ -76,6 +78,8 @@ class PublishRequests:
         """The newest version that every instance holds and that has been compared; None before the first."""
         self._offered: int | None = None
         """The version that was opened last."""
+        self._is_open = False
+        """Whether buckets may follow: from OpenSync to FinishSync."""
         self._unverified = False
         """Whether the trainer has not sent its log-probabilities of the version yet."""
         self.sync = self._make_weight_sync(service, text, recorded)
@@ -147,6 +151,11 @@ class PublishRequests:
         if any."""
         self._run_state.check_failure()
         self._check_version(request.version)
+        if self._unverified and not self._trains:
+            raise ServiceConflict(
+                f"weight version {self._offered} waits to be compared with the trainer's (VerifySync); if the program "
+                "that published it has died, start the service again"
+            )
         if self._unverified:
             raise await self._failed(
                 WeightSyncError(
@@ -154,6 +163,7 @@ class PublishRequests:
                 )
             )
         self._offered = request.version
+        self._is_open = True
         if request.version == self.version:
             self._begins_again()
         self._began = time.time()
@@ -175,8 +185,13 @@ class PublishRequests:
         return await self._leading(self.sync.abort_sync(request))
 
     async def finish_sync(self, request: FinishSync) -> Done:
-        """Finish the weight sync (WeightSync.finish_sync), or start a task that does so in the background."""
+        """Finish the weight sync (WeightSync.finish_sync), or start a task that does so in the background. A second
+        request for the same version has no effect."""
+        if not self._is_open and request.version == self.version:
+            self._run_state.check_failure()
+            return Done()  # a message that was sent twice
         self._check_offered(request.version)
+        self._is_open = False
         swap = self._finish_sync(request)
         if self._in_background:
             self._swap = asyncio.create_task(self._swap_in_background(swap, self._batches.values()))
@@ -210,8 +225,9 @@ class PublishRequests:
 
     def _check_offered(self, version: int) -> None:
         self._run_state.check_failure()
-        if version != self._offered:
-            raise ServiceConflict(f"weight version {version} was not opened; version {self._offered} is")
+        if version != self._offered or not self._is_open:
+            how = "is" if self._is_open else "was, and its sync is over"
+            raise ServiceConflict(f"weight version {version} is not open for weights; version {self._offered} {how}")
 
     async def _leading(self, work: Coroutine[Any, Any, T]) -> T:
         try:

@@ -16,7 +16,7 @@ from engine.run.process import Child
 from engine.tools.acceptance.notes import SLOWER_START_S, PartFailed, PartSkipped, PartTask
 from engine.tools.acceptance.runs import LARGE, MEDIUM, configuration, machine_of, make_model, rollout_choice
 from engine.types import JsonObject
-from engine.wire.access_token import access_token, authorization_headers
+from engine.wire.access_token import VARIABLE, authorization_headers, own_token
 from engine.wire.address import http_url
 
 PROMPT = list(b"12+30=")
@@ -42,16 +42,17 @@ def completion(task: PartTask) -> None:
         "train.devices": [], "rollout.concurrency": 1,
     }  # fmt: skip
     config = configuration(task, machine, chosen, given)
-    instance = _start(config, model, task.folder / "completion")
+    token = own_token()
+    instance = _start(config, model, task.folder / "completion", token)
     try:
         task.notes.doing(f"the start of {instance.name} ({config.rollout.engine}), which writes {instance.child.log}")
         began = time.monotonic()
         host, port = asyncio.run(instance.serves(START_S + SLOWER_START_S.get(machine.name, 0.0)))
         started = time.monotonic() - began
         task.notes.doing(f"a completion of {instance.name}, which writes {instance.child.log}")
-        _checked(_ask(http_url(host, port), seed=0))  # the first request compiles
+        _checked(_ask(http_url(host, port), token, seed=0))  # the first request compiles
         began = time.monotonic()
-        tokens = _checked(_ask(http_url(host, port), seed=1))
+        tokens = _checked(_ask(http_url(host, port), token, seed=1))
         rate = tokens / (time.monotonic() - began)
     finally:
         instance.child.stop()
@@ -62,16 +63,17 @@ def completion(task: PartTask) -> None:
     task.notes.figures(engine=config.rollout.engine, start_s=started, tokens=tokens, tokens_per_s=rate)
 
 
-def _start(config: Config, model: Path, folder: Path) -> InstanceProcess:
+def _start(config: Config, model: Path, folder: Path, token: str) -> InstanceProcess:
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / "address.json"
     command, env = instance_command(config=config, model=model, name="instance-0", number=0, port_file=port_file)
-    return InstanceProcess(0, Child("instance-0", command, folder / "instance-0.log", env), port_file)
+    child = Child("instance-0", command, folder / "instance-0.log", env | {VARIABLE: token})
+    return InstanceProcess(0, child, port_file)
 
 
-def _ask(url: str, seed: int) -> JsonObject:
+def _ask(url: str, token: str, seed: int) -> JsonObject:
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "seed": seed, "ignore_eos": True}
-    headers = {"Content-Type": "application/json", **authorization_headers(access_token())}
+    headers = {"Content-Type": "application/json", **authorization_headers(token)}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=REPLY_S) as reply:
         answer: JsonObject = json.loads(reply.read())

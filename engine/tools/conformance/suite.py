@@ -68,12 +68,15 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
+HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+
 async def _conform(
     url: str, model: str, dtype: str, scratch: Path, timeout_s: float, rules: Sequence[ProtocolRule], say: Say
 ) -> bool:
     token = access_token()
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}) as session:
+    async with aiohttp.ClientSession(connector=connector, headers=HEADERS, auto_decompress=False) as session:
         folder = await _model(EngineCalls(url, session, token, timeout_s), model)
         engine = TriedEngine(
             url=url, session=session, token=token, reference=Reference(folder, dtype, scratch), timeout_s=timeout_s

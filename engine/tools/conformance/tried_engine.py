@@ -30,9 +30,12 @@ from engine.wire.rollout_messages import (
     Resume,
     StartUpdate,
     Update,
+    read_answer,
 )
 
 Reply = TypeVar("Reply")
+LARGEST_REPLY = 2**26
+"""Largest reply in bytes that is read."""
 LONG = 10**6
 """A number of tokens larger than any context."""
 LOOK_S = 0.01
@@ -98,10 +101,10 @@ class EngineCalls:
                 async with self._session.request(
                     method, self.url + path, data=data, headers=dict(sent), allow_redirects=False
                 ) as reply:
-                    return Answer(reply.status, await reply.read())
+                    return Answer(reply.status, await read_answer(reply, LARGEST_REPLY))
         except TimeoutError:
             raise DeadlineError(f"no answer to {method} {path} in {self.timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RefusedCall(f"{method} {path}: {type(error).__name__} {error}") from None
 
 

@@ -28,7 +28,10 @@ from engine.orchestrator.rollout_service import rollout_service
 from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
+from engine.wire.access_token import VARIABLE, write_token
 
+RANKS_TOKEN = "ranks.token"
+"""File in the run folder with the token of the ranks, which a real run gives them in their environment."""
 RANK = Path(__file__).with_name("runs_rank.py")
 
 
@@ -96,6 +99,7 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
 async def _watch(job: Job, plane: Plane, ranks: list[subprocess.Popen], place: Path, deadline: float) -> None:
     server = Server(job.config)
     async with server.listening(job.folder):
+        write_token(job.folder / RANKS_TOKEN, server.environment[VARIABLE])
         server.serve(plane)
         try:
             while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):

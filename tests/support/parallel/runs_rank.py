@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from engine.client.connection import Connection  # noqa: E402
 from engine.config.recipe import load_config  # noqa: E402
 from engine.trainer import rank  # noqa: E402
-from engine.wire.access_token import TOKEN_FILE  # noqa: E402
 from engine.wire.address import ADDRESS_FILE  # noqa: E402
 
 
@@ -42,10 +41,10 @@ def main():
 
 def connected(folder):
     """To the server of a run, once it listens."""
-    while not (folder / ADDRESS_FILE).exists():
+    while not ((folder / ADDRESS_FILE).exists() and (folder / "ranks.token").exists()):
         time.sleep(0.02)
     url = f"http://{(folder / ADDRESS_FILE).read_text().strip()}"
-    return Connection(url, (folder / TOKEN_FILE).read_text().strip(), f"trainer-{os.environ['RANK']}", 60.0, ours=True)
+    return Connection(url, (folder / "ranks.token").read_text(), f"trainer-{os.environ['RANK']}", 60.0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from engine.instance import join
 from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.server import Server
+from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from support.scripted import SERVES, Sync, until
 
 CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "instances": 0})
@@ -54,8 +55,8 @@ async def guest(tmp_path, monkeypatch):
             name="guest",
             host="127.0.0.1",
             port=0,
-            joins=lambda url: join._OrchestratorClient(
-                config=config, address=str(address), name="guest", url=url, say=said.append
+            joins=lambda url, token: join._OrchestratorClient(
+                config=config, address=str(address), name="guest", url=url, token=token, say=said.append
             ),
         )
         tasks.append(asyncio.create_task(serving))
@@ -116,11 +117,12 @@ async def test_it_joins_again_when_the_orchestrator_was_started_again(tmp_path, 
 
 async def test_it_ends_when_the_orchestrator_sends_it_away(tmp_path, guest):
     async with orchestrator(tmp_path) as pool:
-        task = guest((tmp_path / "rollout.address").read_text())
+        task = guest(tmp_path / "rollout.address")
         await until(lambda: pool.serving == 1, "it to serve")
         async with aiohttp.ClientSession() as session:
             url = f"http://{(tmp_path / 'rollout.address').read_text().strip()}/leave"
-            async with session.post(url, json={"name": "guest"}) as answer:
+            headers = authorization_headers((tmp_path / TOKEN_FILE).read_text())
+            async with session.post(url, json={"name": "guest"}, headers=headers) as answer:
                 assert answer.status == 200
         assert await asyncio.wait_for(task, 5) == 0
 

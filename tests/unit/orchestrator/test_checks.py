@@ -133,7 +133,9 @@ def test_an_instance_may_share_a_trainers_device(tmp_path, monkeypatch):
     check_instances(on("gloo"))
     with pytest.raises(BadInput, match=r'"nccl" does not connect two processes of one device.*\[0\].*"file" or "gloo"'):
         check_instances(on("nccl"))
-    with pytest.raises(ValueError, match=r"needs rollout\.vllm\.gpu_memory_utilization, the share of a device's memory"):
+    with pytest.raises(
+        ValueError, match=r"needs rollout\.vllm\.gpu_memory_utilization, the share of a device's memory"
+    ):
         Config(rollout=Rollout(engine="vllm", share_devices=True))
 
 

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from engine.client.service import _prompt_data
@@ -127,6 +128,18 @@ async def test_seeds_that_are_none_are_refused(made, seeds):
         await made().sample_responses(SampleResponses(prompt=pack_ids([5]), seeds=seeds))
 
 
+@pytest.mark.parametrize(
+    "columns", [b"", b"[]", b"7", b"{", b'{"a": NaN}', b'{"a": \xff}x', msgspec.msgpack.encode({"a": b"\x00"})]
+)
+async def test_columns_that_are_no_json_object_are_refused_without_effect(made, columns):
+    experience = made(train__prompts_per_step=1)
+    with pytest.raises(BadInput, match="columns"):
+        await experience.put_prompts(
+            PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5]), columns=columns),))
+        )
+    assert (experience.started, experience.held_bytes) == ([], 0)
+
+
 async def test_a_step_is_started_once_whatever_is_sent_again(made):
     one = made()
     assert [(await one.put_prompts(PutPrompts(step=0))).new for _ in range(2)] == [True, False]
@@ -144,7 +157,8 @@ def test_a_prompt_of_a_program_is_here_as_it_was_there(made):
     prompt = Prompt(
         id=prompt_id("1+1=", "2"), problem="1+1=", answer="2", token_ids=(5, 6), columns={"n": 1}, text="1+1=<think>"
     )
-    assert made()._own_prompt(0, _prompt_data(prompt)) == prompt
+    found = made()._own_prompt(0, _prompt_data(prompt))
+    assert replace(found, columns=dict(found.columns)) == prompt
 
 
 async def test_a_group_is_there_once_whatever_is_sent_again_and_its_bytes_count_until_the_step_is_over(made):

@@ -7,10 +7,22 @@ import pytest
 
 from engine.client.experience_dataset import ExperienceDataset
 from engine.client.service import ServiceClient
-from engine.errors import ServiceConflict, StoreError
+from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
 from engine.orchestrator.server import Server
-from engine.wire.columns import GENERATED, open_scores
-from engine.wire.messages import Heartbeat, InitEngines, Lease, PutPrompts, Window
+from engine.wire.columns import GENERATED, open_scores, pack_values
+from engine.wire.message import Failure
+from engine.wire.messages import (
+    Heartbeat,
+    InitEngines,
+    Lease,
+    PutPrompts,
+    ReplayProgress,
+    Report,
+    StageFailed,
+    Window,
+    WriteColumns,
+    Written,
+)
 from engine.wire.store_addresses import StoreAddresses, StoreServer
 from engine.wire.sync_messages import MayPublish
 from support.planes import LIMIT_S, leased, ready, row, watch, work
@@ -80,6 +92,60 @@ async def test_a_program_gets_no_groups_of_our_trainer_and_begins_no_run_in_its_
             await plane.answer(request, ours=False)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 0}\n'
     assert await work(plane, 0) == [0]
+    await plane.close()
+
+
+OF_RANKS = [
+    Lease(budget=100, replica_group=-1),
+    Lease(budget=100, replica_group=0),
+    Lease(budget=100, ahead=True),
+    Lease(budget=100, early=True),
+    Lease(budget=100, fetches=True),
+    Lease(budget=100, unfetched=1),
+    PutPrompts(step=0, replica_group=0),
+    ready(0),
+    Report(step=0, figures={}),
+    ReplayProgress(step=0, done=True),
+    StageFailed(error=Failure.of(BadInput("no"))),
+]
+
+
+@pytest.mark.parametrize("request_", OF_RANKS)
+async def test_a_program_can_not_name_what_only_ranks_have_and_changes_nothing_by_trying(conduct, request_, tmp_path):
+    """A lease of the replica group -1 gave a later group's rows, then the same again, and never the first ones."""
+    plane, come = await conduct(1, trains=False)
+    come.put_nowait(0)
+    with pytest.raises(BadInput, match="only the run's own ranks"):
+        await plane.answer(request_, ours=False)
+    lease = await leased(plane)
+    assert [row.index for row in lease.rows] == [0]
+    assert plane.failure is None
+    assert not (tmp_path / "steps.jsonl").exists()
+    await plane.close()
+
+
+async def test_an_unexpected_exception_in_a_step_of_a_service_ends_the_step_by_name_and_not_the_service(conduct):
+    plane, come = await conduct(1, trains=False)
+    come.put_nowait("no index")
+    with pytest.raises(MetronomeError, match="step 0: its generation failed, unexpected TypeError: .*put its"):
+        await leased(plane)
+    await plane.check_run()
+    assert (plane.failure, plane.table.steps) == (None, [])
+    come.put_nowait(0)
+    await plane.answer(PutPrompts(step=0), ours=False)
+    assert [row.index for row in (await leased(plane)).rows] == [0]
+    await plane.close()
+
+
+async def test_a_program_acknowledges_no_lease_of_another_stage(conduct):
+    plane, come = await conduct(1, stages={"judge": {"needs": ["responses"], "gives": ["mark"]}})
+    come.put_nowait(0)
+    own = await plane.answer(Lease(budget=100, stage="judge"), ours=False)
+    marks = Written(0, (pack_values("mark", np.zeros(len(own.rows[0].lengths))),))
+    await plane.answer(WriteColumns(stage="judge", lease=own.lease, rows=(marks,)), ours=False)
+    window = await leased(plane)
+    with pytest.raises(ServiceConflict, match=f"lease {window.lease} is one of the stage 'train', not of 'judge'"):
+        await plane.answer(Lease(budget=0, stage="judge", done=(window.lease,)), ours=False)
     await plane.close()
 
 

@@ -17,6 +17,7 @@ from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.server import Server, listen_address
 from engine.run import limits
+from engine.wire.access_token import authorization_headers
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
@@ -37,8 +38,9 @@ async def running(folder, **rollout):
             assert (folder / "rollout.address").read_text() == f"{address}\n"
             base = f"http://{address}"
 
-            async def call(method, route, body=None, **more):
-                async with session.request(method, base + route, json=body, **more) as answer:
+            async def call(method, route, body=None, headers=None, **more):
+                sent = authorization_headers(server.key) if headers is None else headers
+                async with session.request(method, base + route, json=body, headers=sent, **more) as answer:
                     return answer.status, await (answer.text() if route == "/metrics" else answer.json())
 
             yield pool, server, call
@@ -161,6 +163,62 @@ async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_pa
         ] == 200
         await until(lambda: seen, "a heartbeat")
         assert set(seen) == {"Bearer secret"}
+
+
+STRANGERS = [
+    ({"Host": "evil.example"}, 403),
+    ({"Host": "evil.example:8000"}, 403),
+    ({"Host": "127.0.0.1.evil.example"}, 403),
+    ({"Origin": "http://evil.example"}, 403),
+    ({"Origin": "http://127.0.0.1:8000"}, 403),
+    ({"Origin": "null"}, 403),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Sec-Fetch-Site": "same-site"}, 403),
+    ({"Content-Encoding": "gzip"}, 415),
+]
+"""Headers of a page's requests and of compressed bodies, and how they are answered, also with the token."""
+
+
+@pytest.mark.parametrize(("headers", "expected"), STRANGERS)
+async def test_no_request_of_a_web_page_is_taken_even_with_the_token(tmp_path, headers, expected):
+    async with running(tmp_path) as (pool, server, call), Scripted().serving() as url:
+        guest = SPOKEN | {"name": "guest", "url": url}
+        assert (await call("POST", "/join", guest))[0] == 200
+        for given in (headers, headers | authorization_headers(server.key)):
+            for method, route, body in (("POST", "/leave", {"name": "guest"}), ("GET", "/status", None)):
+                assert (await call(method, route, body, headers=given))[0] == expected
+        assert [one.state for one in pool.instances] != ["draining"]
+        assert (await call("GET", "/status"))[1]["instances"][0]["name"] == "guest"
+
+
+async def test_on_loopback_too_every_route_needs_the_token_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
+    async with running(tmp_path) as (pool, _, call):
+        for headers in ({}, {"Authorization": "Bearer other"}):
+            for method, route in (("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/metrics")):
+                async with aiohttp.ClientSession() as session:
+                    url = f"http://{(tmp_path / 'rollout.address').read_text().strip()}{route}"
+                    async with session.request(method, url, json=GOOD, headers=headers) as answer:
+                        assert answer.status == 401
+        assert pool.instances == []
+        assert (await call("GET", "/status"))[0] == 200
+
+
+async def test_an_instance_is_asked_with_the_token_that_it_joins_with(tmp_path):
+    seen = []
+
+    class Asked(Scripted):
+        async def load(self, request):
+            seen.append(request.headers.get("Authorization"))
+            return await super().load(request)
+
+    async with running(tmp_path, heartbeat_s=0.1) as (_, _, call), Asked().serving() as url:
+        guest = SPOKEN | {"name": "guest", "url": url}
+        assert (await call("POST", "/join", guest | {"token": "its own"}))[0] == 200
+        await until(lambda: seen[-1:] == ["Bearer its own"], "its token")
+        assert (await call("POST", "/join", guest | {"token": "another", "again": True}))[0] == 200
+        await until(lambda: seen[-1:] == ["Bearer another"], "its new token, after a restart at the same port")
+        assert (await call("POST", "/join", guest | {"token": "line\nend"}))[0] == 400
 
 
 def test_listening_off_loopback_needs_the_token(monkeypatch):

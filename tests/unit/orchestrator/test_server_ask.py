@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import stat
+import tracemalloc
 from typing import ClassVar
 
 import aiohttp
@@ -138,10 +139,37 @@ async def test_an_error_of_ours_is_answered_as_itself_and_is_no_bug(tmp_path, er
         assert not server.bug.done()
 
 
-async def test_a_mistake_of_ours_reaches_the_orchestrator(tmp_path):
+async def test_a_mistake_of_ours_that_a_program_meets_is_answered_by_name_and_ends_nothing(tmp_path, capsys):
+    async with asked(tmp_path, Plane(lambda request: {}["nothing"])) as (server, ask):
+        for _ in range(2):
+            status, failure = await ask()
+            assert (status, failure.kind) == (503, "MetronomeError")
+            assert failure.message.startswith("Heartbeat: unexpected KeyError: 'nothing'; the traceback is in")
+        assert not server.bug.done()
+    assert "Traceback" in capsys.readouterr().err
+
+
+async def test_a_request_of_many_small_values_is_refused_before_it_takes_memory(tmp_path):
+    """20 MiB of empty maps, or of lists where a list belongs, would become 1.5 GB."""
+    plane = Plane()
+    async with asked(tmp_path, plane) as (_, ask):
+        maps = b"\x82\xa4type\xaaPutPrompts\xa4step\xdd" + (2**24).to_bytes(4) + b"\x80" * 2**24
+        nested = b"\x91" * 2**22 + b"\xc0"
+        for body in (maps, nested, b"\x93" + b"\xdd\x00\x10\x00\x00" * 2 + b"\xc0" * 2**22):
+            tracemalloc.start()
+            status, failure = await ask(body)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert (status, failure.kind) == (400, "BadInput")
+            assert "at most 2,097,152 values" in failure.message
+            assert peak < 4 * len(body)  # the body itself is read in pieces
+    assert plane.asked == []
+
+
+async def test_a_mistake_of_ours_that_our_ranks_meet_reaches_the_orchestrator(tmp_path):
     async with asked(tmp_path, Plane(lambda request: {}["nothing"])) as (server, ask):
         with pytest.raises(msgspec.DecodeError):
-            await ask()  # 500, and no message
+            await ask(headers=authorization_headers(server.environment["METRONOME_TOKEN"]))  # 500, and no message
         with pytest.raises(KeyError, match="nothing"):
             await asyncio.wait_for(server.bug, 5)
 
@@ -195,7 +223,7 @@ async def test_a_connection_is_kept_for_a_client_with_the_token_and_closed_after
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = (
-            f"POST /ask HTTP/1.1\r\nHost: x\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(BEAT)}\r\n"
+            f"POST /ask HTTP/1.1\r\nHost: localhost\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(BEAT)}\r\n"
             f"{PROTOCOL_HEADER}: {PROTOCOL}\r\nAuthorization: Bearer {server.key if trusted else 'other'}\r\n\r\n"
         )
         for _ in range(3 if trusted else 1):

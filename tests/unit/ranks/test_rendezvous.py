@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from engine.platform.parallel import STORE
 from engine.ranks.agent import GLOO_INTERFACE, FixedNodes, interface_to
 from engine.wire.rendezvous_store import serve_store
 from support.runs import ROOT, wait_for
@@ -90,12 +92,16 @@ def test_the_node_of_the_store_is_the_first_whoever_comes_first():
         assert early.result(10).rank == 1
 
 
-def test_one_node_takes_a_free_port_and_listens_on_loopback_only():
+def test_one_node_listens_on_no_port_and_its_ranks_meet_in_a_file_of_their_user(monkeypatch):
+    """Any process of the machine could delete the keys of a store behind a port."""
+    monkeypatch.setenv(STORE, "")
+    before = psutil.Process().net_connections("inet")
     [node] = nodes(0, 1)
     met = node.next_rendezvous()
-    port = met.bootstrap_store_info.master_port
-    listening = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
-    assert {at.ip for at in listening if at.port == port} == {"127.0.0.1"}
+    met.store.set("key", "value")
+    assert met.store.get("key") == b"value"
+    assert psutil.Process().net_connections("inet") == before
+    assert Path(os.environ[STORE]).parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_node_that_does_not_come_is_counted():

@@ -1,3 +1,5 @@
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +38,25 @@ def test_who_holds_it_is_named(holder):
         hold_lock(file, "run folder a", 0.0),
     ):
         pass
+
+
+def test_only_its_owner_can_open_it_and_whoever_holds_it_is_named_though_another_wrote_its_name(tmp_path):
+    file = tmp_path / "lock"
+    file.touch(0o644)
+    with hold_lock(file, "run folder a", 0.0):
+        assert file.stat().st_mode & 0o777 == 0o600
+    held = ["flock", str(file), "sh", "-c", "echo held; sleep 60"]
+    stranger = subprocess.Popen(held, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert stranger.stdout.readline() == "held\n"
+        with (
+            pytest.raises(BadInput, match=rf"run folder a is in use by process {stranger.pid} on "),
+            hold_lock(file, "run folder a", 0.0),
+        ):
+            pass
+    finally:
+        os.killpg(stranger.pid, signal.SIGKILL)
+        stranger.wait()
 
 
 def test_a_killed_holder_gives_it_back(holder):

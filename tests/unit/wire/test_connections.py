@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from engine.config import Config
 from engine.instance.embedded.server import EngineServer
+from engine.instance.http import InstanceApp
+from engine.instance.protocol import RequestLimits
 from engine.orchestrator import server as orchestrator_server
 from engine.orchestrator.server import Server as OrchestratorServer
 from engine.wire import connections
@@ -18,17 +21,27 @@ from engine.wire.connections import Connections, OneRequest, RareMessages, most_
 
 HEADERS_S = 0.5
 MOST = 8
-GET = b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer right\r\n\r\n"
 
 
-async def application(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+class Idle:
+    """A backend of which only the routes around it are used."""
+
+    limits = RequestLimits(vocabulary=50, max_context=32, stop_ids=frozenset())
+
+    async def check_health(self):
+        pass
+
+    async def load(self):
+        return {"running": 0, "waiting": 0, "weight_version": 0, "generated_tokens": 0, "prefills": 0}
+
+    async def metrics(self):
+        return b""
 
 
 @contextlib.asynccontextmanager
 async def instance(folder):
-    server = EngineServer(application, Connections(MOST, HEADERS_S))
+    server = EngineServer(InstanceApp(Idle(), open_requests=8, read_s=5.0), Connections(MOST, HEADERS_S))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         task = asyncio.create_task(server.serve([listening]))
         yield listening.getsockname()[1]
@@ -47,6 +60,7 @@ SERVERS = {"instance": instance, "orchestrator": orchestrator}
 
 @pytest.fixture(params=SERVERS)
 async def port(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("METRONOME_TOKEN", "right")
     monkeypatch.setattr(orchestrator_server, "Connections", lambda: Connections(MOST, HEADERS_S))
     async with SERVERS[request.param](tmp_path) as found:
         yield found
@@ -74,6 +88,9 @@ class Transport(asyncio.Transport):
 
     closing = False
 
+    def __init__(self, peer="a"):
+        super().__init__({"peername": (peer, 1)})
+
     def is_closing(self):
         return self.closing
 
@@ -87,14 +104,28 @@ async def test_as_many_connections_as_there_may_be_are_kept_and_of_one_more_the_
     for one in (first, second, others[0]):
         found.opened(one)
     found.stop_limit(first)
+    found.trust(first)
     assert not any(one.closing for one in (first, second, others[0]))
     found.opened(others[1])
     assert [one.closing for one in (first, second, *others[:2])] == [False, True, False, False]
-    for one in others[:2]:
+    for one in (first, *others[:2]):
         found.stop_limit(one)
+        found.trust(one)
     found.opened(others[2])
-    assert others[2].closing  # all others have sent what is asked of them
+    assert others[2].closing  # all others are trusted and have sent what is asked of them
     assert not found._waiting
+
+
+async def test_of_clients_without_the_token_the_peer_with_the_most_loses_its_oldest_whatever_it_has_sent():
+    found = Connections(most=4, headers_s=60.0)
+    friend, other, *many = (Transport(peer) for peer in ("a", "b", *"ccccc"))
+    for one in (friend, other, *many[:2]):
+        found.opened(one)
+        found.stop_limit(one)
+    found.trust(friend)
+    for one in many[2:]:
+        found.opened(one)
+    assert [one.closing for one in (friend, other, *many)] == [False, False, True, True, True, False, False]
 
 
 class Inner(asyncio.Protocol):
@@ -164,14 +195,40 @@ async def test_half_sent_requests_do_not_keep_others_out(port):
         writer.close()
 
 
-async def test_a_connection_that_is_kept_alive_may_be_idle_for_longer_than_headers_take(tmp_path):
+STRANGER = [
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"POST /join HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n{",
+    b"POST /pause HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n{",
+]
+"""Whole requests without the token, and headers whose body never comes."""
+
+
+@pytest.mark.parametrize("sent", STRANGER)
+async def test_idle_clients_without_the_token_do_not_keep_others_out(port, sent):
+    held = []
+    try:
+        for _ in range(3 * MOST):
+            held.append(await asyncio.open_connection("127.0.0.1", port))
+            held[-1][1].write(sent)
+        for _ in range(MOST):
+            assert await status(port) == b"200"
+        reader, writer = held[-1]
+        assert b"connection: close" in (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
+    finally:
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_connection_that_is_kept_alive_may_be_idle_for_longer_than_headers_take(tmp_path, monkeypatch):
+    monkeypatch.setenv("METRONOME_TOKEN", "right")
     async with instance(tmp_path) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):
             writer.write(GET)
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
             assert head.startswith(b"HTTP/1.1 200")
-            assert await reader.readexactly(2) == b"ok"
+            assert b"connection: close" not in head
+            await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
             await asyncio.sleep(2 * HEADERS_S)
         writer.close()
 

@@ -16,6 +16,9 @@ from engine.instance.vllm.backend import VllmBackend
 from support.tiny_models import save
 
 PROMPT = [5, 9, 2]
+TOKEN = "a-secret"
+RIGHT = {"Authorization": f"Bearer {TOKEN}"}
+CLIENT = {"base_url": "http://127.0.0.1", "headers": RIGHT}
 ASKED = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
 
 
@@ -116,14 +119,16 @@ def engine(tmp_path, monkeypatch):
     settings.RequestOutputKind = types.SimpleNamespace(FINAL_ONLY=2)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", settings)
-    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
+    monkeypatch.setenv("METRONOME_TOKEN", TOKEN)
     return Engine(tmp_path)
 
 
 @pytest.fixture
 async def client(engine):
     app = InstanceApp(VllmBackend(engine), open_requests=8, read_s=5.0)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://instance") as made:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", headers=RIGHT
+    ) as made:
         yield made
 
 
@@ -170,7 +175,9 @@ async def test_the_experts_of_each_token_are_those_of_the_layers_that_have_some(
     save(tmp_path, "qwen3_moe", mlp_only_layers=[0], num_hidden_layers=3)
     app = InstanceApp(VllmBackend(engine, routes=True), open_requests=8, read_s=5.0)
     found = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2) % 4  # of prompt and response but the last token
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://instance") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", headers=RIGHT
+    ) as client:
         for engine.routed, routed in ((found, True), (found, False), (None, True)):
             task = begin(client, routes=routed) if engine.routed is not None else None
             if task is None:
@@ -353,7 +360,13 @@ async def test_a_client_that_leaves_makes_vllm_drop_its_request(engine):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"authorization", RIGHT["Authorization"].encode())],
+        "query_string": b"",
+    }
     task = asyncio.create_task(app(scope, receive, send))
     await runs(engine, 1)
     left.set()

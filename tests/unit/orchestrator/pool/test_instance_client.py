@@ -1,16 +1,21 @@
 import asyncio
 import contextlib
 import errno
+import gzip
 import os
 import resource
 import time
+import tracemalloc
+from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from engine.config import Config
 from engine.errors import DeadlineError, TooManyFiles
 from engine.orchestrator.pool.instance_client import (
+    BrokenReply,
     Busy,
     InstanceClient,
     InstanceFault,
@@ -19,6 +24,7 @@ from engine.orchestrator.pool.instance_client import (
     SamplingSettings,
     join_responses,
 )
+from engine.orchestrator.pool.pool import Pool
 from engine.types import Prompt, Response
 from engine.wire.columns import open_ids, open_response, pack_response
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -300,6 +306,50 @@ async def test_a_redirect_is_not_followed():
                 await client.call(GetLoad())
     finally:
         await runner.cleanup()
+
+
+BOMB = gzip.compress(b" " * 2**26)
+"""64 KiB that become 64 MiB."""
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (lambda: web.Response(body=BOMB, headers={"Content-Encoding": "gzip"}), "compressed"),
+        (lambda: web.Response(body=b" " * 2**24), "at most 1,048,576 are expected"),
+        (lambda: web.Response(body=_pieces()), "more than the 1,048,576 bytes"),
+    ],
+)
+async def test_a_reply_that_is_compressed_or_too_large_is_not_read(reply, said):
+    """One of 3 MB took 6 GB of the orchestrator's memory."""
+    asked = []
+
+    async def load(request):
+        asked.append(request.headers["Accept-Encoding"])
+        return reply()
+
+    app = web.Application()
+    app.router.add_get("/load", load)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    pool = Pool(Config(), Path(), Path())
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = pool.enter("i", f"http://127.0.0.1:{runner.addresses[0][1]}").client
+        tracemalloc.start()
+        with pytest.raises(BrokenReply, match=said):
+            await client.call(GetLoad())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        await pool.close()
+        await runner.cleanup()
+    assert (set(asked), peak < 2**26) == ({"identity"}, True)  # the server is in this process
+
+
+async def _pieces():
+    while True:
+        yield b" " * 2**16
 
 
 def test_a_response_and_its_continuation_keep_the_version_of_each_token():
