@@ -1,7 +1,7 @@
 """Measures a training micro-step on one device: `python benchmarks/device.py --device cuda|npu [--shapes 0.6b 1.7b]
 [--prompt 1024] [--response 1024]`
 
-Needs torch and megatron-core only (with npu also torch_npu and MindSpeed). **It has not run on an accelerator yet.**
+Needs torch and megatron-core only (with npu also torch_npu and MindSpeed). It has run on an H200, not on an NPU.
 First the kernels and the model are compared with their references, as `metronome doctor --device` does; `--tiny` stops
 there, and has run with `--device cpu`.
 

@@ -1,7 +1,7 @@
 """Weight gradients that their product adds directly to the fp32 sum, on CUDA in bf16.
 
 Megatron calls a module of Apex for this. torch has the same product: `addmm` of bf16 factors with an fp32 result, for
-CUDA only. The tests replace it by plain operations and compare the call. It has not run on a GPU.
+CUDA only. The tests replace it by plain operations and compare the call.
 """
 
 from __future__ import annotations
