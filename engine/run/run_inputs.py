@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import read_json, write_json
+from engine.run.served_model import EXPORTED
 from engine.run.user_code import find_code
 
 FILE = "inputs.json"
@@ -94,11 +95,12 @@ def record_inputs(folder: Path, config: Config) -> None:
 def check_evaluated(folder: Path, config: Config, model: Path) -> None:
     """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would score with another reward
     than the run, or would take a changed base model for the run's, or a policy with a changed tokenizer for its
-    policy."""
+    policy or for that of one of its checkpoints."""
     before = read_inputs(folder)
     path = str(model.resolve())
     of_base = {"weights", "tokenizer"} if before and before["weights"]["path"] == path else set()
-    of_policy = {"tokenizer"} if model.resolve() == (folder / "policy").resolve() else set()
+    policies = (folder / "policy", folder / EXPORTED / model.name)
+    of_policy = {"tokenizer"} if model.resolve() in [place.resolve() for place in policies] else set()
     parts = [part for part in before if part in {"reward"} | of_base | of_policy]
     check_inputs_kept(folder, config, find_inputs(config, model, parts), before)
 

@@ -93,11 +93,12 @@ def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
     config, folder = world
     model = Path(config.model.path)
     record_inputs(folder, config)
-    shutil.copytree(model, folder / "policy")
-    check_evaluated(folder, config, folder / "policy")
-    (folder / "policy/tokenizer.json").write_text("{}")
-    with pytest.raises(BadInput, match="the tokenizer"):
-        check_evaluated(folder, config, folder / "policy")
+    for policy in (folder / "policy", folder / "exported/step-000002"):
+        shutil.copytree(model, policy)
+        check_evaluated(folder, config, policy)
+        (policy / "tokenizer.json").write_text("{}")
+        with pytest.raises(BadInput, match="the tokenizer"):
+            check_evaluated(folder, config, policy)
     check_evaluated(folder, config, tmp_path)  # another model is compared with nothing
     change(tmp_path, "weights")
     with pytest.raises(BadInput, match="the weights"):
