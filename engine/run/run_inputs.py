@@ -79,11 +79,12 @@ def read_inputs(folder: Path) -> Inputs:
     return found
 
 
-def record_inputs(folder: Path, config: Config) -> None:
+def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
     """Write the inputs to the run folder, and copy the user's code there. Raises BadInput if they differ from those of
-    an earlier attempt (`check_inputs_kept`)."""
+    an earlier attempt (`check_inputs_kept`), unless nothing of it is left: `begun` is False."""
     now = find_inputs(config, Path(config.model.path))
-    check_inputs_kept(folder, config, now, read_inputs(folder))
+    if begun:
+        check_inputs_kept(folder, config, now, read_inputs(folder))
     for part, one in now.items():
         target = folder / CODE / f"{part}-{one['hash'][:12]}"
         for name, file in _code(_specs(config, part)).items() if not target.exists() else ():
