@@ -94,6 +94,8 @@ def test_a_checkpoint_is_not_exported_with_another_tokenizer_than_its_own(settin
     checkpoint = save(Checkpoints(root, a_policy(settings), config), 2)
     export_checkpoint(checkpoint, tmp_path / "made")
     (base / "chat_template.jinja").write_text("another")
-    with pytest.raises(BadInput, match=f"trained with another tokenizer, chat template .* put the files of {base} back"):
+    with pytest.raises(
+        BadInput, match=f"trained with another tokenizer, chat template .* put the files of {base} back"
+    ):
         export_checkpoint(checkpoint, tmp_path / "other")
     assert not (tmp_path / "other").exists()
