@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -112,4 +113,5 @@ def _export(checkpoint: Path, target: Path) -> None:
     finally:
         child.stop()
         log.unlink(missing_ok=True)
+        shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)  # as large as the model
     say("export", f"{checkpoint} to {target}")

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.errors import BadInput
+from engine.errors import BadInput, MetronomeError
 from engine.run.checkpoint_files import read_marker
 from engine.run.files import append_line, write_json
 from engine.run.lock import hold_lock
@@ -69,3 +69,10 @@ def test_a_second_export_waits_for_the_first_and_takes_what_it_has_made(run, cap
             made.mkdir()
             write_json(made / "checkpoint.json", {"id": read_marker(checkpoint)["id"]})
         assert second.result(timeout=10) == made
+
+
+def test_an_export_that_fails_leaves_nothing_of_the_size_of_a_model(run):
+    (run / "exported/.step-000002.partial").mkdir(parents=True)  # what one on a full disk has written
+    with pytest.raises(MetronomeError, match="the export exited with 1"):
+        export(run / "checkpoints/step-000002")  # it has no weights
+    assert [path.name for path in (run / "exported").iterdir()] == [".lock"]
