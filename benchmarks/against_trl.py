@@ -1,26 +1,30 @@
 """Compares Metronome with TRL's GRPOTrainer, end to end on two cores: `python benchmarks/against_trl.py [--pairs 2]
-[--steps 4]`
+[--steps 4] [--work tiny|smollm2] [--dtype float32|bfloat16]`
 
-Both train the same tiny Qwen3 (hidden 128, 4 layers, vocabulary 512, fp32) with the same 110-token prompts, 16 prompts
-x 8 responses x 128 new tokens, temperature 1, kl_coef 0.04, the same reward, learning rate and optimizer (AdamW, no
-weight decay). TRL 1.16 runs in an environment of its own, which the script makes once (runs/environments, about 1 GB,
-by pip). Runs alternate: TRL, Metronome with old_policy "behavior", Metronome with "previous", and again. All responses
-have full length on both sides, because the model's end token has a probability of 1e-12 (`out_of_reach`). The lengths
-of both sides are checked.
+Both train the same model with the same prompts, temperature 1, kl_coef 0.04, reward, learning rate and optimizer
+(AdamW, no weight decay). "tiny" is a Qwen3 with hidden 128, 4 layers and vocabulary 512, 110-token prompts and 16
+prompts x 8 responses x 128 new tokens; "smollm2" is SmolLM2-135M-Instruct (`python -m data.make_smollm2` makes it), 64
+tokens and 16 x 4 x 64. TRL 1.16 runs in an environment of its own, which the script makes once (runs/environments,
+about 1 GB, by pip). Runs alternate: TRL, Metronome with old_policy "behavior", Metronome with "previous", and again.
+All responses have full length on both sides: the tiny model's end token has a probability of 1e-12 (`out_of_reach`),
+and SmolLM2 gets one that it never learned. The lengths of both sides are checked.
 
 The measure is trained tokens/s: prompt and response tokens of every response, over the time from the end of one update
 to the end of the next. The first steps of a run do not count. With "behavior" Metronome computes the same as TRL (ratio
 1, no third copy); with "previous" it computes one forward pass more.
 
-These settings were tuned. Metronome: one computing thread per process, train.micro_batch_tokens (see LAYOUTS), and the
-use of the cores (`--layout`). "one each" is a trainer on one core and an instance on the other. "two each" (default) is
-a trainer replica and an instance on each core, so that no core waits for the other, and half of the step's groups in
-flight on each instance, because large batches decode faster. TRL: two threads; fp32 (bf16, its default, is slower on
-this CPU); no gradient checkpointing (it is on by default); micro-batch, cache and generation (see TRL); no vLLM.
+These settings were tuned for "tiny". Metronome: one computing thread per process, train.micro_batch_tokens (see WORKS),
+and the use of the cores (`--layout`). "one each" is a trainer on one core and an instance on the other. "two each"
+(default) is a trainer replica and an instance on each core, so that no core waits for the other, and half of the step's
+groups in flight on each instance, because large batches decode faster. "borrowed" is a trainer and an instance that
+share both cores (train.borrow_cores). TRL: two threads; no gradient checkpointing (it is on by default); micro-batch,
+cache and generation (`--trl OPTION=VALUE` changes them); no vLLM. `--dtype` is that of both sides; `--trl
+dtype=float32` is TRL's alone.
 
-The output also shows the parts of a step's time, and the ceiling: the speed if both cores were always busy with
-generation, forward and backward, each at its speed in a sync run of the same layout (in which generation and training
-take turns). Last line: RESULT {json}.
+The output also shows the parts of a step's time, and two bounds. The ceiling is the speed if both cores were always
+busy with generation, forward and backward, each at its speed in a sync run of the same layout (in which generation and
+training take turns). The machine's bound is the time of the step's matrix products at the speed of one large product
+on both cores. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -29,54 +33,60 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import CACHE, QUICKSTART_MODEL, byte_tokenizer, run_orchestrator
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
 
 PACKAGES = ("trl==1.16.0", "torch==2.13.*", "transformers==5.23.*", "accelerate==1.15.*", "datasets==5.2.*")
-VOCABULARY = 512
-CONTEXT = 512
-PROMPTS = 16
-GROUP = 8
-NEW_TOKENS = 128
-PROMPT_TOKENS = 110
 RATE = 1e-6
 KL = 0.04
 WARM_UP = 2
 """Number of first steps of a run that do not count."""
 OLD_POLICIES = ("behavior", "previous")
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one each": {
-        "train.devices": [0],
-        "rollout.devices": [1],
-        "rollout.concurrency": 2,
-        "train.micro_batch_tokens": 4800,
-    },
-    "two each": {
-        "parallel.data": 2,
-        "train.devices": [0, 1],
-        "rollout.instances": 2,
-        "rollout.devices": [0, 1],
-        "rollout.concurrency": 8,
-        "train.micro_batch_tokens": 1200,
-    },
-}
-"""Settings of each layout. A group has 1134 tokens if its prompt counts once."""
-TRL = {"--micro-batch": 32, "--threads": 2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides train, and how."""
+
+    make: Callable[[Path], Path]
+    """Writes the model's folder."""
+    make_prompt: Callable[[random.Random], str]
+    """A prompt of `prompt_tokens` tokens, so that no side needs padding."""
+    prompt_tokens: int
+    prompts: int
+    group: int
+    new_tokens: int
+    layouts: dict[str, dict[str, Any]]
+    """Our settings, by layout."""
+    trl: dict[str, Any]
+    """Options of trl_side.py."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of a step: prompt and response of every response."""
+        return self.prompts * self.group * (self.prompt_tokens + self.new_tokens)
+
+    @property
+    def computed_tokens(self) -> int:
+        """The same if a group's prompt counts once."""
+        return self.prompts * (self.prompt_tokens + self.group * self.new_tokens)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="rounds of TRL and ours")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per run")
+    parser.add_argument("--work", default="tiny", choices=list(WORKS))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--layout", default="two each", choices=list(LAYOUTS), help="of our processes on the two cores")
+    parser.add_argument("--trl", action="append", default=[], metavar="OPTION=VALUE", help="of trl_side.py")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of our runs"
     )
@@ -99,10 +112,15 @@ def main() -> None:
     python = environment()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = make_model(folder / "model")
-        problems = make_problems(folder / "problems.jsonl", arguments.steps + WARM_UP)
+        work = WORKS[arguments.work]
+        model = work.make(folder / "model")
+        problems = make_problems(work, folder / "problems.jsonl", arguments.steps + WARM_UP)
         found = measure(python=python, model=model, problems=problems, arguments=arguments, folder=folder)
-    result = figures(found, LAYOUTS[arguments.layout].get("parallel.data", 1))
+        parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    result = figures(work, found, work.layouts[arguments.layout].get("parallel.data", 1))
+    for old in OLD_POLICIES:
+        bound_s = machine_bound(work=work, parameters=parameters, dtype=arguments.dtype, frozen=FROZEN[old])
+        result[old] |= {"bound_tokens_per_s": work.tokens / bound_s}
     show(found, result)
     print("RESULT " + json.dumps(result))
 
@@ -114,34 +132,46 @@ def measure(
     ceiling."""
     found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in OLD_POLICIES}}
     count = arguments.steps + WARM_UP
-    tuned = LAYOUTS[arguments.layout] | dict(item.split("=", 1) for item in arguments.set)
+    work = WORKS[arguments.work]
+    typed = {"model.dtype": arguments.dtype, "train.dtype": arguments.dtype}
+    typed |= {"train.ratio_gap_limit": 0.0} if arguments.dtype == "bfloat16" else {}
+    tuned = work.layouts[arguments.layout] | typed | dict(item.split("=", 1) for item in arguments.set)
+    theirs = {"--dtype": arguments.dtype} | {f"--{name}": value for name, value in map(parted, arguments.trl)}
 
     def ours(old: str, mode: str, number: int, settings: dict[str, Any]) -> list[Step]:
         named = {"algorithm.old_policy": old, "train.mode": mode, "run.name": f"{old}-{mode}-{number}"}
-        return run_ours(model=model, problems=problems, steps=count, folder=folder, changes=settings | named)
+        return run_ours(work=work, model=model, problems=problems, steps=count, folder=folder, changes=settings | named)
 
     for pair in range(arguments.pairs):
         for side in found:
-            steps = run_trl(python, model, problems, count) if side == "trl" else ours(side, "periodic", pair, tuned)
+            if side == "trl":
+                steps = run_trl(work=work, python=python, model=model, problems=problems, steps=count, changes=theirs)
+            else:
+                steps = ours(side, "periodic", pair, tuned)
             found[side].append(steps)
             print(
                 f"{side} {pair}: {statistics.mean(step.step_s for step in steps):.2f} s a step, "
-                f"{tokens_per_s(steps):.0f} tokens/s",
+                f"{tokens_per_s(work, steps):.0f} tokens/s",
                 flush=True,
             )
     return found | {f"{old} sync": [ours(old, "sync", 0, tuned)] for old in OLD_POLICIES}
 
 
+def parted(setting: str) -> list[str]:
+    """Name and value of NAME=VALUE."""
+    return setting.split("=", 1)
+
+
 # what both sides get ------------------------------------------------------------------------------
 
 
-def make_model(folder: Path) -> Path:
+def make_tiny(folder: Path) -> Path:
     """A random Qwen3 whose tokenizer is the byte-level one (260 of the 512 ids), as a Hugging Face folder."""
-    tokenizer = byte_tokenizer(CONTEXT)
+    tokenizer = byte_tokenizer(512)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(QUICKSTART_MODEL, max_position_embeddings=CONTEXT))
+    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(QUICKSTART_MODEL, max_position_embeddings=512))
     model.generation_config = GenerationConfig.from_pretrained(QUICKSTART_MODEL)
-    model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
+    model.resize_token_embeddings(512, mean_resizing=False)
     out_of_reach(model, [tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -163,13 +193,37 @@ def out_of_reach(model: Qwen3ForCausalLM, ids: list[int], size: float = 4.0) -> 
         layer.mlp.down_proj.weight[-1] = 0.0
 
 
-def make_problems(path: Path, steps: int) -> Path:
-    """Different prompts for every step. All have PROMPT_TOKENS letters and spaces, so no side needs padding."""
+def copy_smollm2(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct with an end token that it has never seen, so that it samples none."""
+    source = HOME / "data/smollm2"
+    if not source.exists():
+        subprocess.run([sys.executable, "-m", "data.make_smollm2", str(source)], cwd=HOME, check=True)
+    shutil.copytree(source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.eos_token = "<reponame>"
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(source)
+    generation.eos_token_id = tokenizer.eos_token_id
+    generation.save_pretrained(folder)
+    return folder
+
+
+def make_letters(draw: random.Random) -> str:
+    """110 letters and spaces, a token each in the tiny model."""
+    return "".join(draw.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(110))
+
+
+def make_words(draw: random.Random) -> str:
+    """64 words that are a token each in SmolLM2."""
+    words = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "with", "as", "was", "on", "are", "by", "this")
+    return "".join(f" {draw.choice(words)}" for _ in range(64))
+
+
+def make_problems(work: Work, path: Path, steps: int) -> Path:
+    """Different prompts for every step."""
     draw = random.Random(0)
-    texts = [
-        "".join(draw.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(PROMPT_TOKENS))
-        for _ in range(PROMPTS * steps)
-    ]
+    texts = [work.make_prompt(draw) for _ in range(work.prompts * steps)]
     path.write_text("".join(json.dumps({"problem": text, "answer": "none", "solution": ""}) + "\n" for text in texts))
     return path
 
@@ -190,19 +244,19 @@ def environment() -> Path:
     return python
 
 
-def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict[str, Any] | None = None) -> list[Step]:
+def run_trl(work: Work, python: Path, model: Path, problems: Path, steps: int, changes: dict[str, Any]) -> list[Step]:
     """Run TRL once; returns its steady steps. `changes`: options of trl_side.py."""
     options = {
         "--model": model,
         "--problems": problems,
         "--steps": steps,
-        "--prompts": PROMPTS,
-        "--group-size": GROUP,
-        "--new-tokens": NEW_TOKENS,
+        "--prompts": work.prompts,
+        "--group-size": work.group,
+        "--new-tokens": work.new_tokens,
         "--learning-rate": RATE,
         "--kl-coef": KL,
-        **TRL,
-        **(changes or {}),
+        **work.trl,
+        **changes,
     }
     command = [
         str(python),
@@ -215,7 +269,7 @@ def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict
     if done.returncode or not lines:
         sys.exit(f"TRL's run failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     report = json.loads(lines[0].removeprefix("TRL "))
-    check_lengths("TRL", report["lengths"])
+    check_lengths(work, "TRL", report["lengths"])
     return [
         Step(
             step["step_s"],
@@ -229,17 +283,16 @@ def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict
     ]
 
 
-def check_lengths(side: str, means: list[float]) -> None:
-    if set(means) != {float(NEW_TOKENS)}:
-        sys.exit(
-            f"{side}: mean response lengths {means}; only with {NEW_TOKENS} tokens everywhere can the sides be compared"
-        )
+def check_lengths(work: Work, side: str, means: list[float]) -> None:
+    if set(means) != {float(work.new_tokens)}:
+        wanted = f"only with {work.new_tokens} tokens everywhere can the sides be compared"
+        sys.exit(f"{side}: mean response lengths {means}; {wanted}")
 
 
 # ours ---------------------------------------------------------------------------------------------
 
 
-def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dict[str, Any]) -> list[Step]:
+def run_ours(work: Work, model: Path, problems: Path, steps: int, folder: Path, changes: dict[str, Any]) -> list[Step]:
     """Run the orchestrator once; returns its steady steps."""
     config = run_orchestrator(
         {
@@ -247,11 +300,11 @@ def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dic
             "model.path": model,
             "data.train": problems,
             "reward.function": f"{HOME / 'benchmarks/rewards.py'}:letters",
-            "rollout.group_size": GROUP,
-            "rollout.max_context": PROMPT_TOKENS + NEW_TOKENS + 2,
-            "rollout.max_new_tokens": NEW_TOKENS,
+            "rollout.group_size": work.group,
+            "rollout.max_context": work.prompt_tokens + work.new_tokens + 2,
+            "rollout.max_new_tokens": work.new_tokens,
             "train.steps": steps,
-            "train.prompts_per_step": PROMPTS,
+            "train.prompts_per_step": work.prompts,
             "train.learning_rate": RATE,
             "train.weight_decay": 0.0,
             "train.max_grad_norm": 1.0,
@@ -261,9 +314,9 @@ def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dic
         }
     )
     lines = list(read_lines(config.folder / "steps.jsonl"))
-    check_lengths("ours", [line["response_length_mean"] for line in lines])
+    check_lengths(work, "ours", [line["response_length_mean"] for line in lines])
     ends = list(update_ends(read_spans(config.folder / "trace")))
-    assert lines[0]["trained_tokens"] == PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS), lines[0]["trained_tokens"]
+    assert lines[0]["trained_tokens"] == work.tokens, lines[0]["trained_tokens"]
     keys = ("rollout_s", "train_s", "score_s", "update_s", "sync_s", "wait_first_s", "wait_s")
     return [
         Step(end - before, {key: line[key] for key in keys})
@@ -283,35 +336,35 @@ def update_ends(spans: list[dict[str, Any]]) -> Iterator[float]:
 # figures ------------------------------------------------------------------------------------------
 
 
-def tokens_per_s(steps: list[Step]) -> float:
+def tokens_per_s(work: Work, steps: list[Step]) -> float:
     """Trained tokens per second of wall clock on both cores."""
-    return PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS) * len(steps) / sum(step.step_s for step in steps)
+    return work.tokens * len(steps) / sum(step.step_s for step in steps)
 
 
-def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
+def figures(work: Work, found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
     """Rates, ratios and ceilings. `cores`: the number of cores on which each kind of work runs."""
-    result: dict[str, Any] = {"trl_tokens_per_s": tokens_per_s(sum(found["trl"], []))}
+    result: dict[str, Any] = {"trl_tokens_per_s": tokens_per_s(work, sum(found["trl"], []))}
     for old in OLD_POLICIES:
-        rate = tokens_per_s(sum(found[old], []))
+        rate = tokens_per_s(work, sum(found[old], []))
         ceiling = core_seconds(found[f"{old} sync"][0], old, cores)
         pairs = [
-            tokens_per_s(ours) / tokens_per_s(theirs) for ours, theirs in zip(found[old], found["trl"], strict=True)
+            tokens_per_s(work, ours) / tokens_per_s(work, theirs)
+            for ours, theirs in zip(found[old], found["trl"], strict=True)
         ]
         result[old] = {
             "tokens_per_s": rate,
             "ratio": rate / result["trl_tokens_per_s"],
             "ratio_of_each_pair": pairs,
             "core_seconds": ceiling,
-            "ceiling_tokens_per_s": PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS) / (sum(ceiling.values()) / 2),
+            "ceiling_tokens_per_s": work.tokens / (sum(ceiling.values()) / 2),
         }
     return result
 
 
 def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
     """Core-seconds of the parts of a step. The policy's forward pass is assumed to cost as much as a frozen model's."""
-    frozen = 2 if old == "previous" else 1
     mean = {key: cores * statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
-    forward = mean["score_s"] / frozen
+    forward = mean["score_s"] / FROZEN[old]
     return {
         "generation": mean["rollout_s"],
         "forward of frozen models": mean["score_s"],
@@ -319,6 +372,23 @@ def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
         "backward": mean["train_s"] - mean["score_s"] - forward,
         "sync and update": mean["sync_s"] + mean["update_s"],
     }
+
+
+def machine_bound(work: Work, parameters: int, dtype: str, frozen: int) -> float:
+    """Seconds of a step's matrix products at the speed of one large product on both cores.
+
+    Generation and each of the `frozen` models take 2 operations per parameter and token, forward and backward 6; a
+    group's prompt counts once. Attention is left out.
+    """
+    torch.set_num_threads(2)
+    a, b = (torch.randn(2048, 2048, dtype=getattr(torch, dtype)) for _ in range(2))
+    taken = []
+    for _ in range(8):
+        started = time.perf_counter()
+        a @ b
+        taken.append(time.perf_counter() - started)
+    speed = 2 * 2048**3 / min(taken)
+    return (2 + 2 * frozen + 6) * parameters * work.computed_tokens / speed
 
 
 def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
@@ -334,8 +404,54 @@ def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
         print(
             f"{old}: {one['tokens_per_s']:.0f} tokens/s, TRL {result['trl_tokens_per_s']:.0f}: ratio "
             f"{one['ratio']:.2f}; ceiling {one['ceiling_tokens_per_s']:.0f} tokens/s "
-            f"({one['tokens_per_s'] / one['ceiling_tokens_per_s']:.0%} reached), core-seconds: {parts}"
+            f"({one['tokens_per_s'] / one['ceiling_tokens_per_s']:.0%} reached), machine's bound "
+            f"{one['bound_tokens_per_s']:.0f} ({one['tokens_per_s'] / one['bound_tokens_per_s']:.0%}), core-seconds: "
+            f"{parts}"
         )
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one each": {"train.devices": [0], "rollout.devices": [1]},
+    "two each": {
+        "parallel.data": 2,
+        "train.devices": [0, 1],
+        "rollout.instances": 2,
+        "rollout.devices": [0, 1],
+    },
+    "borrowed": {"train.borrow_cores": "auto"},
+}
+FROZEN = {"behavior": 1, "previous": 2}
+"""Forward passes of frozen models in a step, by algorithm.old_policy: the reference, and the old policy."""
+
+
+def sized(**sizes: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """The layouts with (rollout.concurrency, train.micro_batch_tokens) of each."""
+    keys = ("rollout.concurrency", "train.micro_batch_tokens")
+    return {name: LAYOUTS[name] | dict(zip(keys, sizes[name.split()[0]], strict=True)) for name in LAYOUTS}
+
+
+WORKS = {
+    "tiny": Work(
+        make=make_tiny,
+        make_prompt=make_letters,
+        prompt_tokens=110,
+        prompts=16,
+        group=8,
+        new_tokens=128,
+        layouts=sized(one=(2, 4800), two=(8, 1200), borrowed=(4, 1200)),  # a group has 1134 tokens
+        trl={"--micro-batch": 32, "--threads": 2},
+    ),
+    "smollm2": Work(
+        make=copy_smollm2,
+        make_prompt=make_words,
+        prompt_tokens=64,
+        prompts=16,
+        group=4,
+        new_tokens=64,
+        layouts=sized(one=(8, 1280), two=(8, 640), borrowed=(8, 640)),  # a group has 320 tokens
+        trl={"--micro-batch": 16, "--threads": 2},
+    ),
+}
 
 
 if __name__ == "__main__":

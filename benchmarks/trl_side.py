@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--kl-coef", type=float, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True, help="responses per forward and backward")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
     parser.add_argument("--cache", help="cache_implementation of generate()")
     parser.add_argument("--continuous", action="store_true", help="transformers' continuous batching")
     arguments = parser.parse_args()
@@ -118,7 +119,7 @@ def settings(arguments: argparse.Namespace, output: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=output,
         use_cpu=True,
-        bf16=False,
+        bf16=arguments.dtype == "bfloat16",
         gradient_checkpointing=False,
         max_steps=arguments.steps,
         per_device_train_batch_size=arguments.micro_batch,

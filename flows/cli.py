@@ -19,7 +19,6 @@ from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
 from flows import OWN_DATA, QUICKSTART
 from tasks import console, interruption
-from tasks.dry_run import dry_run
 from tasks.progress_display import show_progress, since_now
 from tasks.resume import Resumed
 
@@ -73,6 +72,8 @@ def run(
         found = _run_of(recipe, overrides, resume)
         config = found.config
         if config.run.dry:
+            from tasks.dry_run import dry_run
+
             dry_run(config)
             return
         check_run_folder(config, resume)
@@ -143,6 +144,8 @@ def train(
         found = _run_of(recipe, overrides, resume)
         config = found.config
         if config.run.dry:
+            from tasks.dry_run import dry_run
+
             dry_run(config)
             return
         check_run_folder(config, resume)

@@ -57,7 +57,7 @@ def choose_cores(device: int, near: Sequence[Collection[int]], allowed: Collecti
     first = sharing.index(device)
     count = len(sharing)
     part = [core for run in _runs(mine) for core in run[len(run) * first // count : len(run) * (first + 1) // count]]
-    return next((cores for cores in (part, mine) if len(cores) >= least), [])
+    return next((cores for cores in (part, mine) if len(cores) >= max(1, least)), [])
 
 
 def _runs(cores: Sequence[int]) -> list[Sequence[int]]:

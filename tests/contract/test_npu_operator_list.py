@@ -89,8 +89,8 @@ def recorded(recorder, settings, folders):
 
 
 def documented():
-    """The lists of names in the table of docs/ascend.md."""
-    page = (ROOT / "docs/ascend.md").read_text()
+    """The lists of names in the table of tests/README.md."""
+    page = (ROOT / "tests/README.md").read_text()
     rows = re.findall(r"^\| (kernel|others|none) \| (.*) \|$", page, re.MULTILINE)
     return {kind: re.findall(r"`([\w.]+)`", names) for kind, names in rows}
 

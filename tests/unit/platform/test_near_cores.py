@@ -68,6 +68,7 @@ def test_a_core_and_its_second_thread_stay_together():
 def test_where_a_part_is_too_small_all_near_cores_are_taken_or_none():
     assert choose_cores(0, HYPERTHREADS, range(64), 17) == HYPERTHREADS[0]
     assert choose_cores(0, HYPERTHREADS, range(64), 33) == []
+    assert choose_cores(0, [{0}, {0}], [0, 1], 0) == [0]  # two devices, one core: its share of it is none
     assert choose_cores(0, HYPERTHREADS, range(16, 32), 4) == []  # a user's binding to the other node
     assert choose_cores(0, HYPERTHREADS, range(16), 4) == []  # one to this node
     assert choose_cores(9, HYPERTHREADS, range(64), 4) == []
