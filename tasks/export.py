@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 from engine.config.recipe import find_file
@@ -18,6 +20,7 @@ from engine.run.checkpoint_files import (
 from engine.run.commands import export_command
 from engine.run.files import read_json
 from engine.run.folder import RunFolder
+from engine.run.lock import hold_lock
 from engine.run.process import Child
 from engine.run.served_model import EXPORTED, ORIGIN
 from tasks.console import say
@@ -27,6 +30,8 @@ from tasks.progress_display import show_progress, since_now
 
 BEST = "best"
 """RUN/checkpoints/best means the checkpoint of the run with the best evaluation."""
+WAIT_S = 3600.0
+"""Seconds to wait for another export of the run, as of an instance that serves the same checkpoint."""
 
 
 def policy_folder(model: str) -> str:
@@ -77,14 +82,27 @@ def export(checkpoint: Path, out: Path | None = None) -> Path:
     if out is None and not run.config.is_file():
         raise BadInput(f"{checkpoint} is in no run folder; say where to write by --out FOLDER")
     target = out or run.path / EXPORTED / checkpoint.name
-    origin = target / ORIGIN
-    marker = read_marker(checkpoint)
-    found = read_json(origin, "the checkpoint that it comes from", "delete it") if origin.is_file() else {}
-    if marker is not None and found.get("id") == marker["id"]:
+    if _is_exported(checkpoint, target):
         return target
     if target.exists() and out is not None:
         raise BadInput(f"--out {out}: it exists already; give another folder, or delete it")
     target.parent.mkdir(parents=True, exist_ok=True)
+    what = f"the folder {target.parent} of exported checkpoints"
+    lock = hold_lock(target.parent / ".lock", what, WAIT_S, lambda text: say("export", text))
+    with lock if out is None else nullcontext():
+        if not _is_exported(checkpoint, target):
+            _export(checkpoint, target)
+    return target
+
+
+def _is_exported(checkpoint: Path, target: Path) -> bool:
+    origin = target / ORIGIN
+    marker = read_marker(checkpoint)
+    found = read_json(origin, "the checkpoint that it comes from", "delete it") if origin.is_file() else {}
+    return marker is not None and found.get("id") == marker["id"]
+
+
+def _export(checkpoint: Path, target: Path) -> None:
     log = target.with_name(f".{target.name}.log")
     child = Child("export", export_command(checkpoint.resolve(), target.resolve()), log)
     try:
@@ -95,5 +113,5 @@ def export(checkpoint: Path, out: Path | None = None) -> Path:
     finally:
         child.stop()
         log.unlink(missing_ok=True)
+        shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)  # as large as the model
     say("export", f"{checkpoint} to {target}")
-    return target

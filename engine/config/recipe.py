@@ -82,6 +82,7 @@ def _absolute(value: Any, key: str) -> Any:  # noqa: ANN401
     place, colon, function = value.rpartition(":") if key in FUNCTIONS else (value, "", "")
     here = Path(place)
     named = key == "evaluate.benchmark" and not here.suffix and "/" not in place
+    named |= key in FUNCTIONS and not place.endswith(".py")  # a module, even if its folder is here
     shipped = HOME / here
     if not place or named or not os.path.exists(here) or (shipped.exists() and shipped.samefile(here)):
         return value

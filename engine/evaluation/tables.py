@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from engine.config import Config
+from engine.config import Config, Reward
 from engine.data.prompts import spell_columns
 from engine.errors import BadInput
 from engine.evaluation.intervals import Accuracy, is_right
@@ -105,6 +105,14 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     """Path relative to the run folder."""
 
 
+def _reward_anywhere(reward: Reward) -> str:
+    """The reward's label, equal on every machine: files without their folders, because `reward_hash` compares them."""
+    label = reward.label
+    for one in reward.named:
+        label = label.replace(one.function, one.function.rpartition("/")[2])
+    return label
+
+
 def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
     """How the benchmark's prompts are sampled and scored."""
     settings = config.evaluate
@@ -116,7 +124,7 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
         "system": config.data.system,
         "instruction": config.data.instruction,
         "chat_template_kwargs": dict(config.data.chat_template_kwargs),
-        "reward": config.reward.label,
+        "reward": _reward_anywhere(config.reward),
         "reward_hash": find_inputs(config, Path(), ("reward",))["reward"]["hash"],
         "pass_threshold": settings.pass_threshold,
         "samples": settings.samples,

@@ -31,6 +31,7 @@ from engine.orchestrator.plane import Plane
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
 from engine.orchestrator.weight_sync.place import weights_folder
+from engine.run.checkpoint_files import all_complete
 from engine.run.commands import (
     agent_command,
     rank_arguments,
@@ -83,7 +84,8 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
         folder.fence = Fence.begin_attempt(folder.path)
         try:
             with named_disk_errors(folder.path):
-                record_inputs(folder.path, config)
+                # without a checkpoint the run begins again, as after a reward that failed in step 0 and was mended
+                record_inputs(folder.path, config, begun=bool(all_complete(folder.checkpoints)))
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
         except Exception as error:

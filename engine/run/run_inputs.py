@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import read_json, write_json
+from engine.run.served_model import EXPORTED
 from engine.run.user_code import find_code
 
 FILE = "inputs.json"
@@ -78,11 +79,12 @@ def read_inputs(folder: Path) -> Inputs:
     return found
 
 
-def record_inputs(folder: Path, config: Config) -> None:
+def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
     """Write the inputs to the run folder, and copy the user's code there. Raises BadInput if they differ from those of
-    an earlier attempt (`check_inputs_kept`)."""
+    an earlier attempt (`check_inputs_kept`), unless nothing of it is left: `begun` is False."""
     now = find_inputs(config, Path(config.model.path))
-    check_inputs_kept(folder, config, now, read_inputs(folder))
+    if begun:
+        check_inputs_kept(folder, config, now, read_inputs(folder))
     for part, one in now.items():
         target = folder / CODE / f"{part}-{one['hash'][:12]}"
         for name, file in _code(_specs(config, part)).items() if not target.exists() else ():
@@ -94,11 +96,12 @@ def record_inputs(folder: Path, config: Config) -> None:
 def check_evaluated(folder: Path, config: Config, model: Path) -> None:
     """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would score with another reward
     than the run, or would take a changed base model for the run's, or a policy with a changed tokenizer for its
-    policy."""
+    policy or for that of one of its checkpoints."""
     before = read_inputs(folder)
     path = str(model.resolve())
     of_base = {"weights", "tokenizer"} if before and before["weights"]["path"] == path else set()
-    of_policy = {"tokenizer"} if model.resolve() == (folder / "policy").resolve() else set()
+    policies = (folder / "policy", folder / EXPORTED / model.name)
+    of_policy = {"tokenizer"} if model.resolve() in [place.resolve() for place in policies] else set()
     parts = [part for part in before if part in {"reward"} | of_base | of_policy]
     check_inputs_kept(folder, config, find_inputs(config, model, parts), before)
 

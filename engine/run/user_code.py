@@ -69,7 +69,9 @@ def find_code(spec: str) -> dict[str, Path]:
         root = within = first.parent
         files = [first] if first.is_file() else []
     else:
-        found = PathFinder.find_spec(place.partition(".")[0], [os.getcwd(), *sys.path])
+        first_name = place.partition(".")[0]
+        # the latter knows packages that `pip install -e` made known by a finder of its own
+        found = PathFinder.find_spec(first_name, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first_name)
         places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
         origin = next((Path(one).resolve() for one in places if one), None)
         if origin is None:

@@ -27,6 +27,7 @@ from engine.ranks.rank_group import RankGroup
 from engine.run.checkpoint_files import STATE, check_checkpoint, read_marker
 from engine.run.files import sync_all, sync_folder, write_json
 from engine.run.process import watch_lifeline
+from engine.run.run_inputs import find_inputs
 from engine.run.served_model import ORIGIN
 from engine.trainer.checkpoint.state import load_policy
 from engine.wire.weights.hf_folder import join_folders, write_sharded
@@ -66,7 +67,8 @@ def export_checkpoint(checkpoint: Path, target: Path) -> None:
     """Write the policy of a checkpoint to `target`, like `export_policy`: the same tensors as those of a run that ends
     there. ORIGIN in the folder names the checkpoint. Needs a `single_session`.
 
-    Raises BadInput if the base model is gone or another one, DamagedCheckpointError for changed files.
+    Raises BadInput if the base model is gone or another one, or has another tokenizer than the checkpoint was trained
+    with, DamagedCheckpointError for changed files.
     """
     state = json.loads((checkpoint / STATE).read_text())
     marker = read_marker(checkpoint)
@@ -76,6 +78,12 @@ def export_checkpoint(checkpoint: Path, target: Path) -> None:
     shape = read_shape(base)
     if json.loads(json.dumps(asdict(shape))) != state["model"]:
         raise BadInput(f"checkpoint {checkpoint} is of another model than its model.path = {config.model.path!r}")
+    tokenizer = find_inputs(config, base, ("tokenizer",))["tokenizer"]
+    if state["inputs"].get("tokenizer", tokenizer)["hash"] != tokenizer["hash"]:
+        raise BadInput(
+            f"checkpoint {checkpoint} was trained with another tokenizer, chat template or end-of-sequence tokens than "
+            f"those that its base model has now; put the files of {base} back as they were"
+        )
     check_checkpoint(checkpoint)
     model = build_model(shape, Computation(dtype=getattr(torch, config.train.dtype)))
     try:

@@ -9,7 +9,7 @@ import sys
 import msgspec
 import pytest
 
-from engine.errors import RatioGapError, StaleRolloutError, TransferError, WeightSyncError
+from engine.errors import RatioGapError, RewardError, StaleRolloutError, TransferError, WeightSyncError
 from engine.orchestrator.launch import launch_run as launch_here
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.table import RowTable
@@ -139,6 +139,18 @@ def test_a_wrong_reward_stops_the_run_after_a_checkpoint_of_its_steps_if_it_has_
     assert list(map(step_of, (tmp_path / "run/checkpoints").glob("step-*"))) == ([done] if done else [])
     assert not (tmp_path / "run/policy").exists()
     assert json.loads((tmp_path / "run/failure.json").read_text())["error"] == "RewardError"
+
+
+@pytest.mark.slow
+def test_a_reward_that_failed_in_the_first_step_is_mended_and_the_run_resumed(settings, tmp_path):
+    """Nothing was trained with the code that has changed."""
+    reward = tmp_path / "mine.py"
+    reward.write_text("def reward(prompt, responses): raise ValueError\n")
+    config = config_of(settings | {"reward.function": f"{reward}:reward", "train.steps": 1})
+    with pytest.raises(RewardError, match="ValueError"):
+        launch_here(config)
+    reward.write_text("def reward(prompt, responses): return [1.0 for _ in responses]\n")
+    assert launch_here(config, resume=True).policy.is_dir()
 
 
 @pytest.mark.slow

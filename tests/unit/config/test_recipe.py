@@ -200,4 +200,6 @@ def test_the_config_of_a_run_names_the_users_files_from_every_folder(tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert load_config(tmp_path / "config.toml") == config
     assert load_config(None, ["reward.function=math"]).reward.function == "math"
+    monkeypatch.chdir(here)  # it has a folder `math`, as a module that is a package has
+    assert load_config(None, ["reward.function=math:reward"]).reward.function == "math:reward"
     assert load_config(None, [f"data.train={'d' * 5000}"]).data.train == "d" * 5000  # no system takes such a name

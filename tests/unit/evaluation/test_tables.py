@@ -28,6 +28,19 @@ def test_the_same_problems_are_comparable_in_any_order_and_others_are_not():
         ]
 
 
+def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_code(tmp_path):
+    made = []
+    for number, code in enumerate(("one", "one", "two")):
+        file = tmp_path / str(number) / "my.py"
+        file.parent.mkdir()
+        file.write_text(code)
+        config = Config(reward={"functions": [{"function": "math"}, {"function": f"{file}:reward", "weight": 0.5}]})
+        made.append(evaluation_protocol(config, "mine", prompts("a")))
+    assert made[0]["reward"] == "1 * math + 0.5 * my.py:reward"
+    assert protocol_differences(made[0], made[1]) == []
+    assert [key.split()[0] for key in protocol_differences(made[0], made[2])] == ["reward_hash"]
+
+
 @pytest.fixture
 def recorded(tmp_path):
     """A function that records an evaluation of a version: of a response for each (number of tokens, finish_reason), or

@@ -24,6 +24,7 @@ from engine.errors import (
 from engine.orchestrator import server as server_module
 from engine.orchestrator.server import Server
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
+from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.message import Done, Failure, pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, Heartbeat, read_message
 
@@ -85,6 +86,16 @@ async def test_a_request_with_the_token_in_the_run_folder_is_answered(tmp_path):
     with pytest.raises(MetronomeError, match=f"trainer-0: the orchestrator at {server.url} can't be reached"):
         await asyncio.to_thread(connection.ask, Heartbeat())
     connection.close()
+
+
+async def test_the_runs_ranks_reach_it_by_any_name_of_its_node_and_others_do_not(tmp_path):
+    """A name in parallel.rendezvous need not be the one that the machine gives itself."""
+    async with asked(tmp_path, Plane()) as (server, ask):
+        host = {"Host": "head.cluster:29401"}
+        assert await ask(headers=host | authorization_headers(server.environment[TOKEN])) == (200, Done())
+        status, failed = await ask(headers=host)
+        assert status == 403
+        assert "reach this server by its IP address" in failed.message
 
 
 REFUSED = {

@@ -2,7 +2,9 @@
 
 import shutil
 import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,11 +95,12 @@ def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
     config, folder = world
     model = Path(config.model.path)
     record_inputs(folder, config)
-    shutil.copytree(model, folder / "policy")
-    check_evaluated(folder, config, folder / "policy")
-    (folder / "policy/tokenizer.json").write_text("{}")
-    with pytest.raises(BadInput, match="the tokenizer"):
-        check_evaluated(folder, config, folder / "policy")
+    for policy in (folder / "policy", folder / "exported/step-000002"):
+        shutil.copytree(model, policy)
+        check_evaluated(folder, config, policy)
+        (policy / "tokenizer.json").write_text("{}")
+        with pytest.raises(BadInput, match="the tokenizer"):
+            check_evaluated(folder, config, policy)
     check_evaluated(folder, config, tmp_path)  # another model is compared with nothing
     change(tmp_path, "weights")
     with pytest.raises(BadInput, match="the weights"):
@@ -142,3 +145,17 @@ def test_the_code_of_a_package_is_its_own_files_alone(tmp_path, monkeypatch):
     (tmp_path / "mine/__init__.py").unlink()
     assert set(find_code("mine.deep.reward:reward")) == found - {"mine/__init__.py"}
     assert "json/decoder.py" in find_code("json:loads")
+
+
+def test_the_code_of_a_package_that_is_installed_to_be_edited_is_found(tmp_path, monkeypatch):
+    """setuptools makes it known by a finder of its own, not by a folder in sys.path."""
+    place = tmp_path / "src/edited"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("raise RuntimeError('imported')")
+    (place / "reward.py").write_text("")
+
+    def find_spec(name, path=None, target=None):
+        return spec_from_file_location(name, place / "__init__.py") if name == "edited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_spec=find_spec)])
+    assert set(find_code("edited.reward:reward")) == {"edited/__init__.py", "edited/reward.py"}

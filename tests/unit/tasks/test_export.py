@@ -1,9 +1,13 @@
 """Which checkpoint a command means. That an exported one has the weights of its run: test_in_run_evaluation.py."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from engine.errors import BadInput
-from engine.run.files import append_line
+from engine.errors import BadInput, MetronomeError
+from engine.run.checkpoint_files import read_marker
+from engine.run.files import append_line, write_json
+from engine.run.lock import hold_lock
 from support.run_folders import a_checkpoint
 from tasks.export import export, find_checkpoint
 
@@ -52,3 +56,23 @@ def test_nothing_is_written_over_what_is_there(run, tmp_path):
     lost = a_checkpoint(tmp_path / "published", 2)
     with pytest.raises(BadInput, match="is in no run folder; say where to write by --out FOLDER"):
         export(lost)
+
+
+def test_a_second_export_waits_for_the_first_and_takes_what_it_has_made(run, capfd):
+    checkpoint = run / "checkpoints/step-000002"
+    made = run / "exported/step-000002"
+    with ThreadPoolExecutor() as threads:
+        with hold_lock(run / "exported/.lock", "", 0.0):  # as another process does
+            second = threads.submit(export, checkpoint)
+            while "is in use by process" not in capfd.readouterr().out:
+                assert not second.done(), second.result()
+            made.mkdir()
+            write_json(made / "checkpoint.json", {"id": read_marker(checkpoint)["id"]})
+        assert second.result(timeout=10) == made
+
+
+def test_an_export_that_fails_leaves_nothing_of_the_size_of_a_model(run):
+    (run / "exported/.step-000002.partial").mkdir(parents=True)  # what one on a full disk has written
+    with pytest.raises(MetronomeError, match="the export exited with 1"):
+        export(run / "checkpoints/step-000002")  # it has no weights
+    assert [path.name for path in (run / "exported").iterdir()] == [".lock"]

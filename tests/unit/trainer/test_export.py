@@ -8,9 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.trainer.export import export_policy
+from engine.errors import BadInput
+from engine.run.run_inputs import record_inputs
+from engine.trainer.checkpoint.checkpoints import Checkpoints
+from engine.trainer.export import export_checkpoint, export_policy
+from support.checkpoint_pairs import save
 from support.disk_order import disk_order
 from support.policies import a_policy
+from support.runs import config_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -77,3 +82,20 @@ def test_the_folder_has_the_policys_weights_alone_and_says_their_type(settings, 
     whole = dict(loaded.named_parameters())
     exported = dict(policy.models.export())
     assert all(torch.equal(whole[name], exported[name]) for name in whole)
+
+
+def test_a_checkpoint_is_not_exported_with_another_tokenizer_than_its_own(settings, tiny_model, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model, base)
+    config = config_of(settings | {"model.path": str(base)})
+    root = tmp_path / "run/checkpoints"
+    root.mkdir(parents=True)
+    record_inputs(root.parent, config)
+    checkpoint = save(Checkpoints(root, a_policy(settings), config), 2)
+    export_checkpoint(checkpoint, tmp_path / "made")
+    (base / "chat_template.jinja").write_text("another")
+    with pytest.raises(
+        BadInput, match=f"trained with another tokenizer, chat template .* put the files of {base} back"
+    ):
+        export_checkpoint(checkpoint, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
