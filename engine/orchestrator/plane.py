@@ -192,7 +192,8 @@ class Plane:
                 "weights; lease rows for your own stage, or start a service (docs/service.md)"
             )
         if not ours:
-            messages.check_program(request)
+            groups = 1 if self._generator is None else self._generator.replica_groups
+            messages.check_program(request, groups, self.config.train.prompts_per_step)
         if not of_trainer:
             return await method(request)
         with self._liveness.answering(request.replica_group):

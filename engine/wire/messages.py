@@ -259,6 +259,7 @@ FROM_PROGRAMS = (
     Lease,
     WriteColumns,
     SampleResponses,
+    Ready,
     Heartbeat,
     AwaitVersion,
     MayPublish,
@@ -270,13 +271,16 @@ FROM_PROGRAMS = (
     VerifySync,
     IsSnapshotWanted,
 )
-"""The requests that programs may send, of which `OF_RANKS` are left out."""
-OF_RANKS = ("replica_group", "ahead", "early", "fetches", "unfetched")
+"""The requests that programs may send."""
+OF_RANKS = ("fetches", "unfetched")
 """Fields that only the run's own ranks set: they name what the orchestrator keeps for each rank."""
 
 
-def check_program(request: Request[Any]) -> None:
-    """Raise BadInput for a request, or a field of one, that only the run's own ranks may send."""
+def check_program(request: Request[Any], replica_groups: int, most: int) -> None:
+    """Raise BadInput for a request, or a field of one, that a program may not send.
+
+    `replica_groups`: how many of them the program's trainer has; `most`: how many it may have.
+    """
     name = type(request).__name__
     if not isinstance(request, FROM_PROGRAMS):
         raise BadInput(f"{name}: only the run's own ranks send this request")
@@ -284,6 +288,13 @@ def check_program(request: Request[Any]) -> None:
         value = getattr(request, field, None)
         if value is not None and value is not False:
             raise BadInput(f"{name}.{field}: only the run's own ranks set this field")
+    if (group := request.replica_group) is not None and not 0 <= group < replica_groups:
+        raise BadInput(f"{name}.replica_group = {group}: the trainer has {replica_groups}, counted from 0")
+    if isinstance(request, Ready):
+        if not 1 <= request.replica_groups <= most:
+            raise BadInput(f"{name}.replica_groups = {request.replica_groups}: expected 1 to {most}")
+        if min(request.start, request.prompt_position or 0) < 0:
+            raise BadInput(f"{name}: start and prompt_position can't be negative")
 
 
 # between a stage's ranks -------------------------------------------------------------------------
