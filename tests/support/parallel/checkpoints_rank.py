@@ -76,7 +76,7 @@ class Side:
         config = config_of(settings_of(folder, changes))
         self.policy = policy or Policy(config, platform.get_platform("cpu"))
         self.root = folder / root
-        self.checkpoints = Checkpoints(self.root, self.policy, config, "hash")
+        self.checkpoints = Checkpoints(self.root, self.policy, config)
 
     def accumulate(self, seed):
         """The gradient of two groups, shared among the replicas."""
