@@ -59,6 +59,18 @@ KL = 0.04
 WARM_UP = 2
 """Number of first steps of a run that do not count."""
 OLD_POLICIES = ("behavior", "previous")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one each": {"train.devices": [0], "rollout.devices": [1]},
+    "two each": {
+        "parallel.data": 2,
+        "train.devices": [0, 1],
+        "rollout.instances": 2,
+        "rollout.devices": [0, 1],
+    },
+    "borrowed": {"train.borrow_cores": "auto"},
+}
+FROZEN = {"behavior": 1, "previous": 2}
+"""Forward passes of frozen models in a step, by algorithm.old_policy: the reference, and the old policy."""
 
 
 @dataclass(frozen=True)
@@ -408,20 +420,6 @@ def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
             f"{one['bound_tokens_per_s']:.0f} ({one['tokens_per_s'] / one['bound_tokens_per_s']:.0%}), core-seconds: "
             f"{parts}"
         )
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one each": {"train.devices": [0], "rollout.devices": [1]},
-    "two each": {
-        "parallel.data": 2,
-        "train.devices": [0, 1],
-        "rollout.instances": 2,
-        "rollout.devices": [0, 1],
-    },
-    "borrowed": {"train.borrow_cores": "auto"},
-}
-FROZEN = {"behavior": 1, "previous": 2}
-"""Forward passes of frozen models in a step, by algorithm.old_policy: the reference, and the old policy."""
 
 
 def sized(**sizes: tuple[int, int]) -> dict[str, dict[str, Any]]:

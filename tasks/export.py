@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
 from engine.config.recipe import find_file
-from engine.errors import BadInput, MetronomeError
+from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.evaluation.tables import scores_by_version
 from engine.run.checkpoint_files import (
     MARKER,
@@ -31,7 +32,8 @@ from tasks.progress_display import show_progress, since_now
 BEST = "best"
 """RUN/checkpoints/best means the checkpoint of the run with the best evaluation."""
 WAIT_S = 3600.0
-"""Seconds to wait for another export of the run, as of an instance that serves the same checkpoint."""
+"""Longest time of an export in seconds, and of the wait for another one of the run, as of an instance that serves the
+same checkpoint."""
 
 
 def policy_folder(model: str) -> str:
@@ -107,9 +109,11 @@ def _export(checkpoint: Path, target: Path) -> None:
     child = Child("export", export_command(checkpoint.resolve(), target.resolve()), log)
     try:
         with show_progress("export", since_now(f"{checkpoint}: loading its weights")):
-            code = child.process.wait()
+            code = child.process.wait(WAIT_S)
         if code:
             raise (BadInput if code == 2 else MetronomeError)(last_error(child))
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"{checkpoint}: its export is not done after {WAIT_S:.0f} s") from None
     finally:
         child.stop()
         log.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engine.errors import DeadlineError, ProcessDied
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
 
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
@@ -249,3 +249,14 @@ def bind_cores(cores: Sequence[int]) -> None:
     such call."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))
+
+
+def report_errors(work: Callable[[], None]) -> int:
+    """Run the work of this process, and return its exit code: 0, BAD_INPUT, or 1 for another MetronomeError, whose
+    message is on stderr."""
+    try:
+        work()
+    except MetronomeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, BadInput) else 1
+    return 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import ModelShape, content_hash, read_shape
 from engine.platform import get_platform, single_session
-from engine.run.process import watch_lifeline
+from engine.run.process import report_errors, watch_lifeline
 from engine.run.progress import Progress, write_progress
 from engine.wire.weights.hf_folder import Reader, open_folder
 
@@ -156,13 +156,11 @@ def main() -> int:
         for file in files:
             write_progress(file, Progress(text))
 
-    try:
+    def work() -> None:
         with single_session(get_platform("cpu")):
             print(json.dumps(asdict(check_conversion(folder, tell))))
-    except MetronomeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadInput) else 1
-    return 0
+
+    return report_errors(work)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from engine.config import Config
-from engine.errors import BadInput, CheckpointError, MetronomeError
+from engine.errors import BadInput, CheckpointError
 from engine.model.build import Computation, build_model
 from engine.model.hf_weights import export_weights
 from engine.model.shape import read_shape
@@ -26,7 +26,7 @@ from engine.platform import get_platform, single_session
 from engine.ranks.rank_group import RankGroup
 from engine.run.checkpoint_files import STATE, check_checkpoint, read_marker
 from engine.run.files import sync_all, sync_folder, write_json
-from engine.run.process import watch_lifeline
+from engine.run.process import report_errors, watch_lifeline
 from engine.run.run_inputs import find_inputs
 from engine.run.served_model import ORIGIN
 from engine.trainer.checkpoint.state import load_policy
@@ -137,13 +137,12 @@ def main() -> int:
     """Export, and return 0, or 2 on bad input, or 1; the reason is on stderr."""
     watch_lifeline()
     checkpoint, target = map(Path, sys.argv[1:])
-    try:
+
+    def work() -> None:
         with single_session(get_platform("cpu")):
             export_checkpoint(checkpoint, target)
-    except MetronomeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadInput) else 1
-    return 0
+
+    return report_errors(work)
 
 
 if __name__ == "__main__":
