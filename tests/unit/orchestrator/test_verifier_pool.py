@@ -332,7 +332,7 @@ SPEAKS = {  # what the third call of the reward does beside scoring
 @pytest.mark.parametrize("speaks", SPEAKS.values(), ids=SPEAKS.keys())
 async def test_nobody_but_the_worker_answers_a_call_and_only_once(reward, tmp_path, speaks):
     """The score of each prompt is its answer, whatever the reward writes where, and whatever its children do."""
-    old = verifier_messages.frame_message(verifier_messages.Scores.of([Score(9.0)], number=2))
+    old = verifier_messages.frame_message(verifier_messages.Scores.of([Score(9.0)] * 2, number=2))
     spec = reward(
         f"import os, pathlib\nfrom contextlib import suppress\nOLD = {old!r}\ndef reward(prompt, responses):\n"
         "    once = pathlib.Path(__file__).with_name('once')\n"
