@@ -28,7 +28,7 @@ GOOD = SPOKEN | {"name": "guest", "url": "http://127.0.0.1:4711"}
 @contextlib.asynccontextmanager
 async def running(folder, **rollout):
     """(pool, server, call): `call` sends a request to a server that really listens."""
-    config = Config(rollout={"heartbeat_s": 0.2, "wait_s": 5, "instances": 0, **rollout})
+    config = Config(rollout={"heartbeat_s": 5, "wait_s": 20, "instances": 0, **rollout})
     pool = Pool(config, folder, folder)
     server = Server(config)
     server.pool = pool
