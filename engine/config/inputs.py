@@ -35,9 +35,8 @@ class Run(Table):
     something else: "weights" and "tokenizer" of `model.path`, "prompts", the code of the "reward" or of the
     "algorithms". A later `--resume` does not keep it."""
     keep_steps: int = Field(default=1000, ge=0)
-    """Number of newest steps whose spans (`trace/`), response samples (`responses/`) and tables of evaluations during
-    the training are kept; of spans up to twice as many. Older ones are deleted, the figures in steps.jsonl and
-    evaluations.jsonl are not. 0: all are kept."""
+    """Number of newest steps whose spans (up to twice as many), response samples and tables of evaluations during the
+    training are kept. The figures of older steps stay. 0: all."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""

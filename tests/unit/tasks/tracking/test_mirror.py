@@ -186,6 +186,15 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
     assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5)]
 
 
+def test_an_evaluation_whose_table_was_deleted_while_mlflow_was_away_has_its_figures(config):
+    config.folder.mkdir(parents=True)
+    row = {"step": 0, "weight_version": 0, "benchmark": "sums", "problems": 2, "samples": 1, "avg_at_k": 0.5}
+    append_line(config.folder / "evaluations.jsonl", row | {"ci_low": 0.1, "ci_high": 0.9, "table": "evaluations/a"})
+    with tracked_run.track_run(config) as run_id:
+        pass
+    assert history(run_id, "sums/avg_at_k") == [(0, 0.5)]
+
+
 def test_a_long_parameter_is_cut_and_says_so():
     assert mirror.cut_parameter("x" * 6000) == "x" * 6000
     short = mirror.cut_parameter("x" * 6001)
