@@ -28,8 +28,8 @@ class Run(Table):
     output: str = "runs"
     """Folder that holds run folders, policies from the registry, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
-    """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
-    at the same point more often ends as failed. Three survive the replacement of a node."""
+    """Largest number of resumes in a row without a new checkpoint or a finished stage between them. Three survive the
+    replacement of a node."""
     accept: tuple[Accepted, ...] = ()
     """Changes that a resume, an evaluation or a registration of this command accepts, since the run was trained with
     something else: "weights" and "tokenizer" of `model.path`, "prompts", the code of the "reward" or of the
