@@ -269,9 +269,9 @@ class Mirror:
         for step in sorted({*range(0, steps, max(1, steps // SAMPLES)), steps - 1}):
             file = self._folder.samples_of(step)
             changed = file.stat().st_mtime_ns if file.exists() else None
-            if self._samples.get(file) != changed:
+            if changed is not None and self._samples.get(file) != changed:  # an old one may be deleted by now
                 yield f"responses/{file.name}", partial(self._client.log_artifact, self._id, str(file), "responses")
-                self._samples[file] = changed or 0
+                self._samples[file] = changed
 
     def _lacking_inputs(self) -> Iterator[tuple[str, Callable[[], object]]]:
         report = self._folder.path / "data.json"
