@@ -81,7 +81,7 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     told = compare_runs([str(folder), run_id], tmp_path / "page.html", uri)
     assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
     assert "with no visible difference" in told
-    assert "Mean reward/form" in (tmp_path / "page.html").read_text()
+    assert '"title":"reward/form"' in (tmp_path / "page.html").read_text()
 
 
 def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):
