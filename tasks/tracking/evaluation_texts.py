@@ -79,8 +79,8 @@ def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str
     first = rows[0]
     last = rows[-1]
     table = {
-        f"{kind_of_average(row.get('partial_scores'))} {when}{which}": f"{_figures(row)} (version {row['weight_version']})"
-        for when, row in (("before", first), ("after", last))
+        f"{kind_of_average(row.get('partial_scores'))} {when}{which}": f"{_figures(row)} (version {version})"
+        for when, row, version in (("before", first, first["weight_version"]), ("after", last, last["weight_version"]))
     }
     if "against" in last:
         table[f"difference{which}"] = describe_difference(last["against"])

@@ -153,7 +153,7 @@ def test_two_evaluations_are_compared_by_their_problems_and_need_no_steps(tmp_pa
     tuned = evaluated(tmp_path / "tuned", {f"p{n}": float(n < 12) for n in range(20)}, 4)
     told = compare_runs([base, tuned], tmp_path / "page.html").splitlines()
     assert [line.split() for line in told[:3]] == [
-        ["run", "b"],
+        ["run", "b:", "accuracy"],
         ["base", "0.100", "[0.000,", "0.200]"],
         ["tuned", "0.600", "[0.500,", "0.700]"],
     ]
