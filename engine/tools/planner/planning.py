@@ -27,6 +27,7 @@ from engine.tools.planner.search import (
     CostsOf,
     Ranked,
     bound_s,
+    on_cpu,
     ranked_of,
     search_settings,
 )
@@ -198,7 +199,7 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
 
     def costs_of(wanted: Config) -> Costs:
         theirs, costs = next((each for each in measured if _layout(each[0]) == _layout(wanted)), measured[0])
-        if wanted.platform.device in ("auto", "cpu"):
+        if on_cpu(wanted):
             return on_cores(costs, theirs, wanted)
         if _layout(theirs) == _layout(wanted):
             return costs
@@ -284,7 +285,7 @@ def run_advice(folder: Path) -> str:
     plan = find_plan(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:
-        return f"{found}; no setting of this layout is predicted to be much faster"
+        return f"{found}; no other setting is predicted to be much faster"
     return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} (metronome plan --from {folder})"
 
 
@@ -308,12 +309,11 @@ def _by_layout(runs: Sequence[MeasuredRun]) -> Iterator[list[MeasuredRun]]:
 
 def _layout(config: Config) -> tuple[object, ...]:
     parallel = config.parallel
-    on_cpu = config.platform.device in ("auto", "cpu")
     return (
         *(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.sequence),
         config.rollout.tensor,
         config.train.dtype,
-        *((tuple(config.train.devices), tuple(config.rollout.devices)) if on_cpu else ()),
+        *((tuple(config.train.devices), tuple(config.rollout.devices)) if on_cpu(config) else ()),
     )
 
 

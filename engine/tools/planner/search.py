@@ -92,7 +92,7 @@ def search_settings(
             continue
         entry = (-bound, looked, Candidate(differing_keys(config, keys), made, bound))
         layout = core_layout(made)
-        if _on_cpu(config) and (layout not in of_layout or entry[0] > of_layout[layout][0]):
+        if on_cpu(config) and (layout not in of_layout or entry[0] > of_layout[layout][0]):
             of_layout[layout] = entry
         if len(best) == kept and -bound <= best[0][0]:
             continue
@@ -139,7 +139,7 @@ def differing_keys(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
 def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
     """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. With
     OWN_LAYOUT, only settings that keep the layout. On a CPU the layouts are those of cores that both sides share."""
-    if _on_cpu(config):
+    if on_cpu(config):
         layouts = _core_layouts(config)
     elif count == OWN_LAYOUT:
         layouts = iter([{}])
@@ -157,7 +157,8 @@ def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterato
         }
 
 
-def _on_cpu(config: Config) -> bool:
+def on_cpu(config: Config) -> bool:
+    """Whether the devices of a plan are cores."""
     return config.platform.device in ("auto", "cpu")
 
 
