@@ -171,7 +171,8 @@ def _core_layouts(config: Config) -> Iterator[dict[str, Any]]:
     """The recipe's own layout; if trainer and instances share the cores, also k replicas and k instances, without and
     with `train.borrow_cores`. The embedded engine stands for instances on cores, since "auto" may find a GPU."""
     yield {}
-    train, rollout = config.train, config.rollout
+    train = config.train
+    rollout = config.rollout
     parted = train.devices or rollout.devices or config.scorer_ranks or config.parallel.nodes > 1
     joined = config.dry_run.joining or not rollout.instances
     if parted or joined or rollout.engine != "embedded" or config.parallel.ranks > config.parallel.data:
@@ -232,8 +233,9 @@ def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
     if train.mode == "sync":
         busy = decoding + alone
     else:  # on shared cores, no less than the work of both sides on all of them
-        each = config.parallel.ranks * config.trainer_threads, rollout.instances * config.instance_threads
-        shared = (training * each[0] + decoding * each[1]) / max(sum(each), len(usable_cores()))
+        theirs = config.parallel.ranks * config.trainer_threads
+        ours = rollout.instances * config.instance_threads
+        shared = (training * theirs + decoding * ours) / max(theirs + ours, len(usable_cores()))
         busy = max(decoding, alone, shared * config.threads_per_core)
     update = costs.update * train.updates * config.trainer_threads / config.most_trainer_threads
     return busy + costs.sync + update + costs.overhead
