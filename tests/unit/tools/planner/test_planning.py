@@ -168,7 +168,11 @@ def shared_cores(monkeypatch, tiny_model, decode_step, token):
         rollout={"instances": 1, "group_size": 4, "concurrency": 4},
     )
     model = StepModel(
-        made, shape_of(str(tiny_model))[0], partial(on_cores, costs, made), Lengths(((20, (50,) * 4),), "given"), {}
+        config=made,
+        shape=shape_of(str(tiny_model))[0],
+        costs_of=partial(on_cores, costs, made),
+        lengths=Lengths(((20, (50,) * 4),), "given"),
+        assumptions={},
     )
     return find_plan(model, OWN_LAYOUT)
 
