@@ -117,6 +117,6 @@ def _export(checkpoint: Path, target: Path) -> None:
         raise DeadlineError(f"{checkpoint}: its export is not done after {WAIT_S:.0f} s") from None
     finally:
         child.stop()
-        log.unlink(missing_ok=True)
         shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)  # as large as the model
+    log.unlink()
     say("export", f"{checkpoint} to {target}")

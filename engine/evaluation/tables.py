@@ -99,10 +99,15 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     best_at_k_bootstrap: float
     reward_timeouts: int
     partial_scores: int
-    """Number of responses whose score is neither 0 nor 1. If there are any, avg@k is a mean reward, not an accuracy."""
+    """Number of responses whose score is neither 0 nor 1. If there are any, avg@k is a reward, not an accuracy."""
     protocol: EvaluationProtocol
     table: str
     """Path relative to the run folder."""
+
+
+def kind_of_average(partial_scores: Any) -> str:  # noqa: ANN401
+    """The name of avg@k for users: accuracy if every response is right or wrong, else (`partial_scores`) reward."""
+    return "reward" if partial_scores else "accuracy"
 
 
 def _reward_anywhere(reward: Reward) -> str:
