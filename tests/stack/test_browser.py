@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import boto3
 import pytest
 
+from engine.client.service import ServiceClient
 from engine.run.process import LIFELINE, hold_lifeline
 from engine.wire.message import pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PutPrompts
@@ -108,7 +109,8 @@ class Attacked:
 
     def instances(self):
         """Their names with what an attack would change."""
-        return {one["name"]: (one["state"], one["version"], one["restarts"]) for one in self.get("/status")["instances"]}
+        known = self.get("/status")["instances"]
+        return {one["name"]: (one["state"], one["version"], one["restarts"]) for one in known}
 
     def instance(self):
         """Its only one."""
@@ -159,7 +161,9 @@ def world(made, tmp_path):
         planes = [address_of(tmp_path / name, one) for name, one in zip(("run", "service"), attacked, strict=False)]
         serve = Attacked(f"127.0.0.1:{port}")
         wait_for(lambda: answers(serve, "/weight_version"), "metronome serve", 300)
-        wait_for(lambda: [state for state, *_ in planes[1].instances().values()] == ["ready"], "the service", 300)
+        ServiceClient(
+            planes[1].url.removeprefix("http://"), timeout_s=300, token=TOKEN
+        ).close()  # waits for its engines
         wait_for(lambda: planes[0].get("/status")["version"] == 0, "the run's first step", 300)
         yield SimpleNamespace(processes=attacked, run=planes[0], service=planes[1], serve=serve, services=services)
 
@@ -172,9 +176,7 @@ def answers(one, route):
 def objects(services):
     names = {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
     given = {key: services.environment[name] for key, name in names.items()}
-    return boto3.client(
-        "s3", endpoint_url=services.environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **given
-    )
+    return boto3.client("s3", endpoint_url=services.environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **given)
 
 
 def test_the_attack_gets_through_to_a_server_that_takes_everybody(tmp_path):
@@ -207,7 +209,8 @@ def test_a_page_reads_nothing_and_moves_nothing(world, made, tmp_path):
     held = [plane.instances() for plane in (world.run, world.service)]
     service = world.service.get("/status")
     plan = [
-        *(of_a_plane(plane.url, next(iter(names))) for plane, names in zip((world.run, world.service), held, strict=True)),
+        of_a_plane(world.run.url, *held[0]),
+        of_a_plane(world.service.url, *held[1]),
         *(of_an_instance(one.url) for one in instances),
         *of_the_services(environment),
     ]

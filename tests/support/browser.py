@@ -34,7 +34,8 @@ async function asked(one, mode, headers) {
   try {
     const body = one.method === "GET" ? undefined : bytes(one.body);
     const reply = await within(fetch(one.url, {mode, method: one.method, headers, body}));
-    return reply.type === undefined ? {ended: reply} : {ended: reply.type, status: reply.status, text: await reply.text()};
+    if (reply.type === undefined) return {ended: reply};
+    return {ended: reply.type, status: reply.status, text: await reply.text()};
   } catch (error) {
     return {ended: "error"};
   }
@@ -58,7 +59,10 @@ const ways_of_get = {
 };
 const ways_of_post = {
   ...ways,
-  "beacon": async (one) => ({ended: String(navigator.sendBeacon(one.url, new Blob([bytes(one.body)], {type: "text/plain"})))}),
+  "beacon": async (one) => {
+    const sent = navigator.sendBeacon(one.url, new Blob([bytes(one.body)], {type: "text/plain"}));
+    return {ended: sent ? "sent" : "error"};
+  },
   "form": async (one) => framed((made) => {
     const text = atob(one.body), form = document.createElement("form"), field = document.createElement("input");
     Object.assign(form, {method: "POST", action: one.url, enctype: "text/plain", target: made.name});
@@ -109,9 +113,9 @@ def attempt(method, url, body=b"", **headers):
     return {"method": method, "url": url, "body": base64.b64encode(body).decode(), "headers": headers}
 
 
-def attack(folder, plan, rebound=True):
-    """Have Chromium open the stranger's page from an address of this machine, and from a host name, and, with
-    `rebound`, from a host name that leads to the attacked servers once the page is there (DNS rebinding).
+def attack(folder, plan):
+    """Have Chromium open the stranger's page from an address of this machine, from a host name, and from a host name
+    that leads to the attacked servers once the page is there (DNS rebinding).
 
     `plan`: lists of attempts at `http://127.0.0.1:PORT`, each made in its order. Returns {page: answers}, each with
     how, method, url, how it ended, and the text that the page could read.
@@ -119,24 +123,22 @@ def attack(folder, plan, rebound=True):
     ports = sorted({_port(one["url"]) for requests in plan for one in requests})
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(_serving(_Home))
-        origins = {"address": f"http://127.0.0.1:{home.port}", "name": f"http://{STRANGER}:{home.port}"}
         rules = []
-        if rebound:
-            doors = {port: stack.enter_context(_serving(_Door)) for port in ports}
-            for port, door in doors.items():
-                door.target = port
-                door.page = _page(_moved([one for one in plan if _port(one[0]["url"]) == port]), home, f"rebound {port}")
-            rules = [f"MAP {STRANGER}:{port} 127.0.0.1:{door.port}" for port, door in doors.items()]
-        frames = [f"http://{STRANGER}:{port}/stranger" for port in ports] if rebound else []
+        for port in ports:
+            door = stack.enter_context(_serving(_Door))
+            own = [requests for requests in plan if _port(requests[0]["url"]) == port]
+            door.target, door.page = port, _page(_moved(own), home, f"rebound {port}")
+            rules.append(f"MAP {STRANGER}:{port} 127.0.0.1:{door.port}")
+        frames = [f"http://{STRANGER}:{port}/stranger" for port in ports]
         home.pages = {
             "address": _page(plan, home, "address"),
-            "name": _page(plan + (_moved(plan) if rebound else []), home, "name", frames),
+            "name": _page(plan + _moved(plan), home, "name", frames),
         }
-        expected = {"address", "name", *(f"rebound {port}" for port in (ports if rebound else ()))}
-        for name, origin in origins.items():
-            wanted = {"address"} if name == "address" else expected
-            with _browser(f"{origin}/{name}", folder / name, [*rules, f"MAP {STRANGER} 127.0.0.1"]) as process:
-                home.wait(wanted, process)
+        with _browser(f"http://127.0.0.1:{home.port}/address", folder / "address", []) as process:
+            home.wait({"address"}, process)
+        rules.append(f"MAP {STRANGER} 127.0.0.1")
+        with _browser(f"http://{STRANGER}:{home.port}/name", folder / "name", rules) as process:
+            home.wait({"name", *(f"rebound {port}" for port in ports)}, process)
         return home.answers
 
 
