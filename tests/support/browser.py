@@ -127,7 +127,8 @@ def attack(folder, plan):
         for port in ports:
             door = stack.enter_context(_serving(_Door))
             own = [requests for requests in plan if _port(requests[0]["url"]) == port]
-            door.target, door.page = port, _page(_moved(own), home, f"rebound {port}")
+            door.target = port
+            door.page = _page(_moved(own), home, f"rebound {port}")
             rules.append(f"MAP {STRANGER}:{port} 127.0.0.1:{door.port}")
         frames = [f"http://{STRANGER}:{port}/stranger" for port in ports]
         home.pages = {
