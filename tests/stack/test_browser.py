@@ -1,4 +1,4 @@
-"""A page in a real Chromium attacks a run, `metronome serve`, `metronome service`, and the Prefect server and the bucket
+"""A page in a real Chromium attacks a run, `metronome serve`, `metronome service`, and Prefect's server and the bucket
 of `make services`: it reads nothing and moves nothing. `support.browser` has the page and its ways to send.
 
 Not MLflow's server: by a rule of its own, which no option changes, it answers pages of http://localhost and
