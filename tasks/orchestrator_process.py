@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from engine.run.commands import orchestrator_command
 from engine.run.fence import TAKEN_OVER
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
+from engine.run.logs import log_error
 from engine.run.process import Child
 from engine.run.progress import Progress, folder_size, format_size
 from engine.tools.timeline import draw_timeline
@@ -147,7 +147,7 @@ def _draw(folder: RunFolder) -> None:
     try:
         draw_timeline(folder.path)
     except (OSError, BadInput) as error:
-        print(f"warning: the timeline can't be drawn: {error}", file=sys.stderr, flush=True)
+        log_error(f"warning: the timeline can't be drawn: {error}")
 
 
 class _Watch:

@@ -6,14 +6,13 @@ It uses a canvas and 150 lines of script, because plotly's script has 4.8 MB and
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.run.files import read_lines, write_atomically
+from engine.run.files import encode_for_page, read_lines, write_atomically
 from engine.run.trace import Span, iterate_spans, read_spans
 
 LANES = {
@@ -109,7 +108,7 @@ def draw_timeline(run_folder: Path) -> Path:
     overlaps = _overlaps(outline, iterate_spans(trace))
     sizes = {line["step"]: line["pool_size"] for line in read_lines(run_folder / "steps.jsonl")}
     target = run_folder / "timeline.html"
-    content = json.dumps(_content(run_folder.name, spans, overlaps, sizes), separators=(",", ":")).replace("</", "<\\/")
+    content = encode_for_page(_content(run_folder.name, spans, overlaps, sizes))
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     write_atomically(target, template.replace("/*DATA*/null", content))
     return target
