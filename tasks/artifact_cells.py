@@ -38,8 +38,14 @@ def table_as_markdown(values: Mapping[str, Any]) -> str:
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table in Markdown of plain texts."""
-    lines = ["".join(f"| {markdown_text(str(cell))} ".replace("|  ", "| ", 1) for cell in line) for line in (head, *rows)]
-    return "\n".join([f"{lines[0]}|", "|---" * len(head) + "|", *(f"{line}|" for line in lines[1:])])
+    lines = ["".join(map(_cell, line)) + "|" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def _cell(value: object) -> str:
+    text = markdown_text(str(value))
+    return f"| {text} " if text else "| "
+
 
 
 def markdown_text(text: str) -> str:

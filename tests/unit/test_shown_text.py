@@ -65,7 +65,7 @@ def test_an_error_of_users_code_is_one_line():
     "what", ["http://ci:{}@127.0.0.1:1/x", "token {} refused", "{}-of-mlflow", "{}-of-aws {}-of-it"]
 )
 def test_no_line_has_a_secret(show, secrets, tmp_path, what):
-    text = f"the API says: {what.format(SECRET, SECRET)}, see someone@example.org"
+    text = f"the API says: {what.format(*[SECRET] * 3)}, see someone@example.org"
     found = show(text)
     folder = RunFolder(tmp_path)
     folder.write_failure(MetronomeError(text))
