@@ -116,7 +116,7 @@ def test_the_page_says_what_each_lane_and_colour_shows(page):
 
 def test_no_name_ends_the_script_or_begins_a_comment(tmp_path):
     trace = Trace(tmp_path / "trace", "orchestrator")
-    trace.add_span("<!--<script>", "</script>", 0.0, 1.0, step=0)
+    trace.add_span(**span("<!--<script>", "</script>", 0.0, 1.0, step=0))
     trace.flush()
     text = draw_timeline(tmp_path).read_text()
     assert text.count("</script>") == text.count("<script>") == 1
