@@ -45,7 +45,7 @@ def clean_line(text: str) -> str:
 
 def cut_text(text: str, longest: int = LONGEST_TEXT) -> str:
     """Return a text of at most `longest` characters, with a note at its end if it was longer."""
-    note = f"… ({len(text):,} characters)"
+    note = f"… ({len(text) - longest:,} more)"
     return text if len(text) <= longest else text[: longest - len(note)] + note
 
 

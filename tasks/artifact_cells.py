@@ -47,7 +47,6 @@ def _cell(value: object) -> str:
     return f"| {text} " if text else "| "
 
 
-
 def markdown_text(text: str) -> str:
     """One line that Markdown shows as it is: no code, link or HTML begins in it, and no cell of a table ends."""
     return re.sub(r"([\\`<|]|(?<=\])\()", r"\\\1", clean_line(text))
