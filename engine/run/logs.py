@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,8 +13,8 @@ from engine.errors import clean_text
 
 LOG_BYTES = 64 * 2**20
 """A log of this size is moved to NAME.log.1, replacing the previous one."""
-EVERY_S = 30.0
-"""Seconds between two checks of the logs' sizes."""
+EVERY_S = 1.0
+"""Seconds between two checks of the logs' sizes: a process that prints 100 MB/s adds 100 MB in between."""
 
 
 def log_line(text: str) -> None:
@@ -29,14 +28,16 @@ def log_error(text: str) -> None:
 
 
 def rotate_logs(folder: Path) -> None:
-    """Move aside the logs in a folder that have grown too large.
+    """Move aside the last `LOG_BYTES` of the logs in a folder that have grown too large.
 
     Processes hold their logs open and append to them. So a log is copied and truncated, not renamed; lines written in
     between are lost.
     """
     for log in folder.glob("*.log"):
-        if log.stat().st_size >= LOG_BYTES:
-            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        if (size := log.stat().st_size) >= LOG_BYTES:
+            with log.open("rb") as grown, log.with_name(f"{log.name}.1").open("wb") as aside:
+                grown.seek(size - LOG_BYTES)
+                aside.write(grown.read(LOG_BYTES))
             os.truncate(log, 0)
 
 
