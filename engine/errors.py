@@ -1,8 +1,77 @@
-"""The errors that Metronome raises on purpose. Each message says what was wrong, where, and what would be right."""
+"""The errors that Metronome raises on purpose, and the filter of all texts that people read.
+
+Each message says what was wrong, where, and what would be right.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+LONGEST_TEXT = 20_000
+"""Length in characters after which a text is cut."""
+SHORTEST_SECRET = 6
+"""Length in characters below which the value of a variable is no secret: it may be part of any word."""
+
+_USER_INFO = re.compile(r"(?<=://)[^/?#@:\s]*:(?P<password>[^/?#\s]*)@")
+"""user:password@ of a URI. A password may have an @ of its own, as some write it."""
+_QUERY = re.compile(r"(?<=[?&])(password|passwd|token|secret)=[^&#\s'\"]+", re.IGNORECASE)
+"""The same among the parameters of a URI."""
+_SECRET = re.compile(r"(?:TOKEN|PASSWORD|PASSWD|KEY|AUTH_STRING|CREDENTIALS?)$|SECRET|PASSPHRASE", re.IGNORECASE)
+"""Names of environment variables whose values are secret."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys or draws elsewhere: control characters (C0 but tab and line feed, and C1), other ends of lines,
+marks of the direction of text, and halves of surrogate pairs, which no stream can write."""
+
+
+def clean_text(text: str, longest: int = LONGEST_TEXT) -> str:
+    """The text as people may see it, on a terminal, in a log or on a page, wherever it came from.
+
+    Control characters are escaped, passwords of addresses and the values of secret environment variables are removed,
+    and each further line is indented, so that it does not look like a message of its own. A text of more than `longest`
+    characters is cut. Cleaning it again changes nothing.
+    """
+    text = without_password(text)
+    for secret in _secrets():
+        text = text.replace(secret, "***")
+    text = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+    return cut_text(re.sub(r"\n(?=\S| \S)", "\n  ", text), longest)
+
+
+def clean_line(text: str) -> str:
+    """`clean_text` in one line: further ends of lines are escaped, too."""
+    return clean_text("\\n".join(text.strip().split("\n")))
+
+
+def cut_text(text: str, longest: int = LONGEST_TEXT) -> str:
+    """Return a text of at most `longest` characters, with a note at its end if it was longer."""
+    note = f"… ({len(text) - longest:,} more)"
+    return text if len(text) <= longest else text[: longest - len(note)] + note
+
+
+def has_password(uri: str) -> bool:
+    """Whether an address carries a password."""
+    return "://" in uri and bool(_USER_INFO.search(uri) or _QUERY.search(uri))
+
+
+def without_password(text: str) -> str:
+    """An address, or a text with addresses, without their passwords and the users of these."""
+    return _QUERY.sub(r"\1=***", _USER_INFO.sub("", text)) if "://" in text else text
+
+
+def _secrets() -> list[str]:
+    """The secret values in the environment, the longest first: of secret variables, and passwords in addresses."""
+    found = {value for name, value in os.environ.items() if _SECRET.search(name)}
+    found |= {one["password"] for value in os.environ.values() for one in _USER_INFO.finditer(value)}
+    return sorted((one for one in found if len(one) >= SHORTEST_SECRET), key=len, reverse=True)
 
 
 class MetronomeError(Exception):
-    """Base of all errors below; the command line prints its message and exits with 1."""
+    """Base of all errors below; the command line prints its message, which is clean (`clean_text`), and exits with
+    1."""
+
+    def __str__(self) -> str:
+        return clean_text(super().__str__())
 
 
 class BadInput(MetronomeError):

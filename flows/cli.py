@@ -42,7 +42,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"metronome {metadata.version('metronome')}")
+        console.print_page(f"metronome {metadata.version('metronome')}")
         raise typer.Exit
 
 
@@ -100,11 +100,13 @@ def run(
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
     """The run that a command means: a new one, or an existing one with `resume`."""
     from tasks.resume import find_resumed
+    from tasks.tracking.registered_policies import check_names
 
     if resume:
         return find_resumed(recipe or None, overrides)
     named, note = (recipe, "") if recipe else _default_recipe(override_keys(overrides))
     config = load_config(named, overrides)
+    check_names(config, named)
     if note:
         console.say("recipe", note)
     return Resumed(config, named)
@@ -214,7 +216,7 @@ def try_reward(
     with _exit_codes():
         given = read_given(response, responses)
         shown, whole = run_trial(with_model_folder(load_config(recipe, overrides)), given, rows)
-        print(shown)
+        console.print_page(shown)
         raise typer.Exit(0 if whole else 1)
 
 
@@ -279,7 +281,7 @@ def export(
         found = best_checkpoint(run) if run.config.is_file() else find_checkpoint(checkpoint)
         if found is None:
             raise BadInput(f"{checkpoint}: neither a checkpoint nor a run folder; expected RUN/checkpoints/step-NUMBER")
-        print(export_policy(found, out))
+        console.print_page(str(export_policy(found, out)))
 
 
 @app.command()
@@ -388,7 +390,7 @@ def compare(
     with _exit_codes():
         from tasks import compare as comparison
 
-        print(comparison.compare_runs(runs, out, tracking_uri))
+        console.print_page(comparison.compare_runs(runs, out, tracking_uri))
 
 
 @app.command()
@@ -407,7 +409,7 @@ def prune(
     from tasks.prune import prune as prune_runs
 
     with _exit_codes():
-        print(prune_runs(runs, keep_steps, records, apply=yes))
+        console.print_page(prune_runs(runs, keep_steps, records, apply=yes))
 
 
 @app.command()
@@ -476,7 +478,7 @@ def doctor(
         if only or out or overrides:
             raise BadInput("--only, --out and --set are for metronome doctor --device")
         lines, healthy = collect_findings()
-        print("\n".join(lines))
+        console.print_page("\n".join(lines))
         raise typer.Exit(0 if healthy else 1)
 
 

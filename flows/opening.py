@@ -19,7 +19,7 @@ from tasks.input_checks import check_address, check_inputs, check_run_folder
 from tasks.resume import Resumed, find_resumed
 from tasks.resume_checks import check_resume
 from tasks.tracking.flow_links import tracked_flow
-from tasks.tracking.registered_policies import started_from
+from tasks.tracking.registered_policies import check_names, started_from
 from tasks.tracking.tracked_run import check_usable
 from tasks.train import train
 
@@ -40,6 +40,7 @@ def opened(
     given = [*settings.overrides(), *overrides]
     with crashed_without_tracking():
         found = find_resumed(recipe, given) if resume else Resumed(load_config(recipe, given), recipe)
+        check_names(found.config, found.recipe)
         config, begun = started_from(read_settled_config(found.config), found.recipe, continue_from)
     again = begun_by_this_flow(RunFolder(config.folder))
     if not again:

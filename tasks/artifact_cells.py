@@ -1,9 +1,12 @@
-"""Formats values for the tables of Prefect's artifacts."""
+"""Formats values and tables for the Markdown of Prefect's artifacts and of MLflow's descriptions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from engine.errors import clean_line
 
 
 def format_cell(value: Any) -> str:  # noqa: ANN401
@@ -30,5 +33,27 @@ def table_rows(values: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def table_as_markdown(values: Mapping[str, Any]) -> str:
     """The same table in Markdown."""
-    rows = (f"| {row['figure']} | {row['value'].replace('|', chr(92) + '|')} |" for row in table_rows(values))
-    return "\n".join(["| | |", "|---|---|", *rows])
+    return markdown_table(["", ""], [[row["figure"], row["value"]] for row in table_rows(values)])
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown of plain texts."""
+    lines = ["".join(map(_cell, line)) + "|" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def _cell(value: object) -> str:
+    text = markdown_text(str(value))
+    return f"| {text} " if text else "| "
+
+
+def markdown_text(text: str) -> str:
+    """One line that Markdown shows as it is: no code, link or HTML begins in it, and no cell of a table ends."""
+    return re.sub(r"([\\`<|]|(?<=\])\()", r"\\\1", clean_line(text))
+
+
+def code_span(text: str) -> str:
+    """One line as code of Markdown, also with backticks in it."""
+    text = clean_line(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"

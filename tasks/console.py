@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from engine.errors import clean_text
 
 LINES_PER_RUN = 20
 """Approximate number of step lines per run; there are more if steps are slow."""
@@ -42,8 +45,9 @@ _output = _Output()
 
 
 def say(stage: str, text: str) -> None:
-    """Print one line immediately. If no process reads the output any more (a Prefect worker was killed), this process
-    ends as after a crash."""
+    """Print a line immediately, cleaned (`engine.errors.clean_text`); further lines stand below its text. If no process
+    reads the output any more (a Prefect worker was killed), this process ends as after a crash."""
+    text = re.sub("\n *", f"\n{'':13}", clean_text(text))
     colour = ("33" if stage in WARNINGS else "1;36") if is_terminal() and not os.environ.get("NO_COLOR") else ""
     head = f"\x1b[{colour}m{stage:<12}\x1b[0m" if colour else f"{stage:<12}"
     _print(f"{head} {text}")
@@ -132,13 +136,19 @@ def format_duration(seconds: float) -> str:
 def print_table(title: str, rows: Mapping[str, str]) -> None:
     """Print a two-column table."""
     width = max(map(len, rows))
-    lines = "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    lines = "\n".join(f"  {name:<{width}}  {clean_text(value)}" for name, value in rows.items())
     _print(f"\n{title}\n{lines}")
     _listen(logging.INFO, f"{title}\n{lines}")
 
 
+def print_page(text: str) -> None:
+    """Print a text of any length in the lines that it has."""
+    _print("\n".join(clean_text(line, sys.maxsize) for line in text.split("\n")))
+
+
 def print_error(message: str) -> None:
     """Print a message on stderr: the error of a failed command, or a warning."""
+    message = clean_text(message)
     print(message, file=sys.stderr, flush=True)
     _output.last = time.monotonic()
     _listen(logging.WARNING if message.startswith("warning: ") else logging.ERROR, message)

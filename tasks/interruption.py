@@ -139,4 +139,6 @@ def _resume_command(config: Config, command: str) -> str:
 
 def _on_own_line(message: str) -> None:
     """Print on stderr. A terminal shows ^C at the cursor, so there the message starts on a new line."""
-    console.print_error(("\n" if sys.stderr.isatty() else "") + message)
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    console.print_error(message)

@@ -66,9 +66,9 @@ def make_plan(
     best = _tuned(config, plan) if autotune else plan.best[0]
     if out is not None:
         dump_config(best.candidate.config, out)
-        print(f"recipe: {out}")
+        console.print_page(f"recipe: {out}")
     if page is not None:
-        print(f"page: {pages.write_plan(plan, best, changes, page)}")
+        console.print_page(f"page: {pages.write_plan(plan, best, changes, page)}")
 
 
 def measure_probes(config: Config) -> list[str]:
@@ -88,7 +88,7 @@ def _tuned(config: Config, plan: Planned) -> Ranked:
         [f"{seconds:.3g} s measured", f"{one.step_s:.3g} s planned", str(one.candidate)]
         for seconds, one in sorted(found.items(), key=lambda each: each[0])
     ]
-    print(f"\n{align_columns(rows)}")
+    console.print_page(f"\n{align_columns(rows)}")
     return found[min(found)]
 
 
@@ -132,11 +132,13 @@ def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
         ]
         for one in _shown(plan)
     ]
-    print(align_columns([columns, *rows]))
-    print(f"\n{plan.looked:,} settings considered, {len(plan.best)} simulated. Best settings under other conditions:")
+    console.print_page(align_columns([columns, *rows]))
+    console.print_page(
+        f"\n{plan.looked:,} settings considered, {len(plan.best)} simulated. Best settings under other conditions:"
+    )
     other = [
         [one.name, "the same" if one.gain < NOISE else f"{one.gain:.2f} times as fast: {one.best.candidate}"]
         for one in changes
     ]
-    print(align_columns(other))
+    console.print_page(align_columns(other))
     console.print_table("Assumptions", plan.model.assumptions)

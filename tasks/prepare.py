@@ -3,7 +3,7 @@ left out and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_json
 from engine.run.identity import read_run_id, run_began
 from engine.types import JsonObject
-from tasks.artifact_cells import format_cell, table_rows
+from tasks.artifact_cells import code_span, format_cell, markdown_table, markdown_text, table_rows
 from tasks.code_version import code_hash
 from tasks.progress_display import show_progress, since_now
 
@@ -134,18 +134,18 @@ def report_page(found: DataReport) -> str:
     """A report as Markdown: the two sets side by side, their overlaps, and the rows that were left out."""
     sets = (found["train"], found["heldout"])
     rows = [[what, *(_cell(figures, what) for figures in sets)] for what in COMPARED]
-    parts = ["# Data", _table(["", "training", "held out"], rows)]
-    parts += [f"**Note:** {note}" for note in found["notes"]]
+    parts = ["# Data", markdown_table(["", "training", "held out"], rows)]
+    parts += [f"**Note:** {markdown_text(note)}" for note in found["notes"]]
     overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
-    parts += [f"## Compared with {', '.join(found['compared_with']) or 'no other set'}"]
+    parts += [f"## Compared with {markdown_text(', '.join(found['compared_with'])) or 'no other set'}"]
     parts += (
-        [_table(["training row", "overlaps with", "share"], overlaps)]
+        [markdown_table(["training row", "overlaps with", "share"], overlaps)]
         if overlaps
         else ["No training problem is in another set."]
     )
     rejected = [row for figures in sets for row in figures["rejected"]]
     if rejected:
-        parts += ["## Rows left out", "\n".join(f"- `{row.replace('`', chr(39))}`" for row in rejected[:SHOWN])]
+        parts += ["## Rows left out", "\n".join(f"- {code_span(row)}" for row in rejected[:SHOWN])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -161,8 +161,3 @@ def _settings(config: Config) -> JsonObject:
 
 def _cell(figures: Mapping[str, object], what: str) -> str:
     return format_cell(figures[what])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

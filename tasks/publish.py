@@ -13,6 +13,7 @@ from engine.config import Config
 from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload_checkpoint
 from engine.run.progress import folder_size
+from tasks.artifact_cells import code_span
 from tasks.fenced import run_folder
 from tasks.progress_display import copied, show_progress
 
@@ -30,7 +31,7 @@ def publish(config: Config) -> str:
         place = f"{place_of(config)}/{checkpoint.name}"
         _copy_shown(checkpoint, folder.policy, place, folder.fence.check_attempt)
     note = "" if config.checkpoint.path else " (checkpoint.path is empty: it stays in the run folder)"
-    create_markdown_artifact(f"`{place}`{note}", key="checkpoint", description="The final checkpoint")
+    create_markdown_artifact(f"{code_span(place)}{note}", key="checkpoint", description="The final checkpoint")
     return place
 
 

@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from engine.config.inputs import Accepted
 from engine.run.folder import RunFolder
 from engine.run.run_inputs import check_registered
+from tasks.artifact_cells import code_span, markdown_text
 from tasks.console import say
 from tasks.tracking import tracked_run
 from tasks.tracking.champion_alias import update_champion
@@ -33,7 +34,9 @@ def register(name: str, policy: Path, accept: Sequence[Accepted] = ()) -> str:
     what = f"registering {name}"
     version = retry_while_away(what, lambda: tracked_run.register_version(name, policy))
     verdict = retry_while_away(what, lambda: update_champion(name, version, folder, config))
-    text = f"`{name}` version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: {verdict.reason}"
-    say("register", text.replace("`", ""))
-    create_markdown_artifact(text, key="registered-model", description="In MLflow's registry")
+    text = f"{code_span(name)} version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: "
+    say("register", f"{text.replace('`', '')}{verdict.reason}")
+    create_markdown_artifact(
+        text + markdown_text(verdict.reason), key="registered-model", description="In MLflow's registry"
+    )
     return version

@@ -33,6 +33,7 @@ from engine.errors import (
 )
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
+from tasks.artifact_cells import markdown_table
 from tasks.console import format_duration, say
 from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
@@ -113,7 +114,7 @@ def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:
         "last checkpoint": checkpoint.name if checkpoint is not None else "none yet",
         "as of": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells.items())])
+    return markdown_table(["", ""], [*cells.items()])
 
 
 RETRIES = 1_000_000

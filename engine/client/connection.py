@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import cast
 
 import httpx
 import msgspec
 
 from engine.errors import DeadlineError, MetronomeError
+from engine.run.logs import log_error
 from engine.wire.access_token import authorization_headers
 from engine.wire.certificate import client_context
 from engine.wire.message import Answer, Failure, Request, pack
@@ -76,7 +76,7 @@ class Connection:
         try:
             self.ask(StageFailed(error=Failure.of(error), stage=stage))
         except MetronomeError as unheard:
-            print(f"{self._name} ends: {error} (the orchestrator was not told: {unheard})", file=sys.stderr, flush=True)
+            log_error(f"{self._name} ends: {error} (the orchestrator was not told: {unheard})")
 
     def close(self) -> None:
         """Close the connections. Requests in progress end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -110,7 +111,7 @@ def load_config(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] 
         raise BadInput(f"{blamed}: {_first_mistake(error)}") from None
     if config.run.name:
         return config
-    stem = Path(recipe).stem if recipe is not None else "run"
+    stem = re.sub(r"[^\w.-]", "-", Path(recipe).stem, flags=re.ASCII).lstrip(".") if recipe is not None else "run"
     name = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 

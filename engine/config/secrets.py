@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from engine.config.tree import Tree
+from engine.errors import has_password, without_password
 
-USER_INFO = re.compile(r"(?<=://)(?P<user>[^/?#@:]*):(?P<password>[^/?#]*)@")
-"""user:password@ of a URI. A password may have an @ of its own, as some write it."""
-QUERY = re.compile(r"(?<=[?&])(password|passwd|token|secret)=[^&#]+", re.IGNORECASE)
-"""The same among the parameters of a URI."""
 INSTEAD = {
     "tracking.uri": "set MLflow's user and password in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a "
     "whole URI (for example of a database) in MLFLOW_TRACKING_URI",
 }
 """What to use instead, by key."""
 ELSEWHERE = "set keys in the environment, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws"
-
-
-def has_password(uri: str) -> bool:
-    """Whether an address carries a password."""
-    return "://" in uri and bool(USER_INFO.search(uri) or QUERY.search(uri))
-
-
-def without_password(uri: str) -> str:
-    """The address without a password and its user; as it is if it has none."""
-    return QUERY.sub(r"\1=***", USER_INFO.sub("", uri)) if has_password(uri) else uri
 
 
 def check_no_password(config: Tree) -> None:

@@ -11,11 +11,11 @@ import json
 import os
 import shlex
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import BadInput, MetronomeError
+from engine.run.logs import log_error, log_line
 from engine.run.open_files import raise_limit
 from engine.run.process import BAD_INPUT
 from engine.wire.access_token import VARIABLE, access_token, authorization_headers, check_address, own_token
@@ -100,7 +100,7 @@ def run_command(options: argparse.Namespace, work: Callable[[argparse.Namespace]
     try:
         work(options)
     except MetronomeError as error:
-        print(f"{options.name}: {error}", file=sys.stderr)
+        log_error(f"{options.name}: {error}")
         return exit_code(error)
     return 0
 
@@ -128,9 +128,9 @@ def bind_socket(options: argparse.Namespace) -> socket.socket:
 def announce_address(options: argparse.Namespace, port: int) -> None:
     """Print the address that the instance serves at, and write the port file atomically."""
     url = f"http://{bracket_host(options.host)}:{port}"
-    print(f"{options.name}: serving {options.model} on {url}", flush=True)
+    log_line(f"{options.name}: serving {options.model} on {url}")
     if options.text:
-        print(f"{options.name}: OpenAI's API is at {url}/v1, with the model {options.text!r}", flush=True)
+        log_line(f"{options.name}: OpenAI's API is at {url}/v1, with the model {options.text!r}")
     if options.made_token:
         (header,) = (f"{name}: {value}" for name, value in authorization_headers(access_token()).items())
         route = "/v1/models" if options.text else "/"

@@ -18,6 +18,7 @@ from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.table import RowTable
 from engine.run.folder import SAMPLED_GROUPS
+from engine.run.logs import log_line
 from engine.types import Prompt
 from engine.wire.columns import PackedFinished, Row, open_scores
 from engine.wire.rollout_messages import Acknowledged, InstanceRequest, StartProfile, StopProfile
@@ -106,7 +107,7 @@ class RolloutProfile:
         done: list[Instance] = []
         for one, reply in zip(instances, replies, strict=True):
             if isinstance(reply, MetronomeError):
-                print(f"train.profile: {one.name} is not profiled: {reply}", flush=True)
+                log_line(f"train.profile: {one.name} is not profiled: {reply}")
             elif isinstance(reply, BaseException):
                 raise reply
             else:

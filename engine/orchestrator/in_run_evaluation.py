@@ -36,6 +36,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
+from engine.run.logs import log_line
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject
 from engine.wire.columns import PackedFinished
@@ -239,10 +240,9 @@ class InRunEvaluation:
         if keep := self._config.run.keep_steps:
             for table in old_tables(self._folder, one.version - keep + 1):
                 table.unlink(missing_ok=True)
-        print(
+        log_line(
             f"evaluate: version {one.version}, {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on "
-            f"{benchmark.name}; took {more['seconds']:.1f} s, of which training waited {more['exposed_s']:.1f} s",
-            flush=True,
+            f"{benchmark.name}; took {more['seconds']:.1f} s, of which training waited {more['exposed_s']:.1f} s"
         )
 
     def _make_producer(self) -> Producer:
@@ -288,21 +288,21 @@ class InRunEvaluation:
         """Report a dropped evaluation, on stdout and in dropped.jsonl."""
         row = {"weight_version": one.version, "reason": reason, "exposed_s": one.exposed_s}
         path = dropped_file(self._folder)
-        print(f"evaluate: version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s", flush=True)
+        log_line(f"evaluate: version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s")
         if self._folder.fence.is_passed:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             append_line(path, row)
         except OSError as error:
-            print(f"evaluate: {path} can't be written: {error}", flush=True)
+            log_line(f"evaluate: {path} can't be written: {error}")
 
     def _write_timeline(self) -> None:
         """Write the timeline. A failure is only printed, because training does not need the timeline."""
         try:
             self._trace.flush()
         except OSError as error:
-            print(f"evaluate: the timeline of evaluations can't be written: {error}", flush=True)
+            log_line(f"evaluate: the timeline of evaluations can't be written: {error}")
 
 
 def cut_evaluations(folder: RunFolder, start: int) -> None:

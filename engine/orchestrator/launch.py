@@ -44,7 +44,7 @@ from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.limits import saving_s
 from engine.run.lock import hold_lock
-from engine.run.logs import kept_small
+from engine.run.logs import kept_small, log_error
 from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
 from engine.run.run_inputs import record_inputs
@@ -301,13 +301,13 @@ def main() -> int:
     try:
         launch_run(load_config(arguments.config), arguments.resume, arguments.replay)
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        log_error(f"error: {error}")
         return 2
     except MetronomeError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        log_error(f"error: {type(error).__name__}: {error}")
         return TAKEN_OVER if isinstance(error, TakenOver) else 1
     except asyncio.CancelledError as ended:
-        print(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}", file=sys.stderr)
+        log_error(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}")
         return 1
     return 0
 

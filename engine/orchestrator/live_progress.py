@@ -12,12 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.errors import clean_line
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.run_events import RunEvents
 from engine.run.checkpoint_files import partial_of
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
+from engine.run.logs import log_line
 from engine.run.progress import Progress, folder_size, format_size, write_progress
 from engine.types import JsonObject
 
@@ -48,7 +50,7 @@ class LiveProgress:
         try:
             write_progress(self._folder.progress, found)
         except OSError as error:
-            print(f"{self._folder.progress} can't be written: {error}", flush=True)
+            log_line(f"{self._folder.progress} can't be written: {error}")
         self._written = found
 
     def close(self) -> None:
@@ -75,13 +77,14 @@ class LiveProgress:
         return training_progress(found, self._steps)
 
     def _append(self, stage: str, text: str) -> None:
-        print(f"{stage}: {text}", flush=True)
+        text = clean_line(text)
+        log_line(f"{stage}: {text}")
         if self._folder.fence.is_passed:
             return
         try:
             append_line(self._folder.notices, {"stage": stage, "text": text, "at": time.time()})
         except OSError as error:
-            print(f"{self._folder.notices} can't be written: {error}", flush=True)
+            log_line(f"{self._folder.notices} can't be written: {error}")
 
 
 def training_progress(found: Mapping[str, Any], steps: int) -> Progress:

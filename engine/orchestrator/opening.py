@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -80,8 +81,9 @@ def how_to_join(config: Config, folder: RunFolder) -> str:
     other if rollout.listen is not loopback."""
     address = (folder.path / ADDRESS_FILE).read_text().strip()
     if is_loopback(split_address(config.rollout.listen, "rollout.listen")[0]):
-        return f"metronome serve {folder.config} --join {folder.path}"
-    return f"metronome serve {folder.config} --join {address} --host ADDRESS_OF_ITS_NODE"
+        return shlex.join(["metronome", "serve", str(folder.config), "--join", str(folder.path)])
+    there = ["--join", address, "--host", "ADDRESS_OF_ITS_NODE"]
+    return shlex.join(["metronome", "serve", str(folder.config), *there])
 
 
 def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> PromptLoader:

@@ -27,7 +27,7 @@ from engine.orchestrator.weight_sync.place import weights_folder
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
-from engine.run.logs import kept_small
+from engine.run.logs import kept_small, log_error, log_line
 from engine.run.open_files import raise_limit
 from engine.run.process import drop_lifeline, hold_lifeline, stop_all, watch_lifeline
 from engine.run.run_inputs import record_inputs
@@ -152,12 +152,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     try:
-        run_service(load_config(parser.parse_args().config), lambda text: print(text, flush=True))
+        run_service(load_config(parser.parse_args().config), lambda text: log_line(text))
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        log_error(f"error: {error}")
         return 2
     except MetronomeError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        log_error(f"error: {type(error).__name__}: {error}")
         return 1
     return 0
 

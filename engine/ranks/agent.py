@@ -42,6 +42,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from engine.platform.parallel import STORE
 from engine.run.commands import TRAINER_RANK
+from engine.run.logs import log_error
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import split_address
 from engine.wire.rendezvous_store import serve_store
@@ -230,13 +231,13 @@ def run_ranks(
         elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)
     except ChildFailedError as error:
         rank, failure = _first_failure(error)
-        print(f"{name} rank {rank}: {failure.message}", file=sys.stderr)
+        log_error(f"{name} rank {rank}: {failure.message}")
         return 1
     except RendezvousError as error:
-        print(f"the nodes did not meet at {rendezvous}: {error}", file=sys.stderr)
+        log_error(f"the nodes did not meet at {rendezvous}: {error}")
         return 1
     except SignalException as ended:
-        print(f"the {name} ranks are ended: {signal.Signals(ended.sigval).name}", file=sys.stderr)
+        log_error(f"the {name} ranks are ended: {signal.Signals(ended.sigval).name}")
         return 1
     return 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.errors import MetronomeError
 from engine.run.commands import rank_defaults
+from engine.run.logs import log_error
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.certificate import CERTIFICATE
@@ -62,7 +63,7 @@ def main() -> int:
     try:
         follow_invitations(arguments.folder, arguments.wait)
     except MetronomeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log_error(f"error: {error}")
         return 1
     return 0
 

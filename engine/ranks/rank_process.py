@@ -18,6 +18,7 @@ from engine.errors import MetronomeError
 from engine.platform.base import Platform
 from engine.platform.near_cores import choose_cores
 from engine.run.disk import named_disk_errors
+from engine.run.logs import log_line
 from engine.run.process import bind_cores
 from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
@@ -94,10 +95,7 @@ def bind_near_device(machine: Platform) -> None:
     least = max(LEAST_CORES, torch.get_num_threads())
     if cores := choose_cores(device, machine.near_cores(), usable_cores(), least):
         bind_cores(cores)
-        print(
-            f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}",
-            flush=True,
-        )
+        log_line(f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}")
 
 
 def connect_rank(config: Config, url: str, name: str) -> Connection:

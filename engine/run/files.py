@@ -60,6 +60,11 @@ def encode_json(content: Mapping[str, Any] | Iterable[Any], path: Path, indent: 
         raise MetronomeError(f"{path.name}: {', '.join(wrong) or 'a number in it'} is not finite") from None
 
 
+def encode_for_page(content: Mapping[str, Any]) -> str:
+    """Compact JSON for a script element of a page: no text in it can end the script or begin a comment."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+
 def sync_all(folder: Path) -> None:
     """Sync a folder's files and their names to the disk."""
     for path in folder.iterdir():

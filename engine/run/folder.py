@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
+from engine.run.logs import log_error
 from engine.types import Group, StepReport
 
 FIXED = (
@@ -194,7 +194,7 @@ class RunFolder:
             try:
                 write_atomically(self.failure, text)
             except OSError as full:
-                print(f"{self.failure} can't be written: {full}", file=sys.stderr, flush=True)
+                log_error(f"{self.failure} can't be written: {full}")
 
     def last_failure(self) -> tuple[str, str] | None:
         """Name and message of the error that ended the run, as `write_failure` wrote them; None if none was written."""

@@ -1,17 +1,30 @@
-"""Keeps the logs of a run's processes small, however long the run lasts."""
+"""Writes lines of the logs of a run's processes, and keeps the logs small, however long the run lasts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+
+from engine.errors import clean_text
 
 LOG_BYTES = 64 * 2**20
 """A log of this size is moved to NAME.log.1, replacing the previous one."""
 EVERY_S = 1.0
 """Seconds between two checks of the logs' sizes: a process that prints 100 MB/s adds 100 MB in between."""
+
+
+def log_line(text: str) -> None:
+    """Print a message to stdout, cleaned (`engine.errors.clean_text`)."""
+    print(clean_text(text), flush=True)
+
+
+def log_error(text: str) -> None:
+    """The same to stderr, for what ends a process or goes wrong."""
+    print(clean_text(text), file=sys.stderr, flush=True)
 
 
 def rotate_logs(folder: Path) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
+from engine.run.logs import log_error
 
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
@@ -257,6 +258,6 @@ def report_errors(work: Callable[[], None]) -> int:
     try:
         work()
     except MetronomeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log_error(f"error: {error}")
         return BAD_INPUT if isinstance(error, BadInput) else 1
     return 0

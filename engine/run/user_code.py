@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from engine.errors import BadInput
+from engine.errors import LONGEST_TEXT, BadInput, clean_line, cut_text
 
 
 class UserCode:
@@ -116,7 +116,7 @@ def describe_error(error: BaseException, file: str = "") -> str:
     foreign = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen")]
     own = [frame for frame in foreign if frame.filename == file] or foreign
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return clean_line(f"{type(error).__name__}: {cut_text(str(error), LONGEST_TEXT - 500)}{where}")
 
 
 def _load_file(where: str, place: str) -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from engine.model.tri_model import score_layouts, whole_row
 from engine.platform import Platform
 from engine.ranks.models import make_computation, open_frozen, packing_of
 from engine.ranks.rank_group import RankGroup
+from engine.run.logs import log_error
 from engine.run.trace import Trace
 from engine.types import Group
 from engine.wire.columns import PROMPT, RESPONSES, open_group, pack_values
@@ -82,7 +82,7 @@ class Scorer:
         try:
             self._ranks.from_last(partial(self._write, plane, window, found))
         except ServiceConflict as conflict:
-            print(f"{self._trace.role}: {conflict}", file=sys.stderr, flush=True)
+            log_error(f"{self._trace.role}: {conflict}")
         tokens = sum(row.tokens for row in window.rows)
         self._trace.add_span(
             "score", started, scored, step=window.step, groups=[group.index for group in groups], tokens=tokens

@@ -6,7 +6,6 @@ It uses a canvas and 150 lines of script, because plotly's script has 4.8 MB and
 from __future__ import annotations
 
 import heapq
-import json
 import math
 import sys
 from collections import defaultdict
@@ -14,7 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.run.files import read_lines, write_atomically
+from engine.run.files import encode_for_page, read_lines, write_atomically
+from engine.run.logs import log_line
 from engine.run.process import report_errors, watch_lifeline
 from engine.run.trace import Span, iterate_spans, read_spans
 
@@ -111,7 +111,7 @@ def draw_timeline(run_folder: Path) -> Path:
     overlaps = _overlaps(outline, iterate_spans(trace))
     sizes = {line["step"]: line["pool_size"] for line in read_lines(run_folder / "steps.jsonl")}
     target = run_folder / "timeline.html"
-    content = json.dumps(_content(run_folder.name, spans, overlaps, sizes), separators=(",", ":")).replace("</", "<\\/")
+    content = encode_for_page(_content(run_folder.name, spans, overlaps, sizes))
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     write_atomically(target, template.replace("/*DATA*/null", content))
     return target
@@ -318,7 +318,7 @@ def _window(starts: Sequence[float], end: float) -> tuple[float, float]:
 def main() -> int:
     """Draw the timeline of the run folder on the command line. Return the exit code."""
     watch_lifeline()
-    return report_errors(lambda: print(draw_timeline(Path(sys.argv[1]))))
+    return report_errors(lambda: log_line(str(draw_timeline(Path(sys.argv[1])))))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.algorithm.alignment import Step
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
+from engine.run.logs import log_line
 from engine.run.user_algorithms import call_control, control_of
 from engine.run.user_code import UserCode, describe_error
 from engine.types import OptionalFigures
@@ -89,10 +90,9 @@ class GradientControl:
         self.skipped = self.skipped + 1 if factor is None else 0
         self.skipped_of_run += factor is None
         if self.skipped and dist.get_rank() == 0:
-            print(
+            log_line(
                 f"gradient control {self._spec}: cosine with the last gradient {self._cosine:.3f}: update skipped, "
-                f"{self.skipped} in a row",
-                flush=True,
+                f"{self.skipped} in a row"
             )
         return factor is not None
 

@@ -6,7 +6,6 @@ replica group over the CPU channel.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from engine.client.service import ServiceClient
 from engine.client.stored_bodies import StoredBodies
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.run.logs import log_error
 from engine.run.threads import in_thread
 from engine.types import FinishedResponse, Group
 from engine.wire import messages
@@ -285,11 +285,7 @@ class LiveRollouts:
             if (whole := bodies.wait_briefly()) is not None:
                 return whole
         except StoreFault as fault:
-            print(
-                f"replica group {self._ranks.replica_group} leaves lease {lease} to the orchestrator: {fault}",
-                file=sys.stderr,
-                flush=True,
-            )
+            log_error(f"replica group {self._ranks.replica_group} leaves lease {lease} to the orchestrator: {fault}")
             return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was already acknowledged
         self._control.ask(messages.Heartbeat(replica_group=self._ranks.replica_group))
         return StillWaiting()

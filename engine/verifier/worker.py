@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.data.tokenizer import make_decoder
-from engine.errors import BadInput, RewardError
+from engine.errors import BadInput, RewardError, cut_text
 from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
@@ -42,7 +42,6 @@ from engine.wire.verifier_messages import (
     Scores,
     VerifierMessage,
     WeightedFunction,
-    cut_text,
 )
 
 MEMORY = 512 * 2**20

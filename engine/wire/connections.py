@@ -1,17 +1,17 @@
 """Limits of an HTTP server's connections: how many there may be, and how long a client may take to send the headers.
 
-This module imports only the standard library. A server calls `opened`, `expect_headers`, `stop_limit`, `trust` and
-`closed`.
+A server calls `opened`, `expect_headers`, `stop_limit`, `trust` and `closed`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-import sys
 import time
 from collections import Counter
 from typing import Any
+
+from engine.run.logs import log_error
 
 HEADERS_S = 10.0
 """Seconds that a client has to send a request's headers."""
@@ -106,7 +106,7 @@ class RareMessages:
             return
         held = self._held.pop(message, 0)
         self._due[message] = now + REPEAT_S
-        print(message + (f" (and {held} times before)" if held else ""), file=sys.stderr, flush=True)
+        log_error(message + (f" (and {held} times before)" if held else ""))
 
     def of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle exceptions of an event loop: print errors of the operating system rarely, all others as usual.

@@ -25,8 +25,6 @@ MARK = b"\xc1mv\n"
 """The mark at the start of each frame. 0xc1 is in no text and no msgpack."""
 MOST_ANSWER = 64 * 2**20
 """Largest size in bytes of a message from a verifier process."""
-LONGEST_TEXT = 20_000
-"""Length in characters after which a score's detail or an error is cut."""
 TOO_MANY_PROCESSES = 75
 """Exit status of a verifier process that was ended because its reward had too many processes."""
 
@@ -160,11 +158,6 @@ def read_message(body: bytes) -> AnyVerifierMessage:
         return _DECODER.decode(body)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from None
-
-
-def cut_text(text: str) -> str:
-    """Return a text of at most `LONGEST_TEXT` characters, which says how many are left out."""
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}… ({len(text) - LONGEST_TEXT:,} more)"
 
 
 def make_score_call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_only: bool) -> ScoreCall:

@@ -19,7 +19,6 @@ import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from engine.run.vllm_command import MARKER, PYTHON, vllm_interpreter
 from engine.tools.acceptance.report import as_json, healthy
 from engine.tools.acceptance.supervisor import check
 from tasks.code_version import code_version
+from tasks.console import print_page
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,12 @@ def check_devices(settings: Sequence[str], only: Sequence[str], out: Path | None
     folder = Path(config.run.output) / f"doctor-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True)
     code = code_version()
-    print(f"# metronome doctor --device\n\n{code}\n", flush=True)
-    results = check(
-        settings=settings, folder=folder, only=only, installed=collect_findings, say=partial(print, flush=True)
-    )
+    print_page(f"# metronome doctor --device\n\n{code}\n")
+    results = check(settings=settings, folder=folder, only=only, installed=collect_findings, say=print_page)
     file = out or folder / "report.json"
     report = {"code": code, **as_json(results, settings)}
     write_atomically(file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nAs JSON: {file}; logs: {folder}")
+    print_page(f"\nAs JSON: {file}; logs: {folder}")
     return healthy(results)
 
 

@@ -28,7 +28,7 @@ from types import TracebackType
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.guard import guarded_command
-from engine.run.logs import rotate_logs
+from engine.run.logs import log_error, rotate_logs
 from engine.run.process import Child, drop_lifeline, python_command, stop_all, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, post_json, server_environment
 
@@ -240,7 +240,7 @@ class Services:
             given |= {
                 "AWS_ENDPOINT_URL": f"http://{HOST}:{self.ports['s3']}",
                 S3_KEY: _kept_secret(self.folder / S3_SECRET),
-                "AWS_SECRET_ACCESS_KEY": "metronome",
+                "AWS_SECRET_ACCESS_KEY": "unchecked-by-moto",
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
         return given
@@ -366,7 +366,7 @@ def main() -> int:
             check_port(arguments[name], f"{name} server", how=f": make services ARGS='--{name} PORT'")
         _serve(Services(**arguments), asked)
     except MetronomeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log_error(f"error: {error}")
         return 2 if isinstance(error, BadInput) else 1
     finally:
         drop_lifeline()

@@ -31,6 +31,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Crashed, StateType
 
+from engine.run.logs import log_line
+
 TAG = "resumable"
 """Tag of deployments whose crashed runs are rescheduled."""
 SILENCE_S = 300.0
@@ -254,12 +256,12 @@ def main() -> None:
         try:
             _ask()
             for name in crash_late(arguments.after):
-                print(f"{name} did not start in time", flush=True)
+                log_line(f"{name} did not start in time")
             for name in reschedule_crashed(arguments.after):
-                print(f"resumed {name}", flush=True)
+                log_line(f"resumed {name}")
         # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between
         except (httpx.HTTPError, ObjectNotFound, ValueError) as error:
-            print(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}", flush=True)
+            log_line(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}")
         time.sleep(arguments.every)
 
 

@@ -19,6 +19,7 @@ from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.run_inputs import find_inputs, read_inputs
 from engine.run.run_start import read_start
+from tasks.artifact_cells import markdown_text
 from tasks.code_version import code_version
 from tasks.tracking import descriptions
 from tasks.tracking.registered_policies import CHAMPION
@@ -50,7 +51,7 @@ def update_champion(name: str, version: str, folder: RunFolder, config: Config) 
         return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
     verdict = _verdict(champion, own, base_results(folder, config, own), config.evaluate.confidence)
     client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
-    how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {verdict.reason}."
+    how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {markdown_text(verdict.reason)}."
     client.update_model_version(name, version, descriptions.of_policy(folder, config, how)[:TAG_LIMIT])
     if verdict.wins:
         client.set_registered_model_alias(name, CHAMPION, version)

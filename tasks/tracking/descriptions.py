@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 
 import mlflow
@@ -13,6 +14,7 @@ from engine.config import Config
 from engine.data.hub import model_name
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
+from tasks.artifact_cells import code_span, markdown_table
 from tasks.code_version import code_version
 from tasks.tracking import evaluation_texts
 
@@ -38,8 +40,9 @@ def describe_run(client: mlflow.MlflowClient, run_id: str, text: str) -> None:
 def of_evaluation(config: Config) -> str:
     """The description of a run folder that `metronome evaluate` made, as Markdown. `config` has the evaluated model."""
     folder = RunFolder(config.folder)
-    what = f"Evaluates `{config.model.path}`; nothing is trained here."
-    again = f"metronome evaluate {folder.config} --model {config.model.path} --set run.name={config.run.name}-again"
+    what = f"Evaluates {code_span(config.model.path)}; nothing is trained here."
+    name = f"run.name={config.run.name}-again"
+    again = shlex.join(["metronome", "evaluate", str(folder.config), "--model", config.model.path, "--set", name])
     return _page([what, *_result(folder), *_commands({"Repeat": again}), f"Code: {code_version()}"])
 
 
@@ -51,7 +54,7 @@ def of_run(config: Config) -> str:
         config = folder.read_config()
     name = config.run.name
     command = "run" if (folder.path / "flow_run_id").exists() else "train"
-    again = f"metronome {command} {folder.config} --set run.name={name}-again"
+    again = shlex.join(["metronome", command, str(folder.config), "--set", f"run.name={name}-again"])
     commands = _commands({"Repeat": again, "Compare": _compare(folder)})
     return _page([_what(config), *_result(folder), *commands, f"Code: {code_version()}"])
 
@@ -65,9 +68,11 @@ def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:
             verdict,
             *_commands(
                 {
-                    "Evaluate it again": f"metronome evaluate {folder.config} --model {folder.policy}",
+                    "Evaluate it again": shlex.join(
+                        ["metronome", "evaluate", str(folder.config), "--model", str(folder.policy)]
+                    ),
                     "Compare its run": _compare(folder),
-                    "Talk to it": f"metronome serve --model {folder.path} --port 8000",
+                    "Talk to it": f"metronome serve --model {shlex.quote(str(folder.path))} --port 8000",
                 }
             ),
         ]
@@ -76,21 +81,21 @@ def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:
 
 def _what(config: Config) -> str:
     train = config.train
+    losses = f"advantage {code_span(config.algorithm.advantage)}, loss {code_span(config.algorithm.loss)}"
     start = read_start(config.folder)
-    data = ", ".join(f"`{one.path}`" for one in config.data.sets)
-    source = f"`{start.continued_from or model_name(Path(config.model.path))}`"
-    recipe = f", recipe `{start.recipe}`" if start.recipe else ""
+    data = ", ".join(code_span(one.path) for one in config.data.sets)
+    source = code_span(start.continued_from or model_name(Path(config.model.path)))
+    recipe = f", recipe {code_span(start.recipe)}" if start.recipe else ""
     return (
-        f"Trains {source} on {data} with the reward `{config.reward.label}`: {train.steps} steps of "
-        f"{train.prompts_per_step} prompts x {config.rollout.group_size} responses, advantage "
-        f"`{config.algorithm.advantage}`, loss `{config.algorithm.loss}`, mode `{train.mode}`{recipe}."
+        f"Trains {source} on {data} with the reward {code_span(config.reward.label)}: {train.steps} steps of "
+        f"{train.prompts_per_step} prompts x {config.rollout.group_size} responses, {losses}, "
+        f"mode `{train.mode}`{recipe}."
     )
 
 
 def _result(folder: RunFolder) -> list[str]:
     rows = evaluation_texts.gain_rows(folder)
-    table = ["| result | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
-    return ["\n".join(table)] if rows else []
+    return [markdown_table(["result", ""], [*rows.items()])] if rows else []
 
 
 def _commands(commands: dict[str, str]) -> list[str]:
@@ -98,7 +103,7 @@ def _commands(commands: dict[str, str]) -> list[str]:
 
 
 def _compare(folder: RunFolder) -> str:
-    return f"metronome compare {folder.path} OTHER_RUN"
+    return f"metronome compare {shlex.quote(str(folder.path))} OTHER_RUN"
 
 
 def _page(parts: list[str]) -> str:

@@ -25,8 +25,8 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from engine.config import Config
 from engine.config.keys import flatten_keys
-from engine.config.secrets import without_password
 from engine.data.hub import HubDataset, dataset_of, is_hub_id, model_name
+from engine.errors import without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import mlflow
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.utils.validation import _validate_experiment_name as validate_experiment
+from mlflow.utils.validation import _validate_model_name as validate_model
 
 from engine.config import Config
 from engine.config.recipe import find_file, load_config
@@ -21,7 +23,7 @@ from tasks.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
 from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
 from tasks.tracking.sqlite_store import whole_store
-from tasks.tracking.tracked_run import shown_uri, tracking_uri
+from tasks.tracking.tracked_run import quote_name, shown_uri, tracking_uri
 
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""
@@ -30,6 +32,8 @@ LATEST = "latest"
 NIGHTLY = "nightly"
 """The newest policy whose run was itself started with this word. So experiments by day do not enter the chain of
 nights."""
+LONGEST_NAME = 256
+"""Characters of a registered model's name in MLflow's databases."""
 START_TAG = "metronome.start"
 """Tag of a version with the word with which its run was started (`RunStart.start`)."""
 
@@ -44,6 +48,27 @@ def registered_name(recipe: str, config: Config) -> str:
         return name
     stems = [Path(path.partition(":")[0] if "://" not in path else path).stem for path in data]
     return f"{name}-{clean_name('-'.join(stems), '[^A-Za-z0-9_.-]+', '-')}"
+
+
+def check_names(config: Config, recipe: str) -> None:
+    """Check the names that a run will have in MLflow, by MLflow's own rules. Raises BadInput, which says what to
+    change; nothing is asked of a store."""
+    name = registered_name(recipe, config)
+    told = f"the registered model of recipe {recipe} would be {name!r}"
+    names = (
+        (f"tracking.experiment = {config.tracking.experiment!r}", validate_experiment, config.tracking.experiment),
+        (told, validate_model, name),
+    )
+    for what, validate, text in names:
+        try:
+            validate(text)
+        except mlflow.MlflowException as error:
+            raise BadInput(f"{what}: MLflow refuses it: {first_line(error)}; choose another name") from None
+    if len(name) > LONGEST_NAME or "\\" in name or {"'", '"'} <= set(name):
+        raise BadInput(
+            f"{told}: MLflow can't search for it: expected up to {LONGEST_NAME} characters, no backslash, and not both "
+            "kinds of quotes; choose another name"
+        )
 
 
 def _files(paths: Sequence[str]) -> list[Path]:
@@ -118,11 +143,13 @@ def _version(config: Config, name: str, which: str) -> ModelVersion | None:
     """The version with the alias, the newest version, or the newest version of the nights (`START_TAG`)."""
     client = mlflow.MlflowClient(whole_store(tracking_uri(config)))
     if which == CHAMPION:
-        models = client.search_registered_models(f"name = '{name}'")
+        models = client.search_registered_models(f"name = {quote_name(name)}")
         holder = models[0].aliases.get(CHAMPION) if models else None
         return None if holder is None else client.get_model_version(name, holder)
     nights = f" and tags.`{START_TAG}` = '{NIGHTLY}'" if which == NIGHTLY else ""
-    newest = client.search_model_versions(f"name = '{name}'{nights}", max_results=1, order_by=["version_number DESC"])
+    newest = client.search_model_versions(
+        f"name = {quote_name(name)}{nights}", max_results=1, order_by=["version_number DESC"]
+    )
     return newest[0] if newest else None
 
 

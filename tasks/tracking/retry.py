@@ -12,7 +12,7 @@ from typing import TypeVar
 import mlflow
 from botocore.exceptions import BotoCoreError, ClientError
 
-from engine.errors import MetronomeError
+from engine.errors import MetronomeError, clean_line
 from tasks.console import print_error
 
 AWAY_S = 300.0
@@ -49,7 +49,7 @@ def is_refused(error: Exception) -> bool:
 
 def first_line(error: Exception) -> str:
     """The first line of a message, at most 300 characters."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return clean_line((str(error).splitlines() or [type(error).__name__])[0])[:300]
 
 
 def retry_while_away(what: str, action: Callable[[], Result]) -> Result:

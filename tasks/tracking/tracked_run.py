@@ -19,8 +19,7 @@ import mlflow
 from mlflow.entities import Run
 
 from engine.config import Config
-from engine.config.secrets import without_password
-from engine.errors import BadInput, TakenOver
+from engine.errors import BadInput, TakenOver, without_password
 from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.identity import read_run_id
@@ -256,16 +255,21 @@ def register_version(name: str, policy: Path) -> str:
         digest = content_hash(policy)
     made = [
         version
-        for version in client.search_model_versions(f"name = '{name}' and run_id = '{run.info.run_id}'")
+        for version in client.search_model_versions(f"name = {quote_name(name)} and run_id = '{run.info.run_id}'")
         if version.tags.get(POLICY_HASH) == digest
     ]
     if made:
         return str(made[0].version)
     _upload(client, run.info.run_id, policy)
-    if not client.search_registered_models(f"name = '{name}'"):
+    if not client.search_registered_models(f"name = {quote_name(name)}"):
         client.create_registered_model(name, description="Policies post-trained by Metronome")
     source = mlflow.get_artifact_uri("policy")
     return str(client.create_model_version(name, source, run.info.run_id, tags={POLICY_HASH: digest}).version)
+
+
+def quote_name(name: str) -> str:
+    """The name in the quotes of a filter of MLflow, which has no escapes: a name with both kinds can't be searched."""
+    return f'"{name}"' if "'" in name else f"'{name}'"
 
 
 def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:

@@ -26,6 +26,15 @@ BY_PLACE = {
 INHERITED = {"engine/instance/embedded/server.py": {"EngineServer.force_exit", "EngineServer.should_exit"}}
 """Attributes of a library's class, which a class of ours sets."""
 
+OUTPUTS = {
+    "engine/run/logs.py": "the functions that print",
+    "tasks/console.py": "the functions that print",
+    "engine/instance/command_line.py": "the token that it has made, once",
+    "engine/tools/conversion.py": "JSON for the process that asked",
+    "tasks/cluster/services.py": "the variables of its servers, for other shells",
+}
+"""Files that call print, by the reason."""
+
 PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")
 PAGES += [ROOT / "Makefile"]
 PAGES += sorted(file for file in (ROOT / "infra").rglob("*") if file.suffix in (".yaml", ".sh", ".toml"))
@@ -168,6 +177,12 @@ def test_only_tables_keep_a_form_of_their_own():
     ]
     assert lines
     assert [f"{place(file)}:{number}" for file, number in lines if not is_table(file, number)] == []
+
+
+def test_all_that_is_printed_is_cleaned():
+    """Every other line of the product goes through the functions of the first two files (engine.errors.clean_text)."""
+    printing = {place(file) for file, node in nodes(ast.Call) if file in CODE and ast.unparse(node.func) == "print"}
+    assert printing == set(OUTPUTS)
 
 
 def texts(file):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.client.publish.transports import Snapshots
 from engine.errors import MetronomeError
+from engine.run.logs import log_line
 from engine.run.threads import in_thread
 from engine.wire.sync_messages import BucketInfo
 from engine.wire.weights.backends import use_device
@@ -142,7 +143,7 @@ class HostCopies:
             self._write(version)
         except MetronomeError as error:
             if self._version == version:  # otherwise the orchestrator has cleared the folder
-                print(f"late instances wait for the snapshot of weight version {version}: {error}", flush=True)
+                log_line(f"late instances wait for the snapshot of weight version {version}: {error}")
                 self._changed.wait(AGAIN_S)
             return False
         return True

@@ -22,6 +22,7 @@ from engine.client.publish.transports import Snapshots, Transport, address_of, o
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
+from engine.run.logs import log_line
 from engine.run.threads import in_thread
 from engine.wire.message import Done, Failure
 from engine.wire.sync_messages import (
@@ -457,7 +458,7 @@ class Publisher:
                 self._buffers.give_back(bucket.buffer)
                 if self._outlived.is_set():
                     limit = f"it took more than {self._timeout_s:g} s to copy"
-                    print(f"the snapshot of weight version {version} is dropped: {limit}", flush=True)
+                    log_line(f"the snapshot of weight version {version} is dropped: {limit}")
                     return
         copies.complete_version(version)
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from engine.errors import BadInput, MetronomeError
 from engine.instance import command_line
 from engine.instance.vllm import batch_invariance
+from engine.run.logs import log_error
 from engine.run.process import LIFELINE, bind_cores, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.types import JsonObject
 from engine.wire.access_token import access_token, authorization_headers
@@ -270,10 +271,10 @@ def _announce(options: argparse.Namespace, url: str, port: int) -> None:
             batch_invariance.check_invariance(ask, options.slots, options.max_context, _platform(options))
     except OSError as error:  # HTTP errors are OSErrors as well
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
-        print(f"{options.name}: the first completion failed: {error} {detail}", file=sys.stderr, flush=True)
+        log_error(f"{options.name}: the first completion failed: {error} {detail}")
         _exit_now(1)
     except MetronomeError as error:
-        print(f"{options.name}: {error}", file=sys.stderr, flush=True)
+        log_error(f"{options.name}: {error}")
         _exit_now(command_line.exit_code(error))
     command_line.announce_address(options, port)
 

@@ -29,6 +29,7 @@ from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.run_state import SIGN_OF_LIFE_S
 from engine.orchestrator.weight_sync.probe import Probe, make_probe
 from engine.orchestrator.weight_sync.update_calls import UpdateCalls
+from engine.run.logs import log_line
 from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.sync_messages import (
     AbortSync,
@@ -275,7 +276,7 @@ class WeightSync:
         time limit the instance is overtaken again."""
         if self._overtaken:
             names = ", ".join(sorted(instance.name for instance in self._overtaken))
-            print(f"the weight sync waits for {names}, which {OVERTAKEN} newer versions have overtaken", flush=True)
+            log_line(f"the weight sync waits for {names}, which {OVERTAKEN} newer versions have overtaken")
             deadline = time.monotonic() + self._timeout_s
             while self._overtaken and time.monotonic() < deadline:
                 await asyncio.sleep(LOOK_S)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.run.files import write_atomically
+from engine.run.files import encode_for_page, write_atomically
 from engine.tools.comparison import accuracy, run_figures
 from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Row
@@ -57,7 +56,7 @@ NOTES = (
 def write_page(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
     """Write the page. Return the verdict on each run except the first."""
     found = judge_runs(runs)
-    content = json.dumps(_finite(_content(runs, found)), separators=(",", ":")).replace("</", "<\\/")
+    content = encode_for_page(_finite(_content(runs, found)))
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, template.replace("/*DATA*/null", content))

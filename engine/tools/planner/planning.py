@@ -6,6 +6,7 @@ assumptions. If a run was measured, only ratios between layouts of one device ar
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -286,7 +287,8 @@ def run_advice(folder: Path) -> str:
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:
         return f"{found}; no other setting is predicted to be much faster"
-    return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} (metronome plan --from {folder})"
+    command = f"metronome plan --from {shlex.quote(str(folder))}"
+    return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} ({command})"
 
 
 def _slower(costs_of: CostsOf, decoding: float, training: float) -> CostsOf:

@@ -65,6 +65,7 @@ from engine.run.fence import Fence
 from engine.run.files import write_json
 from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import read_run_id
+from engine.run.logs import log_line
 from engine.run.run_inputs import check_inputs_kept, read_inputs
 from engine.run.threads import in_thread
 from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
@@ -384,7 +385,7 @@ class Checkpoints:
 
     def _print_on_rank_0(self, message: str) -> None:
         if self._policy.ranks.rank == 0:
-            print(message, flush=True)
+            log_line(message)
 
 
 def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from engine.config.recipe import load_config
-from engine.config.secrets import has_password, without_password
-from engine.errors import BadInput
+from engine.errors import BadInput, has_password, without_password
 from tasks.tracking.tracked_run import shown_uri, ui_command
 
 SECRET = "hunter2"

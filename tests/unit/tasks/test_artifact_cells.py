@@ -1,6 +1,9 @@
-import pytest
+import html
 
-from tasks.artifact_cells import format_cell, table_as_markdown, table_rows
+import pytest
+from markdown_it import MarkdownIt
+
+from tasks.artifact_cells import code_span, format_cell, table_as_markdown, table_rows
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,26 @@ def test_tables():
         "| peak bytes | 401,203,200 |",
         "| note | a\\|b |",
     ]
+
+
+EVIL = "a|b `c` [d](javascript:e) <img src=x onerror=f>\n| forged | row |\x1b[2J"
+
+
+def rendered(text):
+    """The page that a viewer of Markdown with HTML and tables makes of it."""
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+
+
+def test_a_text_in_a_table_stays_one_cell_and_plain():
+    page = rendered(table_as_markdown({"note": EVIL, "avg": "0.5 [0.1, 0.9]"}))
+    assert page.count("<tr>") == 3
+    assert page.count("<td>") == 4
+    assert "[d](javascript:e) &lt;img src=x" in page
+    assert "0.5 [0.1, 0.9]" in page
+    assert not any(tag in page for tag in ("<a", "<img", "<code", "\x1b"))
+
+
+@pytest.mark.parametrize("text", ["my model", "a`b", "``x`", EVIL.replace("\n", "").replace("\x1b", "")])
+def test_a_code_span_holds_the_whole_text(text):
+    page = rendered(f"Trains {code_span(text)} on it")
+    assert page == f"<p>Trains <code>{html.escape(text)}</code> on it</p>\n"

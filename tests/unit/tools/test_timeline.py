@@ -114,6 +114,16 @@ def test_the_page_says_what_each_lane_and_colour_shows(page):
     assert legend_entries(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane_text("instance-0"))]
 
 
+def test_no_name_ends_the_script_or_begins_a_comment(tmp_path):
+    trace = Trace(tmp_path / "trace", "orchestrator")
+    trace.add_span(**span("<!--<script>", "</script>", 0.0, 1.0, step=0))
+    trace.flush()
+    text = draw_timeline(tmp_path).read_text()
+    assert text.count("</script>") == text.count("<script>") == 1
+    assert "<!--" not in text
+    assert json.loads(re.search(r"const data = (.*);\n", text).group(1))["lanes"][0][0] == "<!--<script>"
+
+
 def test_a_run_without_spans_gives_a_page(tmp_path):
     assert "No step was finished." in draw_timeline(tmp_path).read_text()
 
