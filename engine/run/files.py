@@ -69,7 +69,10 @@ LINES: Mapping[str, type[msgspec.Struct]] = {
 }
 """The types of the values in files of lines, by the file's name."""
 SpanLine = _types(
-    "SpanLine", {"lane": str, "name": str, "start": float, "end": float, "step": int | None}, ["name", "start", "end"]
+    "SpanLine",
+    {"lane": str, "name": str, "start": float, "end": float, "step": int | None, "groups": list[int]}
+    | dict.fromkeys(["tokens", "prompt_tokens", "group", "number"], int),
+    ["name", "start", "end"],
 )
 """The types of the values in a trace."""
 NEEDLESS = ("notices.jsonl", "dropped.jsonl")
@@ -161,7 +164,7 @@ def read_json(path: Path, what: str, repair: str, kind: Any = dict[str, Any], se
     found = open_sealed(text) if sealed else parse_object(text)
     try:
         msgspec.convert(found, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         found = None
     if found is None:
         raise BadInput(f"{path}: {what} can't be read, because the file is damaged ({_size(path)}); {repair}")
@@ -255,7 +258,7 @@ def _parse_line(place: str, line: bytes, kind: type[msgspec.Struct] | None) -> L
     try:
         if kind is not None:
             msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise _damaged(place, f"other values ({error})") from None
     row = Line(found)
     row.place = place
