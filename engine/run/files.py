@@ -64,7 +64,9 @@ LINES: Mapping[str, type[msgspec.Struct]] = {
     "attempts.jsonl": _types("AttemptLine", {"what": str, "progress": list[int], "by_hand": bool}, ["what"]),
     "notices.jsonl": _types("NoticeLine", {"stage": str, "text": str}, ["stage", "text"]),
     "dropped.jsonl": _types(
-        "DroppedLine", {"weight_version": int, "reason": str, "exposed_s": float}, ["weight_version", "reason"]
+        "DroppedLine",
+        {"weight_version": int, "reason": str, "exposed_s": float},
+        ["weight_version", "reason", "exposed_s"],
     ),
 }
 """The types of the values in files of lines, by the file's name."""
