@@ -202,6 +202,16 @@ def table_means(table: Path) -> dict[str, float]:
     return found
 
 
+def old_tables(folder: RunFolder, before: int) -> list[Path]:
+    """The tables of evaluations during the training of versions before `before` that nothing needs. The first of each
+    protocol is needed: later ones are compared with it."""
+    rows = rows_of(folder)
+    first = {str(row.get("protocol")): row["table"] for row in reversed(rows)}
+    needed = {row["table"] for row in rows if not row.get("in_run") or row["weight_version"] >= before}
+    old = dict.fromkeys(row["table"] for row in rows if row["table"] not in needed | set(first.values()))
+    return [path for table in old if (path := folder.path / table).is_file()]
+
+
 def rows_of(folder: RunFolder) -> list[EvaluationRow]:
     """The evaluations in the run folder, in the order in which they were written."""
     return list(read_lines(folder.evaluations))
