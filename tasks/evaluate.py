@@ -14,7 +14,7 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.evaluation.known import done_before
-from engine.run.files import read_json, write_json
+from engine.run.files import read_json, seal, write_json
 from engine.run.folder import RunFolder
 from tasks.artifact_cells import table_rows
 from tasks.cluster.devices import count_npus, hold_npus
@@ -59,7 +59,8 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
         say("evaluate", "done by an earlier attempt")
-        return read_json(file, "the evaluation of an earlier attempt", "delete it to evaluate again")
+        what = "the evaluation of an earlier attempt"
+        return dict(read_json(file, what, "delete it to evaluate again", sealed=True))
     known = done_before(config, model, weight_version, RunFolder(config.folder))
     if known is not None:
         say(
@@ -70,7 +71,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
         return known[0]
     with hold_npus(count_npus(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)
-    write_json(file, row)
+    write_json(file, seal(row))
     return row
 
 

@@ -23,7 +23,7 @@ from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.process import Child
-from engine.run.served_model import EXPORTED, ORIGIN
+from engine.run.served_model import EXPORTED, ORIGIN, ExportOrigin
 from tasks.console import say
 from tasks.input_checks import local_model
 from tasks.orchestrator_process import last_error
@@ -101,8 +101,10 @@ def is_exported(checkpoint: Path, target: Path) -> bool:
     """Whether a folder has the policy of this very checkpoint."""
     origin = target / ORIGIN
     marker = read_marker(checkpoint)
-    found = read_json(origin, "the checkpoint that it comes from", "delete it") if origin.is_file() else {}
-    return marker is not None and found.get("id") == marker["id"]
+    if marker is None or not origin.is_file():
+        return False
+    found = read_json(origin, "the checkpoint that it comes from", "delete it", kind=ExportOrigin)
+    return bool(found["id"] == marker["id"])
 
 
 def _export(checkpoint: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.files import append_line, read_json, read_lines, write_json
+from engine.run.files import append_line, read_json, read_lines, seal, write_json
 from engine.run.folder import RunFolder
 from tasks import console
 
@@ -27,7 +27,8 @@ class Stages:
         self._fence = folder.fence
         self._file = folder.stages
         repair = "delete it to repeat finished stages"
-        self.done = read_json(self._file, "which stages are done", repair) if self._file.exists() else {}
+        there = self._file.exists()
+        self.done = read_json(self._file, "which stages are done", repair, sealed=True) if there else {}
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
         """Return the stored result of a stage. If the stage is not done, run `work` now and store its result.
@@ -48,7 +49,7 @@ class Stages:
 
     def _write(self) -> None:
         self._fence.check_attempt()
-        write_json(self._file, self.done)
+        write_json(self._file, seal(self.done))
 
 
 @dataclass

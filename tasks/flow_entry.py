@@ -41,7 +41,7 @@ def read_settled_config(config: Config) -> Config:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, config.run.name)
-    if not (name := file.read_text()):
+    if not (name := file.read_text(errors="replace")) or not name.isprintable() or "\ufffd" in name:
         raise BadInput(
             f"{file}: the name of this flow run's run is lost, because the file is damaged; write the name into the "
             "file"
@@ -106,7 +106,7 @@ def crashed_without_tracking() -> Iterator[None]:
 def begun_by_this_flow(folder: RunFolder) -> bool:
     """Whether this flow run has entered the folder before."""
     file = folder.path / "flow_run_id"
-    return file.exists() and file.read_text() == str(flow_run.root_flow_run_id)
+    return file.exists() and file.read_text(errors="replace") == str(flow_run.root_flow_run_id)
 
 
 def _written(folder: RunFolder) -> list[int]:

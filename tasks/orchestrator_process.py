@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -18,6 +17,7 @@ from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import orchestrator_command, timeline_command
 from engine.run.fence import TAKEN_OVER
+from engine.run.files import parse_line
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.process import Child
@@ -49,12 +49,14 @@ class LineFollower:
         self._path = path
         self._inode = 0
         self._position = 0
+        self._lines = 0
+        """Number of lines up to the position."""
         self._seen: set[bytes] = set()
         self.new()
 
     def new(self) -> list[JsonObject]:
-        """The lines that were added since the last call. A half-written last line is left for a later call. A missing
-        file counts as empty."""
+        """The lines that were added since the last call, as `parse_line` reads them. A half-written last line is left
+        for a later call. A missing file counts as empty."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -63,9 +65,13 @@ class LineFollower:
             whole = file.read().rpartition(b"\n")[0]
         if whole:
             self._position += len(whole) + 1
-        fresh = [line for line in whole.split(b"\n") if line and line not in self._seen]
-        self._seen.update(fresh)
-        return [json.loads(line) for line in fresh]
+        first = self._lines + 1
+        lines = whole.split(b"\n") if whole else []
+        self._lines += len(lines)
+        fresh = {number: line for number, line in enumerate(lines, first) if line not in self._seen}
+        self._seen.update(fresh.values())
+        rows = [parse_line(self._path, number, line) for number, line in fresh.items()]
+        return [row for row in rows if row is not None]
 
     def _rewind_if_replaced(self, descriptor: int) -> None:
         """Read from the start if the file was replaced, which is how it is shortened. Lines that were kept are
@@ -74,6 +80,7 @@ class LineFollower:
         if inode != self._inode:
             self._inode = inode
             self._position = 0
+            self._lines = 0
 
 
 def run_training(

@@ -15,7 +15,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run import checkpoint_store
-from engine.run.checkpoint_files import STATE, all_complete
+from engine.run.checkpoint_files import STATE, Marker, all_complete, parse_state, read_marker
 from engine.run.fence import check_readable
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, check_same_keys
@@ -103,27 +103,23 @@ def _check_files(folder: RunFolder) -> None:
 def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
     """The state of the newest readable checkpoint in the run folder, or else in `checkpoint.path`; None if there is
     none. Reads no tensors."""
-    texts = [(checkpoint / STATE) for checkpoint in reversed(all_complete(folder.checkpoints))]
-    for file in texts:
-        if (found := _parsed(file.read_bytes())) is not None:
+    for checkpoint in reversed(all_complete(folder.checkpoints)):
+        if (found := _parsed((checkpoint / STATE).read_bytes(), read_marker(checkpoint))) is not None:
             return found
     there = published_checkpoints(config)
     number = read_run_id(folder.path)
     own = {name: marker for name, marker in there.items() if not number or marker["run"] == number}
     for name in sorted(own, key=lambda name: own[name]["step"], reverse=True):
-        found = _parsed(checkpoint_store.read_published(checkpoint_store.place_of(config), name, STATE))
-        if found is not None:
+        text = checkpoint_store.read_published(checkpoint_store.place_of(config), name, STATE)
+        if (found := _parsed(text, own[name])) is not None:
             return found
     return None
 
 
-def _parsed(text: bytes) -> JsonObject | None:
+def _parsed(text: bytes, marker: Marker | None) -> JsonObject | None:
     """The state in a file, or None if it is damaged. (The trainer skips a damaged checkpoint and says so.)"""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and {"step", "config"} <= found.keys() else None
+    found = None if marker is None else parse_state(text, marker)
+    return found if found is not None and found.keys() >= {"step", "config", "model", "inputs", "prompts"} else None
 
 
 def _check_model(config: Config, state: JsonObject) -> None:
@@ -134,13 +130,13 @@ def _check_model(config: Config, state: JsonObject) -> None:
         what = f"its sizes differ from those of the run's base model ({', '.join(differs)})"
         raise BadInput(
             f"--resume: model.path = {config.model.path!r}: {what}; give model.path = "
-            f"{state['config']['model']['path']!r}, or a copy of it, or {ANEW} to train this model"
+            f"{_value_of(state['config'], 'model.path')!r}, or a copy of it, or {ANEW} to train this model"
         )
     check_inputs_kept(config.folder, config, find_inputs(config, model), state["inputs"])
 
 
 def _check_prompts(config: Config, state: JsonObject) -> None:
-    if config.algorithm.dynamic_sampling and state["step"] and state["prompt_position"] is None:
+    if config.algorithm.dynamic_sampling and state["step"] and state.get("prompt_position") is None:
         raise BadInput(
             f"--resume: the checkpoint after {state['step']} steps does not say how many prompts were used, which "
             f"algorithm.dynamic_sampling needs (a replay wrote it); {ANEW}"
@@ -179,4 +175,4 @@ def _value(config: Config, key: str) -> Any:  # noqa: ANN401
 
 def _value_of(tables: JsonObject, key: str) -> Any:  # noqa: ANN401
     table, _, name = key.partition(".")
-    return tables[table][name]
+    return tables.get(table, {}).get(name)

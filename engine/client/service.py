@@ -23,7 +23,7 @@ from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.types import Group, Prompt, Response
 from engine.wire.access_token import access_token, folder_token
-from engine.wire.address import ADDRESS_FILE, split_address
+from engine.wire.address import ADDRESS_FILE, orchestrator_address, split_address
 from engine.wire.columns import SCORES, Row, open_group, open_response, pack_group, pack_ids, pack_values
 from engine.wire.message import Answer, Done, Request
 from engine.wire.messages import (
@@ -118,7 +118,7 @@ class ServiceClient:
 
     @classmethod
     def _of_folder(cls, folder: Path, child: Child | None = None, timeout_s: float = START_S) -> ServiceClient:
-        return cls((folder / ADDRESS_FILE).read_text().strip(), child, timeout_s, folder_token(str(folder)))
+        return cls(orchestrator_address(str(folder)), child, timeout_s, folder_token(str(folder)))
 
     @classmethod
     def _start(cls, config: Config) -> ServiceClient:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import quantiles
 from typing import Any, TypedDict
 
 from engine.data.prepared import Prepared, problems_version
 from engine.data.problems import ProblemRow, Problems, format_counts
+from engine.errors import BadInput
+from engine.run.files import read_json
 
 DIFFICULTY = ("difficulty", "level")
 """Names of the column with the difficulty of a problem. The first that a row has is used."""
@@ -72,6 +76,18 @@ def report_data(prepared: Prepared) -> DataReport:
         "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
         "notes": list(prepared.notes),
     }
+
+
+def read_report(folder: Path) -> DataReport | None:
+    """The report in a run folder; None if there is none. A damaged one is none, with a warning, because no training
+    depends on it."""
+    try:
+        file = folder / REPORT
+        repair = "delete it, MLflow then lacks its figures"
+        return read_json(file, "the report on the data", repair, kind=DataReport) if file.exists() else None
+    except BadInput as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def describe_report(found: DataReport) -> str:

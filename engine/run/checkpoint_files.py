@@ -2,15 +2,14 @@
 tensors.
 
 The marker is written last and names every file with its size. Readers trust a folder only if it has a marker and every
-file has the size given there. The marker also has a checksum of each file, which is compared when the checkpoint is
-loaded: XXH3 for the tensors (as fast as a disk reads), and SHA-256 for the small files, because the index in Megatron's
-format is a pickle.
+file has the size given there. The marker has a checksum of itself, which is compared whenever it is read, and of each
+file, which is compared when the checkpoint is loaded: XXH3 for the tensors (as fast as a disk reads), and SHA-256 for
+the small files, because the index in Megatron's format is a pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 import shutil
 import time
@@ -18,12 +17,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import xxhash
 
 from engine.errors import DamagedCheckpointError
-from engine.run.files import sync_all, sync_folder, write_json
+from engine.run.files import open_sealed, parse_object, seal, sync_all, sync_folder, write_json
 
 MARKER = "_SUCCESS.json"
 INDEX = ".metadata"
@@ -91,7 +90,7 @@ def set_aside(folder: Path) -> Path:
 def find_fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
     """Why files of these sizes (bytes, by name) are not a complete checkpoint; None if they are one."""
     if marker is None:
-        return f"no {MARKER}"
+        return f"{MARKER} is damaged" if MARKER in sizes else f"no {MARKER}"
     for name, size in marker["files"].items():
         if name not in sizes:
             return f"{name} is missing"
@@ -101,17 +100,25 @@ def find_fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
 
 
 def parse_marker(text: bytes) -> Marker | None:
-    """Parse the text of a marker file; None if it is cut off."""
-    try:
-        marker: Marker = json.loads(text)
-    except ValueError:
-        return None
-    return marker if isinstance(marker, dict) else None
+    """The marker in the text of its file; None if it does not match its own checksum."""
+    return cast("Marker | None", open_sealed(text))
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """The folder's marker, or None if there is none."""
+    """The folder's marker, or None if there is none or it is damaged."""
     return parse_marker((folder / MARKER).read_bytes()) if (folder / MARKER).is_file() else None
+
+
+def _marker_of(folder: Path) -> Marker:
+    """The marker of a complete checkpoint. Raises DamagedCheckpointError if it is one no more."""
+    if (marker := read_marker(folder)) is None:
+        raise DamagedCheckpointError(f"checkpoint {folder}: {MARKER} is missing or damaged")
+    return marker
+
+
+def parse_state(text: bytes, marker: Marker) -> dict[str, Any] | None:
+    """The state in the text of STATE; None if the text does not match the checkpoint's marker."""
+    return parse_object(text) if hashlib.sha256(text).hexdigest() == marker["sha256"].get(STATE) else None
 
 
 def fault_of(folder: Path) -> str | None:
@@ -137,8 +144,8 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def step_of(folder: Path) -> int:
-    """The step with which a run continues from this checkpoint."""
-    return int(json.loads((folder / MARKER).read_text())["step"])
+    """The step with which a run continues from this complete checkpoint. Raises DamagedCheckpointError."""
+    return _marker_of(folder)["step"]
 
 
 def incomplete_checkpoints(root: Path) -> dict[Path, str]:
@@ -182,7 +189,7 @@ def publish_checkpoint(
     fence()
     partial.rename(target)
     sync_folder(target.parent)
-    write_json(target / MARKER, marker)
+    write_json(target / MARKER, seal(marker))
 
 
 def rank_checkpoints(steps: Mapping[str, int], scores: Scores) -> list[str]:
@@ -202,7 +209,7 @@ def checkpoints_to_keep(markers: Mapping[str, Marker], last: int, best: int, sco
 
 def prune_checkpoints(root: Path, last: int, best: int, scores: Scores) -> None:
     """Delete complete checkpoints that need not be kept, and incomplete ones older than the newest complete one."""
-    markers = {folder.name: json.loads((folder / MARKER).read_text()) for folder in all_complete(root)}
+    markers = {folder.name: _marker_of(folder) for folder in all_complete(root)}
     keep = checkpoints_to_keep(markers, last, best, scores)
     half = [folder for folder in incomplete_checkpoints(root) if markers and folder.name.strip(".") < max(markers)]
     for folder in [*half, *(root / name for name in markers if name not in keep)]:
@@ -216,7 +223,7 @@ def check_checkpoint(folder: Path) -> None:
     Raises DamagedCheckpointError naming the file. Call it before Megatron reads the folder, because Megatron unpickles
     the index. Reads every file once.
     """
-    if wrong := find_damage(folder, json.loads((folder / MARKER).read_text())):
+    if wrong := find_damage(folder, _marker_of(folder)):
         raise DamagedCheckpointError(f"checkpoint {folder}: {wrong}")
     with (folder / INDEX).open("rb") as file:
         entries = _Plain(file, folder).load().state_dict_metadata

@@ -30,7 +30,7 @@ from engine.run.checkpoint_files import (
     partial_of,
     read_marker,
 )
-from engine.run.files import sync_all, sync_folder, write_json
+from engine.run.files import seal, sync_all, sync_folder, write_json
 
 
 def place_of(config: Config) -> str:
@@ -161,7 +161,7 @@ def download_checkpoint(place: str, name: str, marker: Marker, root: Path) -> Pa
     sync_all(partial)
     partial.rename(target)
     sync_folder(root)
-    write_json(target / MARKER, got)
+    write_json(target / MARKER, seal(got))
     return target
 
 
@@ -245,9 +245,9 @@ def _write_marker(store: Any, folder: str, marker: Marker) -> None:  # noqa: ANN
     """Write the marker once the files are stored durably. On S3 they are when S3 has answered."""
     if isinstance(store, LocalFileSystem):
         sync_all(Path(folder))
-        write_json(Path(folder) / MARKER, marker)
+        write_json(Path(folder) / MARKER, seal(marker))
     else:
-        store.pipe_file(f"{folder}/{MARKER}", json.dumps(marker, indent=1).encode())
+        store.pipe_file(f"{folder}/{MARKER}", json.dumps(seal(marker), indent=1).encode())
 
 
 def _is_name(name: str) -> bool:

@@ -66,7 +66,7 @@ def _newest(folder: Path, kind: Kind) -> int:
     if not file.exists():
         return 0
     text = file.read_text(errors="replace")
-    if not (text.endswith("\n") and text.strip().isdecimal()):
+    if not (text.endswith("\n") and text.strip().isdecimal() and len(text) < 20):
         raise BadInput(
             f"{file}: the number of the newest attempt can't be read, because the file is damaged; make sure that no "
             f"{kind} of this run is running, then delete the file"

@@ -2,20 +2,95 @@
 
 A state file is written under a temporary name, synced and renamed, and its folder is synced. So it is always complete
 or absent. A file of lines may end in a torn line; readers skip that line, and the next append removes it.
+
+Whatever else is wrong in a file is a BadInput that names it and says how to repair it: the objects that only Metronome
+writes have a checksum, and the values of lines are checked against `LINES`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, get_type_hints
 
 import msgspec
 
 from engine.errors import BadInput, MetronomeError
+from engine.types import StepReport
+
+CHECKSUM = "checksum"
+"""Key of an object's own checksum, a SHA-256."""
+
+
+class ComparisonEntry(msgspec.Struct):
+    """The part of an evaluation that compares it with an earlier one."""
+
+    weight_version: int
+    difference: float
+    ci_low: float
+    ci_high: float
+    p_value: float
+    better: int
+    worse: int
+    problems: int
+
+
+def _types(name: str, fields: Mapping[str, Any], required: Iterable[str] = ()) -> type[msgspec.Struct]:
+    """The types of a line's values. Values that are not `required` may be absent; other names are not checked."""
+    needed = [(field, fields[field]) for field in required]
+    others = [
+        (field, kind | msgspec.UnsetType, msgspec.UNSET) for field, kind in fields.items() if field not in required
+    ]
+    return msgspec.defstruct(name, [*needed, *others])
+
+
+_FIGURES = ("avg_at_k", "pass_at_k", "maj_at_k")
+_INTERVALS = [f"{prefix}ci_{end}" for prefix in ("", "pass_", "maj_") for end in ("low", "high")]
+LINES: Mapping[str, type[msgspec.Struct]] = {
+    "steps.jsonl": _types("StepLine", get_type_hints(StepReport), ["step"]),
+    "evaluations.jsonl": _types(
+        "EvaluationLine",
+        dict.fromkeys([*_FIGURES, *_INTERVALS, "seconds", "exposed_s"], float)
+        | dict.fromkeys(["step", "problems", "samples", "truncated", "context_cut", "partial_scores"], int)
+        | dict.fromkeys(["benchmark", "model", "table"], str)
+        | {"weight_version": int, "protocol": dict[str, Any], "in_run": bool, "against": ComparisonEntry},
+        ["weight_version"],
+    ),
+    "attempts.jsonl": _types("AttemptLine", {"what": str, "progress": list[int], "by_hand": bool}, ["what"]),
+    "notices.jsonl": _types("NoticeLine", {"stage": str, "text": str}, ["stage", "text"]),
+    "dropped.jsonl": _types(
+        "DroppedLine",
+        {"weight_version": int, "reason": str, "exposed_s": float},
+        ["weight_version", "reason", "exposed_s"],
+    ),
+}
+"""The types of the values in files of lines, by the file's name."""
+SpanLine = _types(
+    "SpanLine",
+    {"lane": str, "name": str, "start": float, "end": float, "step": int | None, "groups": list[int]}
+    | dict.fromkeys(["tokens", "prompt_tokens", "group", "number"], int),
+    ["name", "start", "end"],
+)
+"""The types of the values in a trace."""
+NEEDLESS = ("notices.jsonl", "dropped.jsonl")
+"""Files on which nothing depends. A damaged line in them is left out, with a warning."""
+_warned: set[Path] = set()
+"""Files of NEEDLESS about which a warning was printed."""
+
+
+class Line(dict[str, Any]):
+    """An object in a file of lines. A key that is missing in it is reported as damage of the file."""
+
+    __slots__ = ("place",)
+    place: str
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise _damaged(self.place, f"an object with {key!r}")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -87,18 +162,45 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_json(path: Path, what: str, repair: str) -> dict[str, Any]:
-    """The JSON object in a state file.
+def read_json(path: Path, what: str, repair: str, kind: Any = dict[str, Any], sealed: bool = False) -> Any:  # noqa: ANN401
+    """The JSON object in a state file: of type `kind`, and with `sealed` as `seal` made it, without its checksum.
 
     Raises BadInput for a damaged file. The message says what the file holds (`what`) and how to repair it (`repair`).
     """
+    text = path.read_bytes()
+    found = open_sealed(text) if sealed else parse_object(text)
     try:
-        found = json.loads(path.read_bytes())
-    except ValueError:
+        msgspec.convert(found, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError):
         found = None
-    if not isinstance(found, dict):
+    if found is None:
         raise BadInput(f"{path}: {what} can't be read, because the file is damaged ({_size(path)}); {repair}")
     return found
+
+
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    """The JSON object in a text; None for a text that is not one."""
+    try:
+        found = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with its own checksum, so that any change in its file is noticed."""
+    plain = {key: value for key, value in content.items() if key != CHECKSUM}
+    return {**plain, CHECKSUM: _checksum(plain)}
+
+
+def open_sealed(text: bytes) -> dict[str, Any] | None:
+    """The content of an object that `seal` made; None if anything in it has changed."""
+    found = parse_object(text)
+    return found if found is not None and found.pop(CHECKSUM, None) == _checksum(found) else None
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
@@ -123,36 +225,55 @@ def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:
             raise
 
 
-def read_lines(path: Path) -> Iterator[Any]:
-    """Yield the JSON objects in a file of lines. A torn last line is skipped. Raises BadInput for any other line that
-    is not a JSON object."""
+def read_lines(path: Path, kind: type[msgspec.Struct] | None = None) -> Iterator[Any]:
+    """Yield the JSON objects in a file of lines. A torn last line is skipped. Any other line may be damaged as in
+    `parse_line`, which is also where `kind` is explained."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield _row(path, number, line)
+            if (row := parse_line(path, number, line, kind)) is not None:
+                yield row
 
 
-def _row(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401
+def parse_line(path: Path, number: int, line: bytes, kind: type[msgspec.Struct] | None = None) -> Line | None:
+    """The JSON object in a line of a file, whose values have the types of `kind`, or else of `LINES`.
+
+    Raises BadInput for a damaged line. In a file of NEEDLESS it is None, and the first one is a warning.
+    """
+    place = f"{path}, line {number}"
     try:
-        row = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        row = _with_nan(line)
-    if not isinstance(row, dict):
-        raise BadInput(
-            f"{path}, line {number}: it is damaged, expected a JSON object; truncate the file before this line"
-        )
+        return _parse_line(place, line, kind or LINES.get(path.name))
+    except BadInput as error:
+        if path.name not in NEEDLESS:
+            raise
+        if path not in _warned:
+            print(f"warning: {error}, or leave it: nothing depends on it", file=sys.stderr, flush=True)
+        _warned.add(path)
+        return None
+
+
+def _parse_line(place: str, line: bytes, kind: type[msgspec.Struct] | None) -> Line:
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        found = parse_object(line)  # Python's own parser accepts NaN and Infinity
+    if not isinstance(found, dict):
+        raise _damaged(place, "a JSON object")
+    try:
+        if kind is not None:
+            msgspec.convert(found, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise _damaged(place, f"other values ({error})") from None
+    row = Line(found)
+    row.place = place
     return row
 
 
-def _with_nan(line: bytes) -> Any:  # noqa: ANN401
-    """A line with NaN or Infinity, which only Python's own parser accepts; None for a damaged line."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+def _damaged(place: str, expected: str) -> BadInput:
+    return BadInput(f"{place}: it is damaged, expected {expected}; truncate the file before this line")
 
 
 def cut_torn_line(path: Path) -> int:

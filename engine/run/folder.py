@@ -218,6 +218,11 @@ def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> 
     for key in FIXED:
         table, _, name = key.partition(".")
         now = ours[table][name]
+        if name not in before.get(table, {}):
+            raise BadInput(
+                f"--resume: the run's checkpoint has no {key}: another version of Metronome wrote it; continue the run "
+                f"with that one, or start a new run (another run.name){_from_here(config)}"
+            )
         then = before[table][name]
         if now != then:
             raise BadInput(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from engine.run.files import write_unsynced
 
@@ -25,10 +26,11 @@ def write_progress(file: Path, progress: Progress) -> None:
 
 
 def read_progress(file: Path) -> Progress | None:
-    """What was written last; None if nothing was written yet, or the file was removed at the end."""
+    """What was written last; None if nothing can be read: nothing was written yet, or the file was removed at the end
+    or is damaged."""
     try:
-        return Progress(**json.loads(file.read_bytes()))
-    except (OSError, ValueError):
+        return msgspec.json.decode(file.read_bytes(), type=Progress)
+    except (OSError, ValueError, msgspec.MsgspecError):
         return None
 
 

@@ -16,7 +16,7 @@ from typing import TypedDict
 from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import content_hash
-from engine.run.files import read_json, write_json
+from engine.run.files import read_json, seal, write_json
 from engine.run.served_model import EXPORTED
 from engine.run.user_code import find_code
 
@@ -73,10 +73,7 @@ def read_inputs(folder: Path) -> Inputs:
     damaged."""
     file = folder / FILE
     repair = "delete it; a resume then compares with the newest checkpoint"
-    found = read_json(file, "the hashes of the run's inputs", repair) if file.exists() else {}
-    if any(not isinstance(part, dict) or set(part) != set(InputPart.__annotations__) for part in found.values()):
-        raise BadInput(f"{file}: the hashes of the run's inputs can't be read, because the file is damaged; {repair}")
-    return found
+    return read_json(file, "the hashes of the run's inputs", repair, sealed=True) if file.exists() else {}
 
 
 def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
@@ -90,7 +87,7 @@ def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
         for name, file in _code(_specs(config, part)).items() if not target.exists() else ():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target / name)
-    write_json(folder / FILE, now)
+    write_json(folder / FILE, seal(now))
 
 
 def check_evaluated(folder: Path, config: Config, model: Path) -> None:

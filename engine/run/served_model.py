@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from engine.config import Config
 from engine.config.recipe import find_file, load_config
@@ -20,6 +21,13 @@ EXPORTED = "exported"
 CONTEXT = 4096
 """Largest number of tokens of prompt and response together, unless a recipe sets it. More would take memory that few
 need."""
+
+
+class ExportOrigin(TypedDict):
+    """What this module reads of ORIGIN."""
+
+    id: str
+    weight_version: int
 
 
 def served_config(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, str]:
@@ -79,7 +87,9 @@ def weight_version(model: Path) -> int:
     """The weight version of a model folder: the number of updates if it is the policy of a run or was exported from a
     checkpoint, otherwise 0."""
     if (model / ORIGIN).is_file():
-        return int(read_json(model / ORIGIN, "the checkpoint that it comes from", "export it again")["weight_version"])
+        repair = "export it again"
+        origin = read_json(model / ORIGIN, "the checkpoint that it comes from", repair, kind=ExportOrigin)
+        return int(origin["weight_version"])
     if model.name != "policy":
         return 0
     folder = RunFolder(model.parent)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from engine.run.files import append_lines, put_in_place, read_lines
+from engine.run.files import SpanLine, append_lines, put_in_place, read_lines
 
 
 class _Attributes(TypedDict, total=False):
@@ -97,7 +97,7 @@ class Trace:
 
 def iterate_spans(folder: Path) -> Iterator[Span]:
     """The spans in a run's trace folder, file by file. A torn last line is skipped."""
-    return (span for path in sorted(folder.glob("*.jsonl")) for span in read_lines(path))
+    return (span for path in sorted(folder.glob("*.jsonl")) for span in read_lines(path, SpanLine))
 
 
 def read_spans(folder: Path) -> list[Span]:

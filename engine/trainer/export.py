@@ -17,14 +17,14 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from engine.config import Config
-from engine.errors import BadInput, CheckpointError
+from engine.errors import BadInput, CheckpointError, DamagedCheckpointError
 from engine.model.build import Computation, build_model
 from engine.model.hf_weights import export_weights
 from engine.model.shape import read_shape
 from engine.model.tri_model import TriModel
 from engine.platform import get_platform, single_session
 from engine.ranks.rank_group import RankGroup
-from engine.run.checkpoint_files import STATE, check_checkpoint, read_marker
+from engine.run.checkpoint_files import MARKER, STATE, check_checkpoint, parse_state, read_marker
 from engine.run.files import sync_all, sync_folder, write_json
 from engine.run.process import report_errors, watch_lifeline
 from engine.run.run_inputs import find_inputs
@@ -70,9 +70,10 @@ def export_checkpoint(checkpoint: Path, target: Path) -> None:
     Raises BadInput if the base model is gone or another one, or has another tokenizer than the checkpoint was trained
     with, DamagedCheckpointError for changed files.
     """
-    state = json.loads((checkpoint / STATE).read_text())
     marker = read_marker(checkpoint)
     assert marker is not None, "only complete checkpoints are exported"
+    if (state := parse_state((checkpoint / STATE).read_bytes(), marker)) is None:
+        raise DamagedCheckpointError(f"checkpoint {checkpoint}: {STATE} does not match {MARKER} (SHA-256 differs)")
     config = Config.model_validate(state["config"])
     base = Path(config.model.path)
     shape = read_shape(base)

@@ -37,11 +37,12 @@ def access_token() -> str | None:
 
     Raises BadInput if no HTTP header can carry it.
     """
-    token = os.environ.get(VARIABLE, "")
+    return _check_token(VARIABLE, os.environ.get(VARIABLE, ""))
+
+
+def _check_token(place: str | Path, token: str) -> str | None:
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
-        raise BadInput(
-            f"{VARIABLE}: it must be printable ASCII without spaces around it, as from `openssl rand -hex 32`"
-        )
+        raise BadInput(f"{place}: it must be printable ASCII without spaces around it, as from `openssl rand -hex 32`")
     return token or None
 
 
@@ -52,11 +53,13 @@ def own_token() -> str:
 
 def folder_token(address: str) -> str | None:
     """Return the token with which a program reaches the orchestrator at `address`: host:port, a run folder, or the file
-    rollout.address in one. Without a file beside the address it is that of the environment."""
+    rollout.address in one. Without a file beside the address it is that of the environment. Raises BadInput as
+    `access_token` does."""
     path = Path(address).expanduser()
     file = (path if path.is_dir() else path.parent) / TOKEN_FILE
     local = path.is_dir() or path.name == ADDRESS_FILE
-    return file.read_text() if local and file.exists() else access_token()
+    there = local and file.exists()
+    return _check_token(file, file.read_text(errors="replace")) if there else access_token()
 
 
 def authorization_headers(token: str | None) -> dict[str, str]:

@@ -27,7 +27,7 @@ def http_url(host: str, port: int) -> str:
 def split_address(text: str, key: str) -> tuple[str, int]:
     """Return (host, port) of "host:port". Raises BadInput, which names `key`, for any other text."""
     host, colon, port = text.strip().rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 2**16):
+    if not (colon and host and port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 2**16):
         raise BadInput(f"{key} = {text.strip()!r}: expected host:port, for example 127.0.0.1:8000")
     return host.strip("[]"), int(port)
 
@@ -60,6 +60,6 @@ def orchestrator_address(text: str) -> str:
     path = Path(text).expanduser()
     file = path / ADDRESS_FILE if path.is_dir() else path
     if path.is_dir() or path.name == ADDRESS_FILE:
-        text = file.read_text()
+        text = file.read_text(errors="replace")
     host, port = split_address(text, "--join")
     return f"{bracket_host(host)}:{port}"

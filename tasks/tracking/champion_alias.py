@@ -11,11 +11,10 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
-from engine.data.problem_statistics import REPORT
+from engine.data.problem_statistics import read_report
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
-from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.run_inputs import find_inputs, read_inputs
 from engine.run.run_start import read_start
@@ -63,9 +62,8 @@ def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     base = Path(config.model.path)
     inputs = read_inputs(folder.path) or find_inputs(config, base)
     row = final_evaluation(folder, config)
-    report = folder.path / REPORT
-    told = read_json(report, "the report on the data", "run `metronome run --resume` again") if report.exists() else {}
-    data = told["train"]["version"] if told else "unknown"
+    report = read_report(folder.path)
+    data = report["train"]["version"] if report else "unknown"
     begun = read_start(folder.path)
     found = {
         "base_model": str(base),

@@ -26,11 +26,12 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.data.hub import HubDataset, dataset_of, is_hub_id, model_name
+from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.files import read_json, read_lines
+from engine.run.files import read_lines
 from tasks.console import print_error
 from tasks.fenced import run_folder
 from tasks.orchestrator_process import LineFollower
@@ -274,10 +275,9 @@ class Mirror:
                 self._samples[file] = changed
 
     def _lacking_inputs(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        report = self._folder.path / "data.json"
-        if "data" not in self._once and report.exists():
-            found = read_json(report, "the report on the data", "resume the run, which writes it again")
-            yield "the data sets", partial(log_datasets, self._client, self._id, found)
+        if "data" not in self._once and (self._folder.path / REPORT).exists():
+            if (found := read_report(self._folder.path)) is not None:
+                yield "the data sets", partial(log_datasets, self._client, self._id, found)
             self._once.add("data")
         if "model" not in self._once and self._folder.config.exists():
             model = Path(self._folder.read_config().model.path)

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from engine.run.files import seal
 from support.commands import metronome, sets, state_of
 from support.runs import base_settings, config_of, overrides
 from tasks.tracking.tracked_run import check_usable
@@ -20,7 +21,7 @@ def checkpoints_of_another(folder):
     there.mkdir(parents=True)
     (there / "state.json").write_text("{}")
     marker = {"step": 1, "run": "0" * 32, "files": {"state.json": 2}}
-    (there / "_SUCCESS.json").write_text(json.dumps(marker))
+    (there / "_SUCCESS.json").write_text(json.dumps(seal(marker)))
     return [f"checkpoint.path={folder / 'published'}"]
 
 

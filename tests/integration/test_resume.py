@@ -3,6 +3,7 @@ neither state nor tags of MLflow's run, nor the registry."""
 
 import fcntl
 import gc
+import hashlib
 import json
 import shutil
 import socket
@@ -12,7 +13,7 @@ import sys
 import pytest
 from sqlalchemy import Engine
 
-from engine.run.files import read_lines
+from engine.run.files import read_lines, seal
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
 from support.commands import metronome, sets, state_of
@@ -96,7 +97,8 @@ def other_positions(trained):
         file.write_text(text.replace('"dynamic_sampling": false', '"dynamic_sampling": true'))
         marker = json.loads((file.parent / "_SUCCESS.json").read_text())
         marker["files"]["state.json"] = file.stat().st_size
-        (file.parent / "_SUCCESS.json").write_text(json.dumps(marker))
+        marker["sha256"]["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        (file.parent / "_SUCCESS.json").write_text(json.dumps(seal(marker)))
     config = trained / "runs/first/config.toml"
     config.write_text(config.read_text().replace("dynamic_sampling = false", "dynamic_sampling = true"))
 

@@ -2,23 +2,46 @@
 
 import pickle
 import shutil
+from dataclasses import fields
 
 from engine.config import Config, Run, Train
+from engine.data.problem_statistics import REPORT
 from engine.errors import MetronomeError
 from engine.orchestrator import in_run_evaluation
-from engine.run import checkpoint_files
+from engine.run import checkpoint_files, run_inputs
 from engine.run.fence import Fence
-from engine.run.files import append_line, write_json
+from engine.run.files import append_line, seal, write_json
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
+from engine.run.progress import Progress, write_progress
 from engine.run.run_start import RunStart
 from engine.run.trace import Trace
+from engine.types import StepReport
 from tasks.finished_stages import Stages, count_attempt
 
 STEPS = 4
+FIGURES = {
+    field.name: {"int": 1, "float": 1.5, "list[float]": [0.5]}.get(str(field.type).removesuffix(" | None"))
+    for field in fields(StepReport)
+    if field.name != "reward_metrics"
+}
+"""A line of steps.jsonl."""
+EVALUATION = {
+    **{"benchmark": "heldout", "model": "base", "protocol": {"samples": 2}, "in_run": True, "seconds": 1.5},
+    **{"problems": 4, "samples": 2, "truncated": 1, "context_cut": 0, "partial_scores": 0, "exposed_s": 0.5},
+    **dict.fromkeys(
+        [f"{name}{end}" for name in ("", "pass_", "maj_") for end in ("ci_low", "ci_high")]
+        + ["avg_at_k", "pass_at_k", "maj_at_k"],
+        0.5,
+    ),
+    "against": dict.fromkeys(["weight_version", "better", "worse", "problems"], 1)
+    | dict.fromkeys(["difference", "ci_low", "ci_high", "p_value"], 0.5),
+    "table": "evaluations/heldout-v000003-000000.jsonl",
+}
+"""A line of evaluations.jsonl."""
 
 
-def a_checkpoint(root, step, run="", content=b"weights"):
+def a_checkpoint(root, step, run="", content=b"weights", config=None):
     """A whole checkpoint of one file of tensors."""
     from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
@@ -27,7 +50,9 @@ def a_checkpoint(root, step, run="", content=b"weights"):
     index = Metadata({"policy.weight": TensorStorageMetadata(TensorProperties(), (3,), [])}, storage_data={})
     (partial / checkpoint_files.INDEX).write_bytes(pickle.dumps(index))
     (partial / "__0_0.distcp").write_bytes(content * 100 + str(step).encode())
-    write_json(partial / "state.json", {"step": step})
+    state = {"step": step, "prompts": None, "prompt_position": None, "model": {}, "inputs": {}, "scheduler": {}}
+    told = {} if config is None else state | {"config": config.model_dump(mode="json")}
+    write_json(partial / "state.json", {"step": step} | told)
     target = checkpoint_files.folder_of(root, step)
     checkpoint_files.publish_checkpoint(
         partial=partial, target=target, step=step, figures={"reward_mean": 0.5}, run=run
@@ -49,15 +74,24 @@ def finished(output):
     for step in range(STEPS):
         for name in ("sync", "train", "rollout", "update"):
             trace.add_span(name, 10.0 * step, 10.0 * step + 5, lane="trainer-0", step=step)
-        append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1, "reward_mean": 0.5})
+        append_line(folder.steps, FIGURES | {"step": step, "weight_version": step, "versions_seen": [step]})
+        append_line(folder.notices, {"stage": "rewards", "text": f"{step} of 4 groups teach nothing", "at": 1.5})
     trace.flush()
-    row = {"step": 3, "weight_version": 3, "benchmark": "heldout", "model": "base", "protocol": {}, "in_run": True}
-    append_line(folder.evaluations, row | {"table": "evaluations/heldout-v000003-000000.jsonl"})
+    for version in (0, 3):
+        append_line(folder.evaluations, EVALUATION | {"step": version, "weight_version": version})
     in_run_evaluation.dropped_file(folder).parent.mkdir()
-    append_line(in_run_evaluation.dropped_file(folder), {"weight_version": 2, "reason": "late"})
+    append_line(in_run_evaluation.dropped_file(folder), {"weight_version": 2, "reason": "late", "exposed_s": 1.5})
     for step in (2, 4):
-        a_checkpoint(folder.checkpoints, step, read_run_id(folder.path))
+        a_checkpoint(folder.checkpoints, step, read_run_id(folder.path), config=config)
     Stages(folder).once("train", lambda: STEPS)
+    part = {"named": "", "hash": "a" * 64, "path": "base"}
+    write_json(folder.path / run_inputs.FILE, seal({name: part for name in run_inputs.PARTS}))
+    figures = {"source": "data.jsonl", "content_hash": "a", "version": "b", "rows": 4, "skipped": {}, "answers": {}}
+    figures |= {"problem_characters": {}, "answer_characters": {}, "difficulty": {}, "rejected": []}
+    report = {"train": figures, "heldout": figures, "compared_with": [], "overlaps": [], "notes": []}
+    write_json(folder.path / REPORT, report)
+    (folder.path / "flow_run_id").write_text("abd5dc41-0c33-4da7-bd1d-bff3ba45a7c2")
+    write_progress(folder.progress, Progress("step 4 of 4", 1.0))
     return folder
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.run.files import seal
 from engine.run.identity import claim_run_id, known_number, read_run_id, run_began
 from tasks.input_checks import check_run_folder
 
@@ -27,7 +28,7 @@ OLDER, LOST, OTHER = (f"019a0000000{digit}7" + "0" * 19 for digit in "123")
 def checkpoint(root, step, run):
     folder = root / f"step-{step:06d}"
     folder.mkdir(parents=True)
-    (folder / "_SUCCESS.json").write_text(json.dumps({"step": step, "files": {}, "run": run}))
+    (folder / "_SUCCESS.json").write_text(json.dumps(seal({"step": step, "files": {}, "run": run})))
 
 
 def test_a_number_is_given_once(config):

@@ -67,7 +67,7 @@ def test_a_second_export_waits_for_the_first_and_takes_what_it_has_made(run, cap
             while "is in use by process" not in capfd.readouterr().out:
                 assert not second.done(), second.result()
             made.mkdir()
-            write_json(made / "checkpoint.json", {"id": read_marker(checkpoint)["id"]})
+            write_json(made / "checkpoint.json", {"id": read_marker(checkpoint)["id"], "weight_version": 2})
         assert second.result(timeout=10) == made
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine.errors import MetronomeError
+from engine.run.files import seal
 from engine.run.folder import RunFolder
 from tasks.finished_stages import Stages, count_attempt, read_progress
 
@@ -17,7 +18,7 @@ def folder(tmp_path):
 def checkpoint(folder, step):
     there = folder.checkpoints / f"step-{step:06d}"
     there.mkdir(parents=True)
-    (there / "_SUCCESS.json").write_text(json.dumps({"step": step, "files": {}}))
+    (there / "_SUCCESS.json").write_text(json.dumps(seal({"step": step, "files": {}})))
 
 
 def test_a_stage_is_done_once_and_its_result_is_kept(folder):

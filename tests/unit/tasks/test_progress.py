@@ -8,6 +8,7 @@ import pytest
 
 from engine.config import Config
 from engine.run.checkpoint_files import MARKER
+from engine.run.files import seal, write_json
 from tasks import train
 from tasks.train import TrainingArtifacts, steps_page
 
@@ -56,7 +57,7 @@ def test_the_page_names_the_newest_complete_checkpoint(tmp_path):
         folder = tmp_path / "night/checkpoints" / name
         folder.mkdir(parents=True)
         if complete:
-            (folder / MARKER).write_text('{"files": {}}')
+            write_json(folder / MARKER, seal({"files": {}}))
     assert cells(steps_page(config(tmp_path, 40), [row(0)]))["last checkpoint"] == "step-000004"
 
 

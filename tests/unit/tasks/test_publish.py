@@ -8,6 +8,7 @@ from engine.errors import MetronomeError, TakenOver
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import folder_of, is_complete, partial_of, publish_checkpoint
 from engine.run.fence import Fence
+from engine.run.files import seal
 from tasks.publish import copy_checkpoint
 
 server = pytest.importorskip("moto.server")
@@ -85,7 +86,7 @@ def test_what_the_trainer_has_published_is_not_sent_again(made, place):
     assert files.cat_file(f"{root}/policy/model.safetensors") == b"hf" * 500
     marker, _ = published(place)
     (checkpoint / "_SUCCESS.json").write_text(
-        json.dumps(marker | {"id": "of another run", "files": {"__0_0.distcp": 7000}})
+        json.dumps(seal(marker | {"id": "of another run", "files": {"__0_0.distcp": 7000}}))
     )
     copy_checkpoint(checkpoint, policy, place)
     assert files.cat_file(f"{root}/__0_0.distcp") == b"changed" * 1000
@@ -98,7 +99,7 @@ def test_a_orchestrator_that_was_taken_over_uploads_nothing_more(made, place, tm
     copy_checkpoint(checkpoint, policy, place)
     (checkpoint / "__0_0.distcp").write_bytes(b"another" * 1000)
     marker = json.loads((checkpoint / "_SUCCESS.json").read_text())
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps({**marker, "id": "another"}))
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps(seal({**marker, "id": "another"})))
     fence = Fence.begin_attempt(tmp_path)
     calls = itertools.count()
 
@@ -164,7 +165,7 @@ def test_a_failing_upload_leaves_no_marker(made, s3):
     place = f"{s3}/broken"
     copy_checkpoint(checkpoint, policy, place)
     marker = json.loads((checkpoint / "_SUCCESS.json").read_text())
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps({**marker, "files": {**marker["files"], "gone": 1}}))
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps(seal({**marker, "files": {**marker["files"], "gone": 1}})))
     with pytest.raises(MetronomeError, match=r"s3://bucket/runs/broken .* failed"):
         copy_checkpoint(checkpoint, policy, place)
     with pytest.raises(FileNotFoundError):

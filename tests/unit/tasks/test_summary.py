@@ -3,7 +3,7 @@
 import json
 
 from engine.config import Config
-from engine.run.files import append_line
+from engine.run.files import append_line, seal
 from engine.run.folder import RunFolder
 from engine.run.served_model import weight_version
 from tasks.summary import training_rows
@@ -28,7 +28,7 @@ def test_a_run_whose_folder_was_lost_when_it_had_trained(tmp_path):
     folder = RunFolder(config.folder)
     checkpoint = folder.checkpoints / "step-000007"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps({"step": 7, "files": {}}))
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps(seal({"step": 7, "files": {}})))
     rows = training_rows(config)
     assert "lost" in rows["reward"]
     assert "speed" not in rows

@@ -1,24 +1,37 @@
-"""State files after a power cut or a kill: each is read, or named in one sentence."""
+"""State files after a power cut, a kill or a damage: each is read, or named in one sentence."""
 
 import os
 import shutil
 
 import pytest
 
+from engine.data.problem_statistics import read_report
 from engine.errors import BadInput, MetronomeError
+from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.orchestrator import in_run_evaluation
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_lines
-from engine.run.folder import RunFolder
+from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import claim_run_id, read_run_id
+from engine.run.progress import read_progress
 from engine.run.run_start import read_start
-from engine.run.trace import Trace
+from engine.run.served_model import weight_version
+from engine.run.trace import Trace, read_spans
 from engine.tools.timeline import draw_timeline
+from support.damages import damaged
 from support.run_folders import finished, interrupted
+from tasks import resume_checks
+from tasks.cluster.flow_names import name_of
 from tasks.compare import from_folder
 from tasks.finished_stages import Stages, count_attempt, last_end
+from tasks.flow_entry import begun_by_this_flow
+from tasks.orchestrator_process import LineFollower
+from tasks.resume import find_resumed
+from tasks.summary import _figures
+from tasks.tracking.evaluation_texts import closing_rows
+from tasks.tracking.evaluations import InRun
 
 STATE = {
     "config.toml",
@@ -36,6 +49,7 @@ STATE = {
 }
 
 
+KINDS = {".json", ".jsonl", ".toml", ""}
 NAMED = {"config.toml", "run_id", "start.json", "orchestrator_attempt", "flow_attempt", "stages.json"}
 """Those that are refused when they are empty."""
 
@@ -67,12 +81,44 @@ def reads(path):
     return step
 
 
-def outcome(path):
+def checks(path, config=None):
+    """Read all that the check of a resume reads, and what shows a run. Writes nothing. The step of the state with which
+    the run goes on. `config`: that of the run, which takes longest to read."""
+    if config is None:
+        config = find_resumed(None, [f"run.name={path.name}", f"run.output={path.parent}"]).config
+    folder = RunFolder(path)
+    resume_checks._check_files(folder)
+    state = resume_checks._newest_state(config, folder)
+    if state is not None:
+        check_same_keys(config, state["config"])
+    begun_by_this_flow(folder)
+    last_end(folder)
+    name_of(folder)
+    read_progress(folder.progress)
+    read_report(path)
+    weight_version(folder.policy)
+    LineFollower(folder.steps).new()
+    LineFollower(folder.notices).new()
+    InRun(folder)
+    scores_by_version(folder)
+    awaited_versions(folder, config, 3)
+    closing_rows(folder)
+    _figures(list(read_lines(folder.steps)))
+    read_spans(folder.trace)
+    return 0 if state is None else state["step"]
+
+
+def outcome(path, reads=reads):
     """The step with which a run goes on, or the sentence that refuses that."""
     try:
         return reads(path)
     except MetronomeError as error:
         return str(error)
+
+
+def is_told(end, path):
+    """Whether an outcome is a step, or a sentence that names a file of the run, or a changed key."""
+    return isinstance(end, int) or ("\n" not in end and (str(path) in end or end.startswith("--resume: ")))
 
 
 @pytest.mark.parametrize("made", [finished, interrupted])
@@ -89,7 +135,7 @@ def test_every_state_file_may_be_torn(made, tmp_path, monkeypatch):
             shutil.copytree(whole, torn)
             os.truncate(torn / path.relative_to(whole), length)
             ends[str(path.relative_to(whole)), length] = end = outcome(torn)
-            assert isinstance(end, int) or ("\n" not in end and str(torn) in end), end
+            assert is_told(end, torn), end
     newest = 4 if made is finished else 2
     for (name, length), end in ends.items():
         if name.startswith(f"checkpoints/step-00000{newest}/"):
@@ -101,6 +147,49 @@ def test_every_state_file_may_be_torn(made, tmp_path, monkeypatch):
         else:
             expected = True
         assert expected, (name, length, end)
+
+
+def test_the_check_of_a_resume_names_every_damage(tmp_path):
+    whole = finished(tmp_path).path
+    config = RunFolder(whole).read_config()
+    ends = {}
+    for path in [path for path in sorted(whole.rglob("*")) if path.is_file() and path.suffix in KINDS]:
+        content = path.read_bytes()
+        known = None if path.name in ("config.toml", "start.json") else config
+        for seed in range(68):
+            path.write_bytes(damaged(content, f"{path.name} {seed}"))
+            end = outcome(whole, lambda folder, known=known: checks(folder, known))
+            assert is_told(end, whole), (path.name, seed, end)
+            ends.setdefault(str(path.relative_to(whole)), set()).add(end)
+        path.write_bytes(content)
+    needless = {"logs/notices.jsonl", "evaluations/dropped.jsonl", "data.json", "logs/progress.json", "flow_run_id"}
+    assert needless <= ends.keys()
+    for name in needless:
+        assert ends[name] == {4}, name
+    for name in ("_SUCCESS.json", "state.json"):
+        assert ends[f"checkpoints/step-000004/{name}"] == {2}, name
+        assert ends[f"checkpoints/step-000002/{name}"] == {4}, name
+    for name in ("stages.json", "inputs.json"):
+        told = ends[name] - {4}  # a space less changes nothing
+        assert told
+        assert all("can't be read, because the file is damaged" in end for end in told)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_ten_thousand_damages_give_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    whole = finished(tmp_path).path
+    names = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file() and path.stat().st_size]
+    hurt = tmp_path / "hurt"
+    for seed in range(10_000):
+        name = names[seed % len(names)]
+        shutil.copytree(whole, hurt)
+        (hurt / name).write_bytes(damaged((whole / name).read_bytes(), seed))
+        for step in (checks, reads):
+            end = outcome(hurt, step)
+            assert is_told(end, hurt), (seed, name, end)
+        shutil.rmtree(hurt)
 
 
 def test_a_torn_line_is_left_out_and_removed_by_the_next_one(tmp_path):

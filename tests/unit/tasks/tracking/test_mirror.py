@@ -15,7 +15,7 @@ import requests
 
 from engine.config import Config, Data, Run, Tracking, Train
 from engine.run.fence import Fence
-from engine.run.files import append_line, append_lines, read_lines
+from engine.run.files import append_line, append_lines, read_lines, seal
 from engine.run.folder import RunFolder
 from support.runs import ROOT
 from tasks.fenced import write_fenced
@@ -117,7 +117,7 @@ def test_what_is_missing_at_the_end_is_named(config, quick, monkeypatch, capsys)
     store.away = ""
     checkpoint = config.folder / "checkpoints" / "step-000003"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps({"step": 3, "files": {}}))
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps(seal({"step": 3, "files": {}})))
     with tracked_run.track_run(config) as again:
         pass
     assert again == run_id
@@ -287,7 +287,7 @@ with tracked_run.track_run(config):
         if step % 3 == 2:
             there = folder.checkpoints / f"step-{step + 1:06d}"
             there.mkdir(parents=True)
-            (there / "_SUCCESS.json").write_text(json.dumps({"step": step + 1, "files": {}}))
+            (there / "_SUCCESS.json").write_text(json.dumps(seal({"step": step + 1, "files": {}})))
             row = {"step": step, "weight_version": step, "benchmark": "b", "problems": 1, "samples": 1}
             row |= {"avg_at_k": 0.5, "ci_low": 0.1, "ci_high": 0.9, "table": f"evaluations/{attempt}-{step}.jsonl"}
             append_line(folder.path / row["table"], {"prompt_id": "x", "mean": 0.5})

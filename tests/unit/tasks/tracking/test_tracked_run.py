@@ -1,4 +1,3 @@
-import json
 import shutil
 import time
 from dataclasses import fields
@@ -9,7 +8,7 @@ import pytest
 
 from engine.config import Checkpoint, Config, Run, Tracking, Train
 from engine.errors import BadInput
-from engine.run.files import append_line
+from engine.run.files import append_line, seal, write_json
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
 from engine.run.lock import hold_lock
@@ -139,7 +138,7 @@ def test_a_resumed_run_has_every_step_once(config):
         append_line(folder.steps, {"step": step, "loss": float(step)})
     there = folder.checkpoints / "step-000003"
     there.mkdir(parents=True)
-    (there / "_SUCCESS.json").write_text('{"step": 3, "files": {}}')
+    write_json(there / "_SUCCESS.json", seal({"step": 3, "files": {}}))
     with tracked_run.track_run(other) as second:
         folder.cut_steps(3)
         for step in range(3, 6):
@@ -174,7 +173,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
             append_line(other.folder / "steps.jsonl", {"step": step, "loss": float(step)})
     published = tmp_path / "lost/step-000002"
     published.mkdir(parents=True)
-    (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": read_run_id(other.folder)}))
+    write_json(published / "_SUCCESS.json", seal({"step": 2, "files": {}, "run": read_run_id(other.folder)}))
     shutil.rmtree(other.folder)
     claim_run_id(other.folder, other, resume=True)
     with tracked_run.track_run(other) as second:
