@@ -27,7 +27,7 @@ def named_disk_errors(folder: Path) -> Iterator[None]:
         what = os.strerror(cause.errno or 0)
         if cause.errno in NO_FILE:
             raise TooManyFiles(
-                f"run folder {folder}: {what} in this process, whose limit is {open_limit()}; raise it (ulimit -Hn), or "
+                f"run folder {folder}: {what} in this process, whose limit is {open_limit()}; raise it (ulimit -Hn) or "
                 "lower rollout.concurrency, then resume the run; it continues from its newest checkpoint"
             ) from None
         raise DiskError(

@@ -178,7 +178,8 @@ class Mirror:
                 print_error(f"warning: MLflow ({shown_store()}) refuses {what}: {first_line(error)}")
 
     def lacking(self) -> list[str]:
-        """Names of the items that MLflow lacks at the end of a run, up to a damaged file. No pass may follow this call."""
+        """Names of the items that MLflow lacks at the end of a run, up to a damaged file. No pass may follow this
+        call."""
         found = [*self.lost]
         try:
             found.extend(what for what, _ in self._lacking(True))
