@@ -51,7 +51,7 @@ def update_champion(name: str, version: str, folder: RunFolder, config: Config) 
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
     lock = Path(config.run.output) / f".{name}.champion.lock"
     with hold_lock(lock, f"the champion of {name}", COMPARE_S, print_error):
-        return _challenge(client, made, own, folder, config)
+        return _challenge(client=client, made=made, own=own, folder=folder, config=config)
 
 
 def _challenge(
