@@ -392,6 +392,25 @@ def compare(
 
 
 @app.command()
+def prune(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
+    keep_steps: Annotated[
+        int, typer.Option(min=0, help="newest steps whose spans, response samples and evaluation tables stay")
+    ] = 100,
+    records: Annotated[
+        bool, typer.Option("--records", help="also the records (train.record) of finished runs")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="delete it; otherwise it is only listed")] = False,
+) -> None:
+    """List what can go from run folders, with sizes, and delete it with --yes. Checkpoints and policies stay, and runs
+    that are running."""
+    from tasks.prune import prune as prune_runs
+
+    with _exit_codes():
+        print(prune_runs(runs, keep_steps, records, apply=yes))
+
+
+@app.command()
 def plan(
     recipe: Annotated[
         str,

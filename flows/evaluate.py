@@ -10,13 +10,13 @@ from engine.run.folder import RunFolder
 from engine.run.served_model import weight_version
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
-from tasks import summary
 from tasks.cluster.flow_log import send_output
 from tasks.cluster.flow_names import name_flow_run
 from tasks.console import print_stage
 from tasks.evaluate import evaluate_once
 from tasks.flow_entry import crashed_without_tracking, read_settled_config
 from tasks.input_checks import check_inputs, with_model_folder
+from tasks.tracking import evaluation_texts
 from tasks.tracking.flow_links import log_flow_evaluation
 from tasks.tracking.registered_policies import model_folder
 from tasks.tracking.tracked_run import check_store
@@ -59,9 +59,8 @@ def evaluate(
             if not folder.config.exists():
                 folder.create(config, resume=False)
             with print_stage("evaluate") as say:
-                found = summary.describe_accuracy(
-                    evaluate_once(config, chosen, weight_version(chosen), on_rollout_pool)
-                )
+                row = evaluate_once(config, chosen, weight_version(chosen), on_rollout_pool)
+                found = evaluation_texts.describe_evaluation(row)
                 say(found)
             log_flow_evaluation(config)
         return found

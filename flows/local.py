@@ -14,6 +14,7 @@ from engine.run.served_model import weight_version
 from tasks import console, summary
 from tasks.fenced import write_fenced
 from tasks.finished_stages import TRAIN, EnteredRun, Stages
+from tasks.orchestrator_process import timeline_at_end
 from tasks.shown_stages import evaluate_shown, train_shown
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
 
@@ -23,7 +24,8 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, d
     report on the problem sets, for the run folder."""
     folder = RunFolder(config.folder)
     # the lock comes before MLflow: a living process may be using the MLflow run
-    with hold_lock(folder.lock, f"run folder {folder.path}", 0.0), write_fenced(folder), tracked_run.track_run(config):
+    locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
+    with locked, timeline_at_end(folder), write_fenced(folder), tracked_run.track_run(config):
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
         if data is not None:
             write_json(folder.path / REPORT, data)

@@ -25,6 +25,7 @@ from tasks.finished_stages import TRAIN, EnteredRun, RunStage
 from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
+from tasks.tracking import evaluation_texts
 
 
 def _use_base_model(run: EnteredRun) -> str:
@@ -59,13 +60,13 @@ STAGES = (
         "encode", lambda run: encode_data(run.config, run.model), describe_prompts, ("prepare data", "base model")
     ),
     RunStage("convert", lambda run: convert_model(run.config), describe_conversion, ("base model",)),
-    RunStage(BASE, lambda run: _evaluate(run, run.model, 0), summary.describe_accuracy, ("base model",)),
+    RunStage(BASE, lambda run: _evaluate(run, run.model, 0), evaluation_texts.describe_evaluation, ("base model",)),
     TRAIN,
     RunStage("publish", lambda run: publish(run.config), str, ("train",)),
     RunStage(
         POLICY,
         lambda run: _evaluate(run, run.policy, run.config.train.steps),
-        summary.describe_accuracy,
+        evaluation_texts.describe_evaluation,
         ("train",),
     ),
     RunStage("register", _register, str, ("train", POLICY)),

@@ -84,7 +84,7 @@ def export(checkpoint: Path, out: Path | None = None) -> Path:
     if out is None and not run.config.is_file():
         raise BadInput(f"{checkpoint} is in no run folder; say where to write by --out FOLDER")
     target = out or run.path / EXPORTED / checkpoint.name
-    if _is_exported(checkpoint, target):
+    if is_exported(checkpoint, target):
         return target
     if target.exists() and out is not None:
         raise BadInput(f"--out {out}: it exists already; give another folder, or delete it")
@@ -92,12 +92,13 @@ def export(checkpoint: Path, out: Path | None = None) -> Path:
     what = f"the folder {target.parent} of exported checkpoints"
     lock = hold_lock(target.parent / ".lock", what, WAIT_S, lambda text: say("export", text))
     with lock if out is None else nullcontext():
-        if not _is_exported(checkpoint, target):
+        if not is_exported(checkpoint, target):
             _export(checkpoint, target)
     return target
 
 
-def _is_exported(checkpoint: Path, target: Path) -> bool:
+def is_exported(checkpoint: Path, target: Path) -> bool:
+    """Whether a folder has the policy of this very checkpoint."""
     origin = target / ORIGIN
     marker = read_marker(checkpoint)
     found = read_json(origin, "the checkpoint that it comes from", "delete it") if origin.is_file() else {}
@@ -116,6 +117,6 @@ def _export(checkpoint: Path, target: Path) -> None:
         raise DeadlineError(f"{checkpoint}: its export is not done after {WAIT_S:.0f} s") from None
     finally:
         child.stop()
-        log.unlink(missing_ok=True)
         shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)  # as large as the model
+    log.unlink()
     say("export", f"{checkpoint} to {target}")

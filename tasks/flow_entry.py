@@ -19,6 +19,7 @@ from tasks.console import print_error, say
 from tasks.fenced import write_fenced
 from tasks.finished_stages import Stages, count_attempt, last_end
 from tasks.input_checks import check_run_folder
+from tasks.orchestrator_process import timeline_at_end
 from tasks.tracking.retry import TrackingAway
 
 TAKEOVER_S = 600.0
@@ -70,7 +71,7 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
         waiting=lambda message: say("wait", message),
         progress=lambda: _written(folder),
     )
-    with locked, write_fenced(folder):
+    with locked, timeline_at_end(folder), write_fenced(folder):
         claim_run_id(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine import errors
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
-from engine.run.commands import orchestrator_command
+from engine.run.commands import orchestrator_command, timeline_command
 from engine.run.fence import TAKEN_OVER
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.process import Child
 from engine.run.progress import Progress, folder_size, format_size
-from engine.tools.timeline import draw_timeline
 from engine.types import JsonObject
-from tasks.console import say
+from tasks.console import print_error, say
 from tasks.interruption import say_stopping, signal_of
 from tasks.progress_display import show_progress, written
 
@@ -34,6 +34,10 @@ PAUSE_S = 5.0
 STOP_S = 9.0
 """Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children. After a
 signal, the time for a checkpoint (`limits.saving_s`) comes first."""
+DRAW_S = 120.0
+"""Longest time in seconds to draw the timeline."""
+HURRY_S = 5.0
+"""The same after a signal, when a person or a worker waits."""
 
 
 class LineFollower:
@@ -82,8 +86,8 @@ def run_training(
     Prints the progress of the training and the orchestrator's notices.
 
     Raises the error that ended the run: BadInput, or another MetronomeError with the orchestrator's message. No process
-    is left behind. The timeline is always drawn, unless another orchestrator writes the folder now. A signal that ends
-    this process is passed on to the orchestrator.
+    is left behind. At the end of the training the timeline is drawn; after an error `timeline_at_end` draws it. A
+    signal that ends this process is passed on to the orchestrator.
     """
     folder = RunFolder(config.folder)
     folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
@@ -109,18 +113,30 @@ def run_training(
                 code = _follow(child, watch, look)
         except BaseException as ended:
             _stop(child, signal_of(ended), config)
-            if not isinstance(ended, TakenOver):
-                _draw(folder)
             raise
         child.stop(STOP_S)
     if code == TAKEN_OVER:
         raise TakenOver(
             f"run folder {folder.path}: another orchestrator writes it now; process {child.pid} has stopped"
         )
-    _draw(folder)
     if code:
         raise _failure(child, folder, code)
+    _draw(folder, DRAW_S)
     return folder
+
+
+@contextmanager
+def timeline_at_end(folder: RunFolder) -> Iterator[None]:
+    """Draw the timeline if an error or a signal ends the body. Enter it before the run is tracked and before its end is
+    written, so that drawing comes last. Nothing is drawn if another process writes the folder now."""
+    try:
+        yield
+    except TakenOver:
+        raise
+    except BaseException as ended:
+        if not folder.fence.is_passed:
+            _draw(folder, DRAW_S if signal_of(ended) is None else HURRY_S)
+        raise
 
 
 def _stop(child: Child, number: signal.Signals | None, config: Config) -> None:
@@ -143,11 +159,24 @@ def _saved_part(root: Path, whole: float) -> Progress:
     return Progress(f"{format_size(size)} of {format_size(int(whole))} saved", min(1.0, size / whole))
 
 
-def _draw(folder: RunFolder) -> None:
+def _draw(folder: RunFolder, within_s: float) -> None:
+    """Draw the timeline in a process of its own, if there are spans that it lacks."""
+    page = folder.path / "timeline.html"
+    drawn = page.stat().st_mtime if page.exists() else 0.0
+    if not any(spans.stat().st_mtime > drawn for spans in folder.trace.glob("*.jsonl")):
+        return
+    log = folder.logs / "timeline.log"
+    child = Child("timeline", timeline_command(folder.path), log)
     try:
-        draw_timeline(folder.path)
-    except (OSError, BadInput) as error:
-        print(f"warning: the timeline can't be drawn: {error}", file=sys.stderr, flush=True)
+        if not child.process.wait(within_s):
+            return
+        reason = last_error(child)
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {within_s:g} s"
+    finally:
+        child.stop(0.0)
+        log.unlink(missing_ok=True)
+    print_error(f"warning: the timeline is not drawn: {reason}; draw it: {shlex.join(timeline_command(folder.path))}")
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from engine.tools.planner.calibration import read_run
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import Planned, Sensitivity, find_plan, measured_model, plan_sensitivity, prior_model
 from engine.tools.planner.probes import measured_step_s, probe_run, probe_settings
-from engine.tools.planner.search import Ranked, change_config, count_devices
+from engine.tools.planner.search import Ranked, change_config, core_layout, count_devices, on_cpu
 from tasks import console
 from tasks.compare import align_columns
 from tasks.orchestrator_process import run_training
@@ -109,6 +109,15 @@ def _lengths(text: str, config: Config) -> Lengths:
     return Lengths.drawn(mean, p99, min(512, config.rollout.max_context // 8), config.rollout.max_new_tokens)
 
 
+def _shown(plan: Planned) -> list[Ranked]:
+    """The best settings, and on a CPU the best of each further layout of the cores."""
+    shown = plan.best[:SHOWN]
+    for one in plan.best[SHOWN:] if on_cpu(plan.model.config) else ():
+        if all(core_layout(one.candidate.config) != core_layout(other.candidate.config) for other in shown):
+            shown.append(one)
+    return shown
+
+
 def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
     today = plan.today
     columns = ["step", "× as fast", "devices", "bound by", "settings"]
@@ -121,7 +130,7 @@ def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
             one.simulated.bound_by,
             str(one.candidate),
         ]
-        for one in plan.best[:SHOWN]
+        for one in _shown(plan)
     ]
     print(align_columns([columns, *rows]))
     print(f"\n{plan.looked:,} settings considered, {len(plan.best)} simulated. Best settings under other conditions:")

@@ -119,7 +119,7 @@ def score_first_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) ->
         raise BadInput(f"{error} (before the start, {where})") from None
     if failed := next((score for score in scores if score.status != "ok"), None):
         return f"{where}: {failed.detail}"
-    return f"{where}: scores {scores[0].value:g} and {scores[1].value:g}"
+    return f"{where}: scores {_value(scores[0])} and {_value(scores[1])}"
 
 
 async def _score_first(settings: Reward, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> list[Score]:
@@ -166,13 +166,12 @@ def _table(tried: Sequence[_Tried]) -> str:
     lines = [("problem", "response", "score", "seconds", "metrics")]
     for one in tried:
         score = one.score
-        value = "excluded" if score.excluded else f"{score.value:g}"
         metrics = [f"{name} {number:g}" for name, number in score.metrics.items()]
         lines.append(
             (
                 _excerpt(one.problem),
                 _excerpt(one.response),
-                value if score.status == "ok" else score.status,
+                _value(score) if score.status == "ok" else score.status,
                 f"{one.seconds:.3f}",
                 "; ".join([*metrics, *([score.detail] if score.detail else [])]),
             )
@@ -181,6 +180,10 @@ def _table(tried: Sequence[_Tried]) -> str:
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def _value(score: Score) -> str:
+    return "excluded" if score.excluded else f"{score.value:g}"
 
 
 def _excerpt(text: str) -> str:

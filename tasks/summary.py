@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config
 from engine.errors import BadInput
@@ -50,11 +49,6 @@ def bound_rows(folder: Path) -> dict[str, str]:
         return {"bound by": run_advice(folder)}
     except BadInput:
         return {}
-
-
-def describe_accuracy(row: Mapping[str, Any]) -> str:
-    """One evaluation as text: accuracy, or mean reward, with its 95 % interval."""
-    return f"{evaluation_texts.kind_of_average(row)} {evaluation_texts.describe_evaluation(row)}"
 
 
 def _speed(steps: list[JsonObject]) -> str:

@@ -28,12 +28,15 @@ class Run(Table):
     output: str = "runs"
     """Folder that holds run folders, policies from the registry, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
-    """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
-    at the same point more often ends as failed. Three survive the replacement of a node."""
+    """Largest number of resumes in a row without a new checkpoint or a finished stage between them. Three survive the
+    replacement of a node."""
     accept: tuple[Accepted, ...] = ()
     """Changes that a resume, an evaluation or a registration of this command accepts, since the run was trained with
     something else: "weights" and "tokenizer" of `model.path`, "prompts", the code of the "reward" or of the
     "algorithms". A later `--resume` does not keep it."""
+    keep_steps: int = Field(default=1000, ge=0)
+    """Number of newest steps whose spans (up to twice as many), response samples and tables of evaluations during the
+    training are kept. The figures of older steps stay. 0: all."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""

@@ -52,8 +52,8 @@ def find_file(path: str) -> Path:
     return shipped if shipped.exists() else here
 
 
-PATHS = ("model.path", "data.train", "data.heldout", "evaluate.folder", "evaluate.benchmark")
-"""Keys that name files of the user's."""
+PATHS = ("model.path", "data.train", "data.heldout", "evaluate.folder", "evaluate.benchmark", "checkpoint.path")
+"""Keys that name files of the user's. checkpoint.path may name a folder that is not there yet, or an address."""
 FUNCTIONS = (
     "reward.function",
     "reward.functions",
@@ -80,6 +80,8 @@ def _absolute(value: Any, key: str) -> Any:  # noqa: ANN401
     if key == "evaluate.benchmark" and "," in value:
         return ",".join(_absolute(one.strip(), key) for one in value.split(","))
     place, colon, function = value.rpartition(":") if key in FUNCTIONS else (value, "", "")
+    if key == "checkpoint.path":
+        return os.path.abspath(value) if value and "://" not in value and not value.startswith("~") else value
     here = Path(place)
     named = key == "evaluate.benchmark" and not here.suffix and "/" not in place
     named |= key in FUNCTIONS and not place.endswith(".py")  # a module, even if its folder is here

@@ -106,9 +106,19 @@ class Tree(Table):
         train = self.train
         exact = train.consume == "prompt_order" or train.record
         borrows = {"on": True, "off": False, "auto": not exact}[train.borrow_cores]
+        borrows = borrows and self.platform.device in ("auto", "cpu")
         if not borrows or self.parallel.nodes > 1 or train.devices or self.rollout.devices:
             return self.trainer_threads
         return max(1, len(usable_cores()) // (self.parallel.ranks + self.scorer_ranks))
+
+    @property
+    def threads_per_core(self) -> float:
+        """Computing threads on each core while trainer and own instances compute at the same time, at least 1. Above 1
+        they slow each other down. 1 for accelerators, and where either side has cores of its own."""
+        if self.train.devices or self.rollout.devices or self.platform.device not in ("auto", "cpu"):
+            return 1.0
+        threads = self.parallel.ranks * self.trainer_threads + self.scorer_ranks * self.scorer_threads
+        return max(1.0, (threads + self.rollout.instances * self.instance_threads) / len(usable_cores()))
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -99,10 +99,15 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     best_at_k_bootstrap: float
     reward_timeouts: int
     partial_scores: int
-    """Number of responses whose score is neither 0 nor 1. If there are any, avg@k is a mean reward, not an accuracy."""
+    """Number of responses whose score is neither 0 nor 1. If there are any, avg@k is a reward, not an accuracy."""
     protocol: EvaluationProtocol
     table: str
     """Path relative to the run folder."""
+
+
+def kind_of_average(partial_scores: Any) -> str:  # noqa: ANN401
+    """The name of avg@k for users: accuracy if every response is right or wrong, else (`partial_scores`) reward."""
+    return "reward" if partial_scores else "accuracy"
 
 
 def _reward_anywhere(reward: Reward) -> str:
@@ -200,6 +205,16 @@ def table_means(table: Path) -> dict[str, float]:
     if not found:
         raise BadInput(f"{table}: there is no evaluation table")
     return found
+
+
+def old_tables(folder: RunFolder, before: int) -> list[Path]:
+    """The tables of evaluations during the training of versions before `before` that nothing needs. The first of each
+    protocol is needed: later ones are compared with it."""
+    rows = rows_of(folder)
+    first = {str(row.get("protocol")): row["table"] for row in reversed(rows)}
+    needed = {row["table"] for row in rows if not row.get("in_run") or row["weight_version"] >= before}
+    old = dict.fromkeys(row["table"] for row in rows if row["table"] not in needed | set(first.values()))
+    return [path for table in old if (path := folder.path / table).is_file()]
 
 
 def rows_of(folder: RunFolder) -> list[EvaluationRow]:

@@ -15,6 +15,8 @@ from engine.errors import BadInput
 from engine.types import JsonObject
 
 HUGE = 1e300
+DEFAULT_TOKENS = 16
+"""max_tokens of a request that does not name it."""
 SEEDS = range(-(2**63), 2**63)
 COMPLETION_KEYS = frozenset(
     {
@@ -121,7 +123,7 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
         )
     return Completion(
         prompt=prompt,
-        max_tokens=min(_integer(body, "max_tokens", 16, range(1, 2**31)), room),
+        max_tokens=min(_integer(body, "max_tokens", DEFAULT_TOKENS, range(1, 2**31)), room),
         temperature=_temperature(body),
         top_p=_top_p(body),
         top_k=max(_integer(body, "top_k", 0, range(-1, 2**31)), 0),

@@ -28,7 +28,7 @@ from engine.config import Config
 from engine.errors import MetronomeError, StaleRolloutError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record_evaluation
-from engine.evaluation.tables import dropped_file, evaluation_protocol, protocol_differences
+from engine.evaluation.tables import dropped_file, evaluation_protocol, old_tables, protocol_differences
 from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.producer import Producer, first_leaf
@@ -100,7 +100,7 @@ class InRunEvaluation:
         self._service = service
         self._notify = notify
         self._verifier = VerifierPool.of(config.reward, folder.logs / "verifier-evaluation.log")
-        self._trace = _EvaluationTrace(folder.trace, "evaluation")
+        self._trace = _EvaluationTrace(folder.trace, "evaluation", config.run.keep_steps)
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
         self._newest: _Evaluation | None = None
         self._evaluations: dict[asyncio.Task[None], _Evaluation] = {}
@@ -236,6 +236,9 @@ class InRunEvaluation:
             verifier=self._verifier,
             more=more,
         )
+        if keep := self._config.run.keep_steps:
+            for table in old_tables(self._folder, one.version - keep + 1):
+                table.unlink(missing_ok=True)
         print(
             f"evaluate: version {one.version}, {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on "
             f"{benchmark.name}; took {more['seconds']:.1f} s, of which training waited {more['exposed_s']:.1f} s",

@@ -119,7 +119,7 @@ async def _serve_with(
     async with serving_plane(
         config=config,
         folder=folder,
-        trace=Trace(folder.trace, "orchestrator"),
+        trace=Trace(folder.trace, "orchestrator", config.run.keep_steps),
         problems=problems,
         server=server,
         weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path),

@@ -18,6 +18,7 @@ from engine.evaluation.benchmarks import (
     with_evaluation_context,
 )
 from engine.evaluation.results import Subject, record_evaluation
+from engine.evaluation.tables import kind_of_average
 from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.rollout_service import RolloutService, rollout_service
 from engine.orchestrator.run_events import RunEvents
@@ -69,8 +70,7 @@ class EvaluationProgress:
             return Progress(f"{self.finished:,} responses are scored; votes and intervals", 1.0)
         text = f"{self.finished:,} of {self.expected:,} responses"
         if self.scored:
-            kind = "accuracy" if self.whole_scores else "mean reward"
-            text += f", {kind} of these {self.score / self.scored:.3f}"
+            text += f", {kind_of_average(not self.whole_scores)} of these {self.score / self.scored:.3f}"
         return Progress(text, self.finished / self.expected)
 
 

@@ -150,6 +150,11 @@ def export_command(checkpoint: Path, target: Path) -> list[str]:
     return python_command("engine.trainer.export", str(checkpoint), str(target))
 
 
+def timeline_command(folder: Path) -> list[str]:
+    """Command line that draws the timeline of a run folder."""
+    return python_command("engine.tools.timeline", str(folder))
+
+
 def instance_command(
     config: Config, model: Path, name: str, number: int, port_file: Path, port: int = 0, host: str = ""
 ) -> tuple[list[str], dict[str, str]]:

@@ -123,9 +123,14 @@ class RunFolder:
         if self.steps.exists():
             kept = [line for line in read_lines(self.steps) if line["step"] < step]
             write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
-        for sample in self.responses.glob("step-*.jsonl"):
-            if int(sample.stem.removeprefix("step-")) >= step:
+        for found, sample in self.all_samples():
+            if found >= step:
                 sample.unlink()
+
+    def all_samples(self) -> list[tuple[int, Path]]:
+        """Each step with response samples, and its file."""
+        found = ((int(path.stem.removeprefix("step-")), path) for path in self.responses.glob("step-*.jsonl"))
+        return sorted(found)
 
     def add_step(self, report: StepReport) -> None:
         """Append one line to steps.jsonl, in one write. Raises TakenOver if another orchestrator writes the run."""
@@ -139,8 +144,13 @@ class RunFolder:
         self.fence.check_attempt()
         append_line(self.evaluations, row)
 
-    def add_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response. Raises TakenOver."""
+    def samples_of(self, step: int) -> Path:
+        """The file with the response samples of a step."""
+        return self.responses / f"step-{step:06d}.jsonl"
+
+    def add_samples(self, step: int, groups: Sequence[Group], keep_steps: int = 0) -> None:
+        """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response, and delete the file that is
+        now older than the newest `keep_steps` (0: none). Raises TakenOver."""
         self.fence.check_attempt()
         rows = [
             {
@@ -159,7 +169,9 @@ class RunFolder:
             for response, score in zip(group.responses, group.scores, strict=True)
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
+        write_atomically(self.samples_of(step), text)
+        if 0 < keep_steps <= step:
+            self.samples_of(step - keep_steps).unlink(missing_ok=True)
 
     def first_figure(self, key: str) -> float:
         """The value of a figure in the first step that has it; 0 if no step has it."""

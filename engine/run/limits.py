@@ -19,8 +19,10 @@ from pathlib import Path
 from engine.config import Config
 from engine.errors import BadInput
 from engine.run.checkpoint_files import all_complete
+from engine.run.folder import SAMPLED_GROUPS, RunFolder
 from engine.run.open_files import reachable_limit
 from engine.run.process import SHARED_MEMORY
+from engine.run.progress import folder_size
 
 OWN_FILES = 200
 """Open files of the orchestrator other than connections: libraries, logs, pipes, its server. About 60 are used."""
@@ -29,6 +31,16 @@ OWN_THREADS = 16
 RANK_SHARED = 64 * 2**20
 """Bytes of shared memory per device process of a node that has several, for buffers of the device's collectives and of
 vLLM. An allowance, not measured; a container has 64 MiB in total by default."""
+RESPONSE_SPANS = 300
+"""Bytes of a response's spans in the orchestrator's trace (30.3 MB for 100 steps of 1,024 responses)."""
+RANK_SPANS = 23_000
+"""Bytes of a rank's spans of a step (of 1,024 responses)."""
+TOKEN_BYTES = 4
+"""Bytes of a token's text."""
+RECORD_BYTES = 9
+"""Bytes of a response's token in a record: its id, its log-probability and its mask."""
+PROBLEMS = 256
+"""Problems of a benchmark that is evaluated whole; the number of its file is not known yet."""
 UNDER_WAY_S = 20.0
 SLOW_DISK = 50 * 2**20
 """Bytes per second at which every disk is taken to write a checkpoint."""
@@ -89,14 +101,16 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
         )
     if parameters:
         count, each = checkpoints_to_come(config, parameters)
+        beside = growth_to_come(config)
         place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
         yield Limit(
             what=f"disk space at {config.run.output} (run.output)",
-            need=count * each,
+            need=count * each + beside,
             has=shutil.disk_usage(place).free,
             unit="bytes",
-            formula=f"{count} x {_readable(each)} of checkpoints; the oldest is deleted when a newer one is complete",
-            remedy="free space, set run.output to another disk, or lower checkpoint.keep_last",
+            formula=f"{count} x {_readable(each)} of checkpoints, of which the oldest is deleted when a newer one is "
+            f"complete, and at most {_readable(beside)} of spans, samples, tables of evaluations and the record",
+            remedy="free space, set run.output to another disk, or lower checkpoint.keep_last or run.keep_steps",
         )
 
 
@@ -162,6 +176,29 @@ def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
     kept = min(all_of_them, config.checkpoint.keep_last + best + (2 if best else 1))  # one may await its evaluation
     there = len(all_complete(config.folder / "checkpoints"))
     return max(1, kept - there), checkpoint_size(config, parameters)
+
+
+def growth_to_come(config: Config) -> int:
+    """Bytes that spans, response samples, tables of evaluations and the record still take in the run folder, if every
+    response has its full length. Logs do not count: they are small unless something is wrong."""
+    steps = config.train.steps
+    kept = min(steps, config.run.keep_steps or steps)
+    size = config.rollout.group_size
+    responses = config.train.prompts_per_step * size
+    ranks = config.parallel.ranks + config.scorer_ranks
+    text = TOKEN_BYTES * config.rollout.max_new_tokens
+    most = min(steps, 2 * kept) * (RESPONSE_SPANS * responses + RANK_SPANS * ranks)
+    most += kept * SAMPLED_GROUPS * size * text
+    if config.train.record:
+        most += steps * responses * RECORD_BYTES * config.rollout.max_new_tokens
+    if evaluate := config.evaluate.every and config.evaluate:
+        tables = (1 + kept // evaluate.every) * max(1, len(evaluate.benchmarks))
+        most += tables * (evaluate.problems or PROBLEMS) * evaluate.samples * TOKEN_BYTES * evaluate.max_new_tokens
+    run = RunFolder(config.folder)
+    there = sum(map(folder_size, (run.trace, run.responses, run.path / "evaluations")))
+    recorded = run.path / "record.msgpack"
+    there += recorded.stat().st_size if recorded.is_file() else 0
+    return max(0, most - there)
 
 
 def checkpoint_size(config: Config, parameters: int) -> float:

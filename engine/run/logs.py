@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 LOG_BYTES = 64 * 2**20
 """A log of this size is moved to NAME.log.1, replacing the previous one."""
-EVERY_S = 30.0
-"""Seconds between two checks of the logs' sizes."""
+EVERY_S = 1.0
+"""Seconds between two checks of the logs' sizes: a process that prints 100 MB/s adds 100 MB in between."""
 
 
 def rotate_logs(folder: Path) -> None:
-    """Move aside the logs in a folder that have grown too large.
+    """Move aside the last `LOG_BYTES` of the logs in a folder that have grown too large.
 
     Processes hold their logs open and append to them. So a log is copied and truncated, not renamed; lines written in
     between are lost.
     """
     for log in folder.glob("*.log"):
-        if log.stat().st_size >= LOG_BYTES:
-            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+        if (size := log.stat().st_size) >= LOG_BYTES:
+            with log.open("rb") as grown, log.with_name(f"{log.name}.1").open("wb") as aside:
+                grown.seek(size - LOG_BYTES)
+                aside.write(grown.read(LOG_BYTES))
             os.truncate(log, 0)
 
 

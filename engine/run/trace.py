@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from engine.run.files import append_lines, read_lines
+from engine.run.files import append_lines, put_in_place, read_lines
 
 
 class _Attributes(TypedDict, total=False):
@@ -49,16 +50,23 @@ class Trace:
     Lines are buffered and written by `flush`, once a step, so a span costs microseconds.
     """
 
-    def __init__(self, folder: Path, role: str) -> None:
+    def __init__(self, folder: Path, role: str, keep_steps: int = 0) -> None:
+        """`keep_steps`: number of newest steps whose spans are kept (run.keep_steps); 0: all. A file with the spans of
+        so many steps becomes `<role>.earlier.jsonl` and replaces the one before it."""
         folder.mkdir(parents=True, exist_ok=True)
         self.role = role
         self._path = folder / f"{role}.jsonl"
         self._lines: list[str] = []
+        self._keep_steps = keep_steps
+        self._first: int | None = None
+        """The first step in the file; None: not read yet."""
+        self._newest = 0
 
     def add_span(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
         """Record a span that has ended. `lane`: name of the row in which it is drawn (default: the role)."""
         span = {"lane": lane or self.role, "name": name, "start": start, "end": end, **attributes}
         self._lines.append(json.dumps(span))
+        self._newest = max(self._newest, attributes.get("step", 0))
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
@@ -72,8 +80,19 @@ class Trace:
     def flush(self) -> None:
         """Write the spans since the last flush. On a full disk (OSError) the file is unchanged."""
         if self._lines:
+            if self._keep_steps and self._path.exists():
+                self._put_aside()
             append_lines(self._path, self._lines)
             self._lines.clear()
+
+    def _put_aside(self) -> None:
+        """Begin a new file if this one has the spans of enough steps."""
+        if self._first is None:
+            steps = (span["step"] for span in read_lines(self._path) if "step" in span)
+            self._first = next(steps, self._newest)
+        if self._newest - self._first >= self._keep_steps:
+            self._path.replace(self._path.with_suffix(".earlier.jsonl"))
+            self._first = None
 
 
 def iterate_spans(folder: Path) -> Iterator[Span]:
@@ -84,3 +103,19 @@ def iterate_spans(folder: Path) -> Iterator[Span]:
 def read_spans(folder: Path) -> list[Span]:
     """All spans in a run's trace folder, sorted by start; gigabytes for a long run."""
     return sorted(iterate_spans(folder), key=lambda span: span["start"])
+
+
+def cut_spans(path: Path, before: int, dry: bool = False) -> int:
+    """Remove the spans of steps before `before` from a file of a trace to which nobody writes. Return their bytes.
+    `dry`: only count."""
+    partial = path.with_name(f".{path.name}.partial")
+    size = 0
+    with path.open("rb") as source, (Path(os.devnull) if dry else partial).open("wb") as kept:
+        for line, span in zip(source, read_lines(path), strict=False):
+            if span.get("step", before) < before:
+                size += len(line)
+            else:
+                kept.write(line)
+    if not dry:
+        put_in_place(partial, path)
+    return size

@@ -75,7 +75,7 @@ def _score(config: Config, arguments: argparse.Namespace, plane: Connection) -> 
         model=Path(config.model.path),
         stage=arguments.stage,
         column=REFERENCE,
-        trace=Trace(arguments.folder / "trace", _name(arguments.stage)),
+        trace=Trace(arguments.folder / "trace", _name(arguments.stage), config.run.keep_steps),
     )
     scorer.serve(plane)
 

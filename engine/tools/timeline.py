@@ -8,12 +8,14 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.run.files import read_lines, write_atomically
+from engine.run.process import report_errors, watch_lifeline
 from engine.run.trace import Span, iterate_spans, read_spans
 
 LANES = {
@@ -311,3 +313,13 @@ def _window(starts: Sequence[float], end: float) -> tuple[float, float]:
     left = starts[first]
     right = [*starts, end][first + WINDOW_STEPS]
     return left - 0.02 * (right - left), right + 0.02 * (right - left)
+
+
+def main() -> int:
+    """Draw the timeline of the run folder on the command line. Return the exit code."""
+    watch_lifeline()
+    return report_errors(lambda: print(draw_timeline(Path(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.evaluation.tables import dropped_file, rows_of
+from engine.evaluation.tables import dropped_file, kind_of_average, rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 
 
 def describe_evaluation(row: Mapping[str, Any]) -> str:
-    """One evaluation as text: avg@k, pass@k and maj@k with their 95 % intervals, and the number of responses that were
-    cut."""
+    """One evaluation as text: accuracy or reward (avg@k), pass@k and maj@k with their 95 % intervals, and the number of
+    responses that were cut."""
+    return f"{kind_of_average(row.get('partial_scores'))} {_figures(row)}"
+
+
+def _figures(row: Mapping[str, Any]) -> str:
     k = row["samples"]
     figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
     if "pass_ci_low" in row and k > 1:
         figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
         figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
     return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
-
-
-def kind_of_average(row: Mapping[str, Any]) -> str:
-    """The name of avg@k: accuracy if every response is right or wrong, else mean reward."""
-    return "mean reward" if row.get("partial_scores") else "accuracy"
 
 
 def _cut(row: Mapping[str, Any]) -> str:
@@ -80,8 +79,8 @@ def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str
     first = rows[0]
     last = rows[-1]
     table = {
-        f"{kind_of_average(row)} {when}{which}": f"{describe_evaluation(row)} (version {row['weight_version']})"
-        for when, row in (("before", first), ("after", last))
+        f"{kind_of_average(row.get('partial_scores'))} {when}{which}": f"{_figures(row)} (version {version})"
+        for when, row, version in (("before", first, first["weight_version"]), ("after", last, last["weight_version"]))
     }
     if "against" in last:
         table[f"difference{which}"] = describe_difference(last["against"])

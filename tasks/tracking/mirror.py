@@ -275,11 +275,11 @@ class Mirror:
     def _lacking_samples(self) -> Iterator[tuple[str, Callable[[], object]]]:
         steps = self._config.train.steps
         for step in sorted({*range(0, steps, max(1, steps // SAMPLES)), steps - 1}):
-            file = self._folder.responses / f"step-{step:06d}.jsonl"
+            file = self._folder.samples_of(step)
             changed = file.stat().st_mtime_ns if file.exists() else None
-            if self._samples.get(file) != changed:
+            if changed is not None and self._samples.get(file) != changed:  # an old one may be deleted by now
                 yield f"responses/{file.name}", partial(self._client.log_artifact, self._id, str(file), "responses")
-                self._samples[file] = changed or 0
+                self._samples[file] = changed
 
     def _lacking_inputs(self) -> Iterator[tuple[str, Callable[[], object]]]:
         report = self._folder.path / "data.json"
@@ -326,8 +326,9 @@ class Mirror:
         if len(there) > earlier and row["avg_at_k"] in there:
             return
         table = self._folder.path / row["table"]
-        self._client.log_artifact(self._id, str(table), "evaluations")
-        at = table.stat().st_mtime_ns // 1_000_000
+        if table.exists():  # else run.keep_steps has deleted it while MLflow was away
+            self._client.log_artifact(self._id, str(table), "evaluations")
+        at = (table if table.exists() else self._folder.evaluations).stat().st_mtime_ns // 1_000_000
         shown = {name: value for name, value in row.items() if name not in ("protocol", "skipped")}
         figures = evaluation_numbers(shown).items()
         self._log([Metric(f"{benchmark}/{name}", value, at, row["step"]) for name, value in figures])

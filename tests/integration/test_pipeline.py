@@ -49,7 +49,7 @@ def test_the_whole_pipeline(small, tmp_path):
     assert len(list((folder / "responses").iterdir())) == 3
     marker = next((tmp_path / "published").rglob("_SUCCESS.json"))
     assert all((marker.parent / name).exists() for name in json.loads(marker.read_text())["files"])
-    for word in ("reward", "tokens/s", "left", "mean reward", "timeline.html", "mlflow"):
+    for word in ("reward", "tokens/s", "left", "reward before", "reward after", "timeline.html", "mlflow"):
         assert word in done.stdout, word
     _check_tracking(tmp_path)
 

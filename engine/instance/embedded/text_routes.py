@@ -281,7 +281,8 @@ def _part(place: int, part: Any) -> str:  # noqa: ANN401
 def _completion(
     body: JsonObject, chat: bool, prompt: list[int], limits: RequestLimits, tokenizer: Tokenizer
 ) -> Completion:
-    """Return what is requested for one response to a prompt."""
+    """Return what is requested for one response to a prompt. More tokens than the context has room for are refused, as
+    by vLLM; only a chat that names no number may use whatever room there is."""
     asked: JsonObject = {key: body[key] for key in AS_OF_TOKENS if key in body}
     longest = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
     if chat:
@@ -292,6 +293,13 @@ def _completion(
         key, _, rest = str(error).partition(" ")
         key = {"max_tokens": longest, "prompt": "messages" if chat else "prompt"}.get(key, key)
         raise Refusal(400, f"{key} {rest}", param=key) from None
+    wanted = body.get(longest) or (one.max_tokens if chat else protocol.DEFAULT_TOKENS)
+    if wanted > one.max_tokens:
+        raise _wrong(
+            longest if body.get(longest) else "prompt",
+            f"{longest} = {wanted} and a prompt of {len(prompt)} tokens do not fit into the maximum context length of "
+            f"{limits.max_context} tokens, which leaves {one.max_tokens}",
+        )
     end = tokenizer.hf.eos_token_id
     if end is not None and not body.get("ignore_eos"):
         one = dataclasses.replace(one, stop_ids=one.stop_ids | {end})

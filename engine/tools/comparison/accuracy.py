@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.evaluation import paired
-from engine.evaluation.tables import protocol_differences
+from engine.evaluation.tables import kind_of_average, protocol_differences
 from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 
@@ -54,6 +55,13 @@ def last_evaluation(run: ComparedRun, benchmark: str) -> Row | None:
 def benchmark_names(runs: list[ComparedRun]) -> list[str]:
     """The benchmarks of all runs, in order of appearance."""
     return list(dict.fromkeys(row["benchmark"] for run in runs for row in run.evaluations))
+
+
+def kind_of(runs: Sequence[ComparedRun], benchmark: str) -> str:
+    """The name of the runs' avg@k on a benchmark: accuracy, or reward if any response of a run is neither right nor
+    wrong."""
+    rows = [row for run in runs if (row := last_evaluation(run, benchmark)) is not None]
+    return kind_of_average(any(row.get("partial_scores") for row in rows))
 
 
 def accuracy_difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:

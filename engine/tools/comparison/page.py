@@ -67,9 +67,10 @@ def write_page(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
 def summary_table(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
     """Columns and a row per run, for the page and the console; only the accuracies if a run has no steps."""
     names = accuracy.benchmark_names(list(runs))
+    figures = [f"{name}: {accuracy.kind_of(runs, name)}" for name in names]
     if not all(run.steps for run in runs):
-        return ["run", *names], [[run.name, *(_accuracy(run, name) for name in names)] for run in runs]
-    columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *names]
+        return ["run", *figures], [[run.name, *(_accuracy(run, name) for name in names)] for run in runs]
+    columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *figures]
     return columns, [_row(run, names) for run in runs]
 
 
@@ -130,9 +131,9 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
 def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     metrics = sorted({key for run in runs for row in run.steps for key in row if key.startswith(run_figures.REWARD)})
     drawn = [
-        _chart(runs, "reward_mean", "Mean reward over steps", "step"),
-        _chart(runs, "reward_mean", "Mean reward over wall time", "minutes", timed=True),
-        *(_chart(runs, key, f"Mean {key}", "step") for key in metrics if not key.endswith("_std")),
+        _chart(runs, "reward_mean", "Reward over steps", "step"),
+        _chart(runs, "reward_mean", "Reward over wall time", "minutes", timed=True),
+        *(_chart(runs, key, key, "step") for key in metrics if not key.endswith("_std")),
         _chart(runs, "tokens_per_s_per_device", "Trained tokens/s/device", "step", zero=True),
         _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
         _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),
@@ -191,8 +192,10 @@ def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[
             for number, run, row in rows
             if row is not None and "ci_low" in row and "ci_high" in row
         ]
-        groups += [{"title": f"{name}: avg@k with its 95 % interval", "x": "avg@k", "rows": drawn}] if drawn else []
-        groups += _against(name, found)
+        figure = f"{accuracy.kind_of(runs, name)} avg@k"
+        title = f"{name}: {figure} with its 95 % interval"
+        groups += [{"title": title, "x": figure, "rows": drawn}] if drawn else []
+        groups += _against(name, figure, found)
     return groups
 
 
@@ -201,7 +204,7 @@ def _sampled(row: Row) -> str:
     return f"{given} with {row.get('samples', 1):.0f} responses each, after {row['step']} updates"
 
 
-def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
+def _against(name: str, figure: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     rows = [
         {
             "run": number,
@@ -219,7 +222,7 @@ def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
         return []
     level = next(one.level for verdict in found for one in verdict.accuracy)  # the same for all
     title = f"{name}: difference from {found[0].base.name}, with {format_percent(level)} intervals"
-    return [{"title": title, "x": "difference of avg@k", "rows": rows, "zero": 0}]
+    return [{"title": title, "x": f"difference of {figure}", "rows": rows, "zero": 0}]
 
 
 def _told(verdict: Verdict, one: Difference) -> str:

@@ -27,6 +27,7 @@ from engine.tools.planner.search import (
     CostsOf,
     Ranked,
     bound_s,
+    on_cpu,
     ranked_of,
     search_settings,
 )
@@ -109,14 +110,19 @@ def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
 
 def on_cores(measured: Costs, was: Config, now: Config) -> Costs:
     """Return costs that were measured on a CPU for other numbers of cores. The time of a computation is inversely
-    proportional to the threads."""
-    training = was.trainer_threads / now.trainer_threads
+    proportional to the threads. With k threads on a core, trainer and instances take k times as long while both
+    compute; what was measured with borrowed cores, they had while no instance sampled."""
+    training = was.most_trainer_threads / now.trainer_threads
     sampling = was.instance_threads / now.instance_threads
+    crowded = now.threads_per_core / was.threads_per_core
+    borrowed = was.most_trainer_threads / was.trainer_threads
+    if training == sampling == crowded == 1:
+        return measured
     factors = dict.fromkeys(("window", "micro_batch", "token", "square", "update"), training)
     factors |= dict.fromkeys(("decode_step", "decode_response", "decode_context", "prefill_token"), sampling)
-    if training == sampling == 1:
-        return measured
     changed = {name: getattr(measured, name) * factor for name, factor in factors.items()}
+    changed["train_slowdown"] = max(1.0, measured.train_slowdown * crowded / borrowed)
+    changed["rollout_slowdown"] = max(1.0, measured.rollout_slowdown * crowded)
     return replace(measured, **changed, source=f"{measured.source}, scaled by the number of cores")
 
 
@@ -193,7 +199,7 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
 
     def costs_of(wanted: Config) -> Costs:
         theirs, costs = next((each for each in measured if _layout(each[0]) == _layout(wanted)), measured[0])
-        if wanted.platform.device in ("auto", "cpu"):
+        if on_cpu(wanted):
             return on_cores(costs, theirs, wanted)
         if _layout(theirs) == _layout(wanted):
             return costs
@@ -233,6 +239,8 @@ def find_plan(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
     """Return the best settings on at most `count` devices, or, with OWN_LAYOUT, of the recipe's layout. `kept`: the
     number of settings that are simulated."""
     config = model.config
+    if not config.rollout.instances + config.dry_run.joining:
+        raise BadInput("rollout.instances = 0: a plan needs at least one instance; set it, or dry_run.joining")
     best, looked = search_settings(
         config, model.shape, count, costs_of=model.costs_of, lengths=model.lengths, kept=kept
     )
@@ -257,8 +265,8 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
 def run_advice(folder: Path) -> str:
     """Return a line that says what the last steps of a run were bound by, and what a plan from them would change.
 
-    Other layouts are not considered, because a plan can compare them only if it knows the kind of device. Raises
-    BadInput for a run that is too short to tell.
+    Other layouts are considered on a CPU only, because a plan can compare those of accelerators only if it knows the
+    kind of device. Raises BadInput for a run that is too short to tell.
     """
     run = read_run(folder, ADVISED)
     seconds = sum(line["step_s"] for line in run.steps)
@@ -277,7 +285,7 @@ def run_advice(folder: Path) -> str:
     plan = find_plan(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:
-        return f"{found}; no setting of this layout is predicted to be much faster"
+        return f"{found}; no other setting is predicted to be much faster"
     return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} (metronome plan --from {folder})"
 
 
@@ -301,12 +309,11 @@ def _by_layout(runs: Sequence[MeasuredRun]) -> Iterator[list[MeasuredRun]]:
 
 def _layout(config: Config) -> tuple[object, ...]:
     parallel = config.parallel
-    on_cpu = config.platform.device in ("auto", "cpu")
     return (
         *(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.sequence),
         config.rollout.tensor,
         config.train.dtype,
-        *((tuple(config.train.devices), tuple(config.rollout.devices)) if on_cpu else ()),
+        *((tuple(config.train.devices), tuple(config.rollout.devices)) if on_cpu(config) else ()),
     )
 
 

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from engine.config import Config
+from engine.config.cores import usable_cores
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape
@@ -76,6 +77,8 @@ def search_settings(
     Raises BadInput if none fits, with the last one's reason.
     """
     best: list[tuple[float, int, Candidate]] = []
+    of_layout: dict[tuple[object, ...], tuple[float, int, Candidate]] = {}
+    """On a CPU, the best of each layout: their bounds are too far from the times to leave a layout out."""
     looked = 0
     reason = "no layout fits that few devices"
     for keys in candidate_settings(config, shape, count):
@@ -87,6 +90,10 @@ def search_settings(
         except BadInput as error:
             reason = str(error)
             continue
+        entry = (-bound, looked, Candidate(differing_keys(config, keys), made, bound))
+        layout = core_layout(made)
+        if on_cpu(config) and (layout not in of_layout or entry[0] > of_layout[layout][0]):
+            of_layout[layout] = entry
         if len(best) == kept and -bound <= best[0][0]:
             continue
         try:
@@ -95,12 +102,13 @@ def search_settings(
         except BadInput as error:
             reason = str(error)
             continue
-        heapq.heappush(best, (-bound, looked, Candidate(differing_keys(config, keys), made, bound)))
+        heapq.heappush(best, entry)
         if len(best) > kept:
             heapq.heappop(best)
     if not best:
         raise BadInput(f"--devices {count}: none of {looked} settings works: {reason}")
-    ranked = [ranked_of(candidate, costs_of, lengths) for _, _, candidate in best]
+    chosen = {number: candidate for _, number, candidate in (*best, *of_layout.values())}
+    ranked = [ranked_of(candidate, costs_of, lengths) for candidate in chosen.values()]
     return sorted(ranked, key=lambda one: one.step_s), looked
 
 
@@ -130,9 +138,11 @@ def differing_keys(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
 
 def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
     """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. With
-    OWN_LAYOUT, only settings that keep the layout."""
-    if count == OWN_LAYOUT or config.platform.device in ("auto", "cpu"):
-        layouts: Iterator[dict[str, Any]] = iter([{}])
+    OWN_LAYOUT, only settings that keep the layout. On a CPU the layouts are those of cores that both sides share."""
+    if on_cpu(config):
+        layouts = _core_layouts(config)
+    elif count == OWN_LAYOUT:
+        layouts = iter([{}])
     else:
         layouts = _layouts(config, shape, count)
     budget = config.train.micro_batch_tokens
@@ -145,6 +155,36 @@ def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterato
             "rollout.concurrency": concurrency,
             "train.mode": mode,
         }
+
+
+def on_cpu(config: Config) -> bool:
+    """Whether the devices of a plan are cores."""
+    return config.platform.device in ("auto", "cpu")
+
+
+def core_layout(config: Config) -> tuple[object, ...]:
+    """What distinguishes the layouts of cores that both sides share."""
+    return config.parallel.data, config.rollout.instances, config.train.borrow_cores
+
+
+def _core_layouts(config: Config) -> Iterator[dict[str, Any]]:
+    """The recipe's own layout; if trainer and instances share the cores, also k replicas and k instances, without and
+    with `train.borrow_cores`. The embedded engine stands for instances on cores, since "auto" may find a GPU."""
+    yield {}
+    train = config.train
+    rollout = config.rollout
+    parted = train.devices or rollout.devices or config.scorer_ranks or config.parallel.nodes > 1
+    joined = config.dry_run.joining or not rollout.instances
+    if parted or joined or rollout.engine != "embedded" or config.parallel.ranks > config.parallel.data:
+        return
+    cores = len(usable_cores())
+    for count in POWERS:
+        if count > cores or train.prompts_per_step % count:
+            continue
+        keys = {"parallel.data": count, "rollout.instances": count}
+        yield keys | {"train.borrow_cores": "off"}
+        if cores // count > max(1, cores // (2 * count)) and train.consume == "arrival" and not train.record:
+            yield keys | {"train.borrow_cores": "auto"}
 
 
 def _layouts(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
@@ -189,5 +229,13 @@ def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
     rows = max(1, round(tokens / train.micro_batch_tokens))
     work = costs.window_s([RowSize(round(tokens / rows), squares / rows)] * rows, config.parallel.pipeline)
     training = work / config.parallel.data
-    rest = costs.sync + costs.update * train.updates + costs.overhead
-    return (decoding + training if train.mode == "sync" else max(decoding, training)) + rest
+    alone = training * config.trainer_threads / config.most_trainer_threads
+    if train.mode == "sync":
+        busy = decoding + alone
+    else:  # on shared cores, no less than the work of both sides on all of them
+        theirs = config.parallel.ranks * config.trainer_threads
+        ours = rollout.instances * config.instance_threads
+        shared = (training * theirs + decoding * ours) / max(theirs + ours, len(usable_cores()))
+        busy = max(decoding, alone, shared * config.threads_per_core)
+    update = costs.update * train.updates * config.trainer_threads / config.most_trainer_threads
+    return busy + costs.sync + update + costs.overhead

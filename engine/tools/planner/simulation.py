@@ -399,6 +399,8 @@ class _Simulation:
             self._span(f"trainer-{replica_group}", "wait", self._idle.pop(replica_group), step=self._step)
             if any(instance.active for instance in self._instances):
                 seconds *= self._costs.train_slowdown
+            else:
+                seconds /= self._borrowed()
             self._compute(1)
             self._at(
                 self._now + seconds, partial(self._trained, replica_group, window=window, began=self._now, rows=rows)
@@ -406,6 +408,12 @@ class _Simulation:
             return
         if self._table.ledger(self._step).is_over:
             self._end_step()
+
+    def _borrowed(self) -> float:
+        """How many times as fast the trainer is now with the cores of its idle instances (train.borrow_cores)."""
+        if not all(map(self._table.is_generated, self._table.steps)):
+            return 1.0
+        return self._config.most_trainer_threads / self._config.trainer_threads
 
     def _rows(self, window: Sequence[Row]) -> list[RowSize]:
         """The micro-batches of the replica of a replica group that computes most, built like those of
@@ -459,10 +467,11 @@ class _Simulation:
         if 0 in self._idle:
             step.wait_s += self._now - self._idle[0]
         self._idle = {}
-        step.train_s += self._held[0]
-        updates = self._costs.update * self._config.train.updates
+        faster = self._borrowed()
+        step.train_s += self._held[0] / faster
+        updates = self._costs.update * self._config.train.updates / faster
         step.update_s = updates
-        self._at(self._now + max(self._held) + updates + self._costs.overhead, self._updated)
+        self._at(self._now + max(self._held) / faster + updates + self._costs.overhead, self._updated)
 
     def _updated(self) -> None:
         step = self._steps[-1]

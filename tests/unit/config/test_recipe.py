@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def test_a_text_key_takes_what_is_written(text):
     assert load_config(None, [f"run.name='{text}'"]).run.name == text
     for key in TEXT_KEYS - {"run.name", "data.prompt_template"}:
         with contextlib.suppress(BadInput):  # some texts are refused by a rule, but none as a number
-            assert functools.reduce(getattr, key.split("."), load_config(None, [f"{key}= {text} "])) == text
+            taken = functools.reduce(getattr, key.split("."), load_config(None, [f"{key}= {text} "]))
+            assert taken == (os.path.abspath(text) if key == "checkpoint.path" else text)
 
 
 def test_a_text_in_a_file_is_a_text(tmp_path):
@@ -188,6 +190,7 @@ def test_the_config_of_a_run_names_the_users_files_from_every_folder(tmp_path, m
         "evaluate.benchmark": "gsm8k, held.jsonl",
         "reward.function": "my.py:reward",
         "algorithm.loss": "my.py:loss",
+        "checkpoint.path": "not/there/yet",
     }
     config = load_config(None, [f"{key}={value}" for key, value in given.items()])
     here = tmp_path / "here"
@@ -196,6 +199,9 @@ def test_the_config_of_a_run_names_the_users_files_from_every_folder(tmp_path, m
     assert (config.data.heldout, config.evaluate.benchmark) == (f"{here}/held.jsonl", f"gsm8k,{here}/held.jsonl")
     assert (config.reward.function, config.algorithm.loss) == (f"{here}/my.py:reward", f"{here}/my.py:loss")
     assert config.model.path == "owner/name"
+    assert config.checkpoint.path == f"{here}/not/there/yet"
+    for place in ("s3://bucket/folder", "~/kept", ""):
+        assert load_config(None, [f"checkpoint.path={place}"]).checkpoint.path == place
     dump_config(config, tmp_path / "config.toml")
     monkeypatch.chdir(tmp_path)
     assert load_config(tmp_path / "config.toml") == config

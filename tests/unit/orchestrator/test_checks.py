@@ -250,7 +250,7 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
         (["parallel.data=2", "parallel.expert=2"], "parallel.expert = 2 shares experts, but the model has none"),
         (["rollout.max_context=4096"], "rollout.max_context = 4,096 is more than the 2,048 positions"),
         (["algorithm.loss=nowhere.py:own"], "algorithm.loss = .*nowhere.py"),
-        (["checkpoint.path=README.md/below"], "checkpoint.path = 'README.md/below': .*README.md is a file"),
+        (["checkpoint.path=README.md/below"], "checkpoint.path = '/.*/README.md/below': .*README.md is a file"),
         (["checkpoint.path=ftp://there"], "expected a folder or s3://bucket/folder"),
     ],
 )

@@ -125,4 +125,4 @@ def test_how_far_an_evaluation_is():
     progress.count_group([0.5, 0.0, 0.0, 0.0])
     assert look() == Progress("8 responses are scored; votes and intervals", 1.0)
     progress.expected = 16
-    assert look().text == "8 of 16 responses, mean reward of these 0.438"
+    assert look().text == "8 of 16 responses, reward of these 0.438"

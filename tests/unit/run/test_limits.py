@@ -100,12 +100,43 @@ def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
     )
     count, each = limits.checkpoints_to_come(config, 10**9)
     assert (count, each) == (3, 16e9)  # two are kept while the third is written
+    monkeypatch.setattr(limits, "growth_to_come", lambda config: 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 40e9))
     with pytest.raises(BadInput, match=r"disk space at .*: the run needs 44.70 GiB .*there are 37.25 GiB; free space"):
         limits.check_limits(config, 10**9)
     for step in (10, 20):
         a_checkpoint(config.folder / "checkpoints", step)
     limits.check_limits(config, 10**9)  # a resumed run has two already
+
+
+def test_what_grows_beside_the_checkpoints_is_counted_and_bounded_by_keep_steps(tmp_path, monkeypatch):
+    """10,000 steps of 1,024 responses of 4,000 tokens, with AIME24 x 32 every 20 steps."""
+    settings = {
+        "run.output": str(tmp_path),
+        "run.name": "mine",
+        "train.steps": 10_000,
+        "train.prompts_per_step": 128,
+        "rollout.group_size": 8,
+        "rollout.max_context": 8192,
+        "rollout.max_new_tokens": 4000,
+        "evaluate.every": 20,
+        "evaluate.problems": 30,
+        "evaluate.samples": 32,
+        "evaluate.max_new_tokens": 4000,
+    }
+    whole = limits.growth_to_come(config_of(settings | {"run.keep_steps": 0}))
+    assert whole == pytest.approx(3.0e9 + 0.23e9 + 2.6e9 + 7.7e9, rel=0.05)
+    config = config_of(settings)
+    kept = limits.growth_to_come(config)
+    assert kept == pytest.approx(whole / 10 + 0.32e9, rel=0.05)  # of spans twice as many steps
+    assert limits.growth_to_come(config_of(settings | {"train.record": True})) > 300e9
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1e9))
+    with pytest.raises(BadInput, match=r"at most 1\.\d+ GiB of spans, samples, .* or run\.keep_steps"):
+        limits.check_limits(config, 1000)
+    folder = config.folder / "trace"
+    folder.mkdir(parents=True)
+    (folder / "trainer-0.jsonl").write_bytes(b" " * 2**20)
+    assert kept - limits.growth_to_come(config) == 2**20  # a resume has it already
 
 
 def test_parameters_are_counted_in_the_files(tmp_path):

@@ -73,3 +73,11 @@ def test_logs_are_looked_at_again_and_again(tmp_path, monkeypatch):
         assert log.stat().st_size == 1000
 
     asyncio.run(grown_twice())
+
+
+def test_what_is_put_aside_of_a_process_that_prints_fast_has_no_more_than_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "LOG_BYTES", 1000)
+    (tmp_path / "one.log").write_bytes(b"old" * 100_000 + b"new" * 333 + b"\n")
+    logs.rotate_logs(tmp_path)
+    assert (tmp_path / "one.log.1").read_text() == "new" * 333 + "\n"
+    assert logs.EVERY_S <= 1.0

@@ -81,7 +81,7 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     told = compare_runs([str(folder), run_id], tmp_path / "page.html", uri)
     assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
     assert "with no visible difference" in told
-    assert "Mean reward/form" in (tmp_path / "page.html").read_text()
+    assert '"title":"reward/form"' in (tmp_path / "page.html").read_text()
 
 
 def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):
@@ -153,7 +153,7 @@ def test_two_evaluations_are_compared_by_their_problems_and_need_no_steps(tmp_pa
     tuned = evaluated(tmp_path / "tuned", {f"p{n}": float(n < 12) for n in range(20)}, 4)
     told = compare_runs([base, tuned], tmp_path / "page.html").splitlines()
     assert [line.split() for line in told[:3]] == [
-        ["run", "b"],
+        ["run", "b:", "accuracy"],
         ["base", "0.100", "[0.000,", "0.200]"],
         ["tuned", "0.600", "[0.500,", "0.700]"],
     ]

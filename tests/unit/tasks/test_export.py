@@ -71,8 +71,9 @@ def test_a_second_export_waits_for_the_first_and_takes_what_it_has_made(run, cap
         assert second.result(timeout=10) == made
 
 
-def test_an_export_that_fails_leaves_nothing_of_the_size_of_a_model(run):
+def test_an_export_that_fails_leaves_the_log_that_it_names_and_nothing_of_the_size_of_a_model(run):
     (run / "exported/.step-000002.partial").mkdir(parents=True)  # what one on a full disk has written
-    with pytest.raises(MetronomeError, match="the export exited with 1"):
+    with pytest.raises(MetronomeError, match="the export exited with 1") as failed:
         export(run / "checkpoints/step-000002")  # it has no weights
-    assert [path.name for path in (run / "exported").iterdir()] == [".lock"]
+    assert sorted(path.name for path in (run / "exported").iterdir()) == [".lock", ".step-000002.log"]
+    assert f"its log {run}/exported/.step-000002.log" in str(failed.value)

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import Config, Model, Rollout, Run, Train
-from engine.errors import BadInput, DeadlineError, ProcessDied, RatioGapError
+from engine.errors import BadInput, DeadlineError, ProcessDied, RatioGapError, TakenOver
 from engine.run import limits
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.process import Child
+from engine.run.trace import Trace
 from tasks import interruption, orchestrator_process
-from tasks.orchestrator_process import LineFollower, _failure, run_training
+from tasks.fenced import write_fenced
+from tasks.orchestrator_process import LineFollower, _failure, run_training, timeline_at_end
 
 
 def test_follower_gives_each_line_once_and_waits_for_a_half_written_one(tmp_path):
@@ -188,3 +190,55 @@ def test_a_damaged_reason_is_named(tmp_path, ended):
     folder = RunFolder(tmp_path)
     folder.failure.write_text('{"error": "Rat')
     assert "failure.json: why the run ended can't be read" in str(_failure(ended, folder, 1))
+
+
+DRAWS = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "timeline.html").write_text((folder / "failure.json").read_text())
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def traced(tmp_path, monkeypatch):
+    """A run folder with a span."""
+    monkeypatch.setattr(interruption, "_command", interruption._Command())
+    folder = RunFolder(tmp_path / "mine")
+    folder.create(Config(), resume=False)
+    trace = Trace(folder.trace, "orchestrator")
+    trace.add_span("sync", 1.0, 2.0, step=0)
+    trace.flush()
+    return folder
+
+
+@pytest.mark.parametrize(("takes_s", "told"), [(0, ""), (600, "it took more than 1 s; draw it: ")])
+def test_a_timeline_is_drawn_when_the_end_is_written_and_holds_an_interruption_up_for_seconds(
+    traced, monkeypatch, capsys, takes_s, told
+):
+    command = [sys.executable, "-c", DRAWS, str(traced.path), str(takes_s)]
+    monkeypatch.setattr(orchestrator_process, "timeline_command", lambda folder: command)
+    monkeypatch.setattr(orchestrator_process, "HURRY_S", 1.0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), timeline_at_end(traced), write_fenced(traced):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 10
+    assert "ended by SIGINT" in (traced.path / "timeline.html").read_text()
+    assert told in capsys.readouterr().err
+    assert not (traced.logs / "timeline.log").exists()
+
+
+def test_a_crash_is_drawn_once_its_resumes_are_over_and_a_run_that_was_taken_over_is_not(traced, monkeypatch, capsys):
+    crashes = [sys.executable, "-c", "raise OSError"]
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: crashes)
+    page = traced.path / "timeline.html"
+    config = Config(run=Run(name=traced.path.name, output=str(traced.path.parent)))
+    with pytest.raises(ProcessDied):
+        run_training(config)
+    with pytest.raises(TakenOver), timeline_at_end(traced):
+        raise TakenOver
+    assert not page.exists()
+    with pytest.raises(ProcessDied), timeline_at_end(traced):
+        run_training(config)
+    assert '"sync"' in page.read_text()
+    assert capsys.readouterr().err == ""

@@ -105,6 +105,7 @@ def test_an_unknown_prompt_id_is_named(tried, tmp_path):
 
 BEFORE = """
 import time
+from engine.types import Score
 
 def ends(prompt, responses):
     return [float(one.text.split()[-1] == prompt.answer) for one in responses]
@@ -115,6 +116,9 @@ def careful(prompt, responses):
 
 def hangs(prompt, responses):
     time.sleep(60)
+
+def leaves_out(prompt, responses):
+    return [Score(0.0, excluded=True) for one in responses]
 """
 
 
@@ -123,11 +127,12 @@ def hangs(prompt, responses):
     [
         (
             "ends",
-            "raised IndexError: .*line 5.*before the start, .*ends was called with '1.1=', its answer and an em",
+            "raised IndexError: .*line 6.*before the start, .*ends was called with '1.1=', its answer and an em",
             "",
         ),
         ("careful", "", "careful was called with '1+1=', its answer and an empty response: scores 1 and 0\n"),
         ("hangs", "", "no score within 1 s\n"),
+        ("leaves_out", "", "its answer and an empty response: scores excluded and excluded\n"),
     ],
 )
 def test_a_run_calls_its_reward_on_a_problem_before_anything_starts(

@@ -50,6 +50,26 @@ def test_a_chat_may_use_the_whole_context_and_a_completion_sixteen_tokens(read):
     assert read({"prompt": "a"}).completions[0].max_tokens == 16
 
 
+@pytest.mark.parametrize(
+    ("body", "key", "said"),
+    [
+        ({"max_tokens": 1000}, "max_tokens", "max_tokens = 1000"),
+        ({"max_tokens": 5, "max_completion_tokens": 1000}, "max_completion_tokens", "max_completion_tokens = 1000"),
+        ({"prompt": "a" * (LIMITS.max_context - 5), "max_tokens": 6}, "max_tokens", "max_tokens = 6"),
+        ({"prompt": "a" * (LIMITS.max_context - 5)}, "prompt", "max_tokens = 16"),
+    ],
+)
+def test_more_tokens_than_the_context_has_room_for_are_refused(read, body, key, said):
+    room = 5 if "prompt" in body else LIMITS.max_context - len(read(HELLO).completions[0].prompt)
+    with pytest.raises(Refusal) as refused:
+        read(body if "prompt" in body else HELLO | body)
+    assert (refused.value.status, refused.value.param) == (400, key)
+    assert str(refused.value).startswith(f"{key}: {said} and a prompt of {LIMITS.max_context - room} tokens")
+    assert f"maximum context length of {LIMITS.max_context} tokens, which leaves {room}" in str(refused.value)
+    body = {"prompt": "a" * (LIMITS.max_context - 5), "max_tokens": 5}
+    assert read(body).completions[0].max_tokens == 5
+
+
 def test_a_template_has_variables_but_none_of_the_programs_arguments(read):
     read(HELLO | {"chat_template_kwargs": {"enable_thinking": False}})
     for name in ("chat_template", "tokenize", "add_generation_prompt", "conversation"):

@@ -289,7 +289,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
         evaluated()
         evaluated()
     said = capsys.readouterr().out
-    assert said.count("version 1: avg@4 0.250") == 1
+    assert said.count("version 1: accuracy avg@4 0.250") == 1
     assert "took 2.0 s, of which training waited 0.5 s" in said
     assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
     closing = evaluation_texts.closing_rows(folder)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tasks import summary
 from tasks.tracking import evaluation_texts
 
 ROW = {
@@ -17,9 +16,9 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    ("more", "name"), [({}, "accuracy"), ({"partial_scores": 0}, "accuracy"), ({"partial_scores": 3}, "mean reward")]
+    ("more", "name"), [({}, "accuracy"), ({"partial_scores": 0}, "accuracy"), ({"partial_scores": 3}, "reward")]
 )
 def test_partial_rewards_are_no_accuracy(more, name):
     row = ROW | more
-    assert summary.describe_accuracy(row) == f"{name} avg@1 0.500 [0.400, 0.600] on 4 problems of sums"
+    assert evaluation_texts.describe_evaluation(row) == f"{name} avg@1 0.500 [0.400, 0.600] on 4 problems of sums"
     assert list(evaluation_texts._before_and_after([row], "")) == [f"{name} before", f"{name} after"]

@@ -11,5 +11,6 @@ ROW = {
 
 def test_an_evaluation_in_one_line():
     assert (
-        describe_evaluation(ROW) == "avg@4 0.500 [0.400, 0.600], pass@4 0.700 [0.600, 0.800] on 10 problems of aime24"
+        describe_evaluation(ROW)
+        == "accuracy avg@4 0.500 [0.400, 0.600], pass@4 0.700 [0.600, 0.800] on 10 problems of aime24"
     )

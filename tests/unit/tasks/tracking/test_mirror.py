@@ -209,6 +209,27 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
     assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5)]
 
 
+def test_an_evaluation_whose_table_was_deleted_while_mlflow_was_away_has_its_figures(config):
+    config.folder.mkdir(parents=True)
+    row = {"step": 0, "weight_version": 0, "benchmark": "sums", "problems": 2, "samples": 1, "avg_at_k": 0.5}
+    append_line(config.folder / "evaluations.jsonl", row | {"ci_low": 0.1, "ci_high": 0.9, "table": "evaluations/a"})
+    with tracked_run.track_run(config) as run_id:
+        pass
+    assert history(run_id, "sums/avg_at_k") == [(0, 0.5)]
+
+
+def test_samples_that_are_deleted_after_they_were_logged_are_not_missed(config):
+    with tracked_run.track_run(config) as run_id:
+        folder = RunFolder(config.folder)
+        folder.create(config, resume=True)
+        own = mirror.Mirror(mlflow.get_run(run_id), config, {})
+        folder.add_samples(0, [])
+        own.push(whole=False)
+        folder.samples_of(0).unlink()
+        own.push(whole=False)
+    assert own.lost == []
+
+
 def test_a_long_parameter_is_cut_and_says_so():
     assert mirror.cut_parameter("x" * 6000) == "x" * 6000
     short = mirror.cut_parameter("x" * 6001)

@@ -1,18 +1,38 @@
 """The search, and the command on top of it."""
 
 import re
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import BadInput
+from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.page import WIDTH, write_plan
-from engine.tools.planner.planning import find_plan, on_cores, plan_sensitivity, prior_costs, prior_model, scale_costs
-from engine.tools.planner.search import Ranked, bound_s, candidate_settings, change_config, search_settings
+from engine.tools.planner.planning import (
+    StepModel,
+    find_plan,
+    on_cores,
+    plan_sensitivity,
+    prior_costs,
+    prior_model,
+    scale_costs,
+)
+from engine.tools.planner.search import (
+    OWN_LAYOUT,
+    Ranked,
+    bound_s,
+    candidate_settings,
+    change_config,
+    core_layout,
+    search_settings,
+)
 from engine.tools.planner.simulation import simulate_run
 from tasks.plan import make_plan
 
@@ -117,13 +137,83 @@ def test_priors_follow_the_arithmetic(recipe, shape):
 
 
 def test_costs_on_other_cores_are_in_inverse_proportion():
-    one = SimpleNamespace(trainer_threads=1, instance_threads=1)
-    two = SimpleNamespace(trainer_threads=2, instance_threads=1)
+    one = SimpleNamespace(trainer_threads=1, most_trainer_threads=1, instance_threads=1, threads_per_core=1.0)
+    two = SimpleNamespace(trainer_threads=2, most_trainer_threads=2, instance_threads=1, threads_per_core=1.0)
     costs = Costs(*[1.0] * 10)
     made = on_cores(costs, one, two)
     assert (made.token, made.decode_step, made.sync) == (0.5, 1.0, 1.0)
     assert made.source == "given, scaled by the number of cores"
     assert on_cores(costs, one, one) is costs
+
+
+def shared_cores(monkeypatch, tiny_model, decode_step, token):
+    """The plan of a recipe of one instance and one replica on two cores."""
+    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: {0, 1})
+    monkeypatch.setattr("engine.tools.planner.search.usable_cores", lambda: {0, 1})
+    costs = Costs(
+        decode_step=decode_step,
+        decode_response=decode_step / 10,
+        decode_context=0.0,
+        prefill_token=0.0,
+        window=0.0,
+        micro_batch=0.0,
+        token=token,
+        square=0.0,
+        update=0.1,
+        sync=0.1,
+    )
+    made = Config(
+        model={"path": str(tiny_model)},
+        train={"prompts_per_step": 16},
+        rollout={"instances": 1, "group_size": 4, "concurrency": 4},
+    )
+    model = StepModel(
+        config=made,
+        shape=shape_of(str(tiny_model))[0],
+        costs_of=partial(on_cores, costs, made),
+        lengths=Lengths(((20, (50,) * 4),), "given"),
+        assumptions={},
+    )
+    return find_plan(model, OWN_LAYOUT)
+
+
+def test_on_shared_cores_each_layout_is_compared_and_a_trainer_that_works_alone_borrows(monkeypatch, tiny_model):
+    plan = shared_cores(monkeypatch, tiny_model, decode_step=0.002, token=0.002)
+    best = {}
+    for one in plan.best:
+        best.setdefault(core_layout(one.candidate.config), one)
+    assert set(best) == {(1, 1, "off"), (1, 1, "auto"), (2, 2, "off")}
+    assert best[1, 1, "auto"].step_s < 0.75 * best[1, 1, "off"].step_s  # training bounds the step: a core is idle
+    work = 16 * (20 + 200) * 0.002 / 2  # of the trainer alone, on both cores
+    assert all(one.step_s > work for one in plan.best)
+    assert best[2, 2, "off"].step_s < 0.75 * best[1, 1, "off"].step_s
+    assert '"auto"' in str(best[1, 1, "auto"].candidate)
+    assert "parallel.data=2 rollout.instances=2" in str(best[2, 2, "off"].candidate)
+
+
+def test_borrowing_gains_nothing_where_rollouts_bound_the_step(monkeypatch, tiny_model):
+    plan = shared_cores(monkeypatch, tiny_model, decode_step=0.05, token=1e-5)
+    ranked = {core_layout(one.candidate.config): one.step_s for one in reversed(plan.best)}
+    assert ranked[1, 1, "auto"] > 0.95 * ranked[1, 1, "off"]
+
+
+def test_costs_measured_with_borrowed_cores_are_those_of_both(monkeypatch):
+    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: {0, 1})
+    alone, borrows, crowded = (
+        Config(train={"borrow_cores": how}, parallel={"data": count}, rollout={"instances": count})
+        for how, count in (("off", 1), ("auto", 1), ("off", 2))
+    )
+    costs = replace(Costs(*[1.0] * 10), train_slowdown=2.0)
+    assert (on_cores(costs, borrows, alone).token, on_cores(costs, borrows, alone).train_slowdown) == (2.0, 1.0)
+    made = on_cores(costs, alone, crowded)
+    assert (made.token, made.train_slowdown, made.rollout_slowdown) == (1.0, 4.0, 2.0)
+    assert on_cores(made, crowded, alone).train_slowdown == 2.0
+
+
+def test_a_plan_without_an_instance_is_refused(recipe):
+    none = change_config(recipe, {"rollout.instances": 0, "dry_run.joining": 0})
+    with pytest.raises(BadInput, match="rollout.instances = 0: a plan needs at least one instance"):
+        find_plan(prior_model(none, DEVICES["910b"], LENGTHS), 16)
 
 
 def test_what_a_plan_needs_is_said():

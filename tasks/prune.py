@@ -1,0 +1,153 @@
+"""Deletes what nothing needs any more from run folders, and from the policies downloaded beside them."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from engine.errors import BadInput
+from engine.evaluation.tables import old_tables
+from engine.run.checkpoint_files import fault_of
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from engine.run.lock import check_not_held, hold_lock
+from engine.run.progress import folder_size, format_size
+from engine.run.served_model import EXPORTED
+from engine.run.trace import cut_spans
+from engine.wire import record
+from tasks.compare import align_columns
+from tasks.console import print_error
+from tasks.export import is_exported
+
+YOUNG_S = 3600.0
+"""A temporary file or a download that changed so few seconds ago may be in use."""
+PLACES = ("", "checkpoints", EXPORTED, "evaluations", "logs", "responses", "trace")
+"""Folders of a run folder in which a killed process may leave something half written."""
+
+
+@dataclass(frozen=True)
+class Removable:
+    """Something that can go."""
+
+    path: Path
+    why: str
+    size: int
+    """In bytes."""
+    remove: Callable[[], None]
+
+
+def prune(runs: Sequence[Path], keep_steps: int, records: bool, apply: bool) -> str:
+    """Find what can go in run folders and among the policies downloaded beside them, and delete it if `apply`. Return a
+    table of it. A run that a process writes now is reported and left as it is.
+
+    `keep_steps`: number of newest steps whose spans, samples and tables stay. `records`: also the records of finished
+    runs. Raises BadInput, before anything is deleted, if a folder is no run folder, or if a config beside it is
+    damaged.
+    """
+    folders = [RunFolder(run.resolve()) for run in runs]
+    if wrong := [str(folder.path) for folder in folders if not folder.config.is_file()]:
+        raise BadInput(f"{wrong[0]}: no config.toml there, so it is not a run folder")
+    outputs = dict.fromkeys(folder.path.parent for folder in folders)
+    models = [model for output in outputs for model in _models_of_runs(output)]
+    found = [one for output in outputs for one in _downloads(output, models)]
+    _remove(found if apply else ())
+    for folder in folders:
+        try:
+            with ExitStack() as held:
+                for lock in (folder.lock, folder.orchestrator_lock, folder.path / EXPORTED / ".lock"):
+                    if not apply:
+                        check_not_held(lock, f"run folder {folder.path}")
+                    elif lock.parent.is_dir():
+                        held.enter_context(hold_lock(lock, f"run folder {folder.path}", 0.0))
+                own = list(_of_run(folder, keep_steps, records, models))
+                _remove(own if apply else ())
+        except BadInput as error:
+            print_error(f"warning: {error}. It is left as it is")
+            continue
+        found += own
+    return _table(found, apply)
+
+
+def _remove(found: Sequence[Removable]) -> None:
+    for one in found:
+        one.remove()
+
+
+def _table(found: Sequence[Removable], applied: bool) -> str:
+    if not found:
+        return "nothing can go"
+    total = format_size(sum(one.size for one in found))
+    rows = [[format_size(one.size), str(one.path), one.why] for one in found]
+    end = f"{total} deleted" if applied else f"{total} in all; with --yes it is deleted"
+    return f"{align_columns(rows)}\n{end}"
+
+
+def _of_run(folder: RunFolder, keep_steps: int, records: bool, models: Sequence[Path]) -> Iterator[Removable]:
+    newest = max((row["step"] for row in read_lines(folder.steps)), default=-1)
+    before = newest + 1 - keep_steps
+    for path in sorted(folder.trace.glob("*.jsonl")):
+        if size := cut_spans(path, before, dry=True):
+            yield Removable(path, f"spans of steps before {before}", size, partial(_cut, path, before))
+    samples = [path for step, path in folder.all_samples() if step < before]
+    yield from _together(folder.responses, samples, f"samples of steps before {before}")
+    tables = old_tables(folder, before)
+    yield from _together(folder.path / "evaluations", tables, f"tables of versions before {before}")
+    for checkpoint in sorted(folder.checkpoints.glob("step-*")):
+        copy = folder.path / EXPORTED / checkpoint.name
+        if not _is_model(copy, models) and fault_of(checkpoint) is None and is_exported(checkpoint, copy):
+            yield from _together(copy, [copy], "copy of a checkpoint; metronome export makes it again")
+    for path in sorted(path for place in PLACES for path in (folder.path / place).glob("*.partial")):
+        whole = path.parent == folder.checkpoints and fault_of(path) is None
+        if _is_old(path) and not whole:
+            yield from _together(path, [path], "left by a process that was killed")
+    file = folder.path / record.FILE
+    if records and file.is_file() and folder.policy.is_dir() and newest + 1 >= folder.read_config().train.steps:
+        yield from _together(file, [file], "record of a finished run, which can't be replayed or prolonged then")
+
+
+def _cut(path: Path, before: int) -> None:
+    cut_spans(path, before)
+
+
+def _together(place: Path, paths: Sequence[Path], why: str) -> Iterator[Removable]:
+    """Files and folders as one line of the table; none if there are none."""
+
+    def remove() -> None:
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    if paths:
+        size = sum(folder_size(path) if path.is_dir() else path.stat().st_size for path in paths)
+        yield Removable(place, f"{len(paths)} {why}" if len(paths) > 1 else why, size, remove)
+
+
+def _downloads(output: Path, models: Sequence[Path]) -> Iterator[Removable]:
+    """The policies that were fetched from the registry, and from which no run in `output` started."""
+    for path in sorted((output / "models").glob("*")):
+        if _is_old(path) and not _is_model(path, models):
+            yield from _together(path, [path], "download from the registry that is no run's model.path here")
+
+
+def _models_of_runs(output: Path) -> Iterator[Path]:
+    """model.path of every run in a folder of runs."""
+    for config in output.glob("*/config.toml"):
+        try:
+            yield Path(tomllib.loads(config.read_text())["model"]["path"])
+        except (ValueError, KeyError, TypeError):
+            raise BadInput(f"{config}: the file is damaged, so what the run needs is unknown; repair it") from None
+
+
+def _is_model(path: Path, models: Sequence[Path]) -> bool:
+    """Whether one of the models may be this folder. Relative ones count from a folder that is not known here, so only
+    the last three names are compared."""
+    return any(path.parts[-3:][-len(model.parts) :] == model.parts[-3:] for model in models)
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > YOUNG_S

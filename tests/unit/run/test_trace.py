@@ -1,0 +1,66 @@
+"""How much of a run's trace and samples is kept."""
+
+import pytest
+
+from engine.config import Config
+from engine.evaluation.tables import old_tables
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from engine.run.trace import Trace, cut_spans, read_spans
+
+
+def write(folder, steps, keep):
+    trace = Trace(folder, "trainer-0", keep)
+    trace.add_span("starting", 0.0, 1.0)
+    for step in steps:
+        trace.add_span("train", step, step + 1, step=step)
+        trace.flush()
+
+
+def steps_in(folder):
+    return [span["step"] for span in read_spans(folder) if "step" in span]
+
+
+@pytest.mark.parametrize(("keep", "first"), [(0, 0), (10, 80), (100, 0)])
+def test_a_trace_keeps_the_newest_steps_and_at_most_twice_as_many(tmp_path, keep, first):
+    write(tmp_path, range(55), keep)
+    write(tmp_path, range(50, 95), keep)  # a resume, which repeats steps
+    found = steps_in(tmp_path)
+    assert found[-1] == 94
+    assert min(found) == first
+    assert set(found) == set(range(first, 95))
+
+
+def test_the_spans_of_old_steps_are_cut_out_and_those_without_a_step_stay(tmp_path):
+    write(tmp_path, range(20), 0)
+    path = tmp_path / "trainer-0.jsonl"
+    size = path.stat().st_size
+    old = cut_spans(path, 15, dry=True)
+    assert path.stat().st_size == size
+    assert cut_spans(path, 15) == old == size - path.stat().st_size > 0
+    assert steps_in(tmp_path) == list(range(15, 20))
+    assert read_spans(tmp_path)[0]["name"] == "starting"
+
+
+def test_the_samples_of_the_newest_steps_are_kept(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.create(Config(), resume=False)
+    for step in range(12):
+        folder.add_samples(step, [], keep_steps=5)
+    assert [step for step, _ in folder.all_samples()] == list(range(7, 12))
+    folder.add_samples(12, [])
+    assert len(folder.all_samples()) == 6
+
+
+def test_tables_of_old_versions_go_but_not_those_that_others_are_compared_with(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.path.mkdir(exist_ok=True)
+    (tmp_path / "evaluations").mkdir()
+    for version in range(0, 60, 10):
+        for samples in (1, 8):
+            table = f"evaluations/aime-v{version}-{samples}.jsonl"
+            (tmp_path / table).touch()
+            row = {"weight_version": version, "protocol": {"samples": samples}, "in_run": version != 20}
+            append_line(folder.evaluations, row | {"benchmark": "aime", "table": table})
+    names = {path.name for path in old_tables(folder, 40)}
+    assert names == {f"aime-v{version}-{samples}.jsonl" for version in (10, 30) for samples in (1, 8)}
