@@ -100,7 +100,7 @@ class DeadlineError(MetronomeError):
 
 
 class TooManyFiles(MetronomeError):
-    """This process cannot open another file, so it reaches no instance; the message names its limit."""
+    """This process cannot open another file or connection; the message names its limit."""
 
 
 class RewardError(MetronomeError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -79,7 +80,8 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
     else:
         record.check_record(replay, config)
     folder = RunFolder(config.folder)
-    with hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", TAKEOVER_S):
+    lock = hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", TAKEOVER_S)
+    with lock, open(os.devnull) as reserve:
         claim_run_id(folder.path, config, resume)
         folder.fence = Fence.begin_attempt(folder.path)
         try:
@@ -89,6 +91,7 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
         except Exception as error:
+            reserve.close()  # failure.json is written although no further file could be opened
             if isinstance(error, WeightSyncError | RatioGapError):
                 error.args = (f"{error}{_last_update(folder)}",)
             ours = isinstance(error, MetronomeError)

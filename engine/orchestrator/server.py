@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -93,8 +94,9 @@ class Server:
         self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Receives an exception that is not a MetronomeError, raised while answering."""
         self._left: set[str] = set()
-        self._reading = 0
-        """Bytes of the /ask bodies that are being read or answered."""
+        self._reading: Counter[str] = Counter()
+        """Bytes of the /ask bodies that are being read or answered, and of what was decoded from them, by client: the
+        address of its machine, or our ranks."""
         self._max_bytes = config.service.max_mib * 2**20
         self._connections = Connections()
         self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
@@ -229,8 +231,9 @@ class Server:
         size = request.content_length
         if size is None:
             return _failed(411, BadInput("a request needs a Content-Length"))
-        self._check_room(size)
-        self._reading += size
+        client = "our ranks" if self._is_ours(request) else str(request.remote)
+        self._check_room(client, size)
+        self._reading[client] += size
         try:
             async with asyncio.timeout(BODY_S):
                 body = await request.read()
@@ -238,8 +241,8 @@ class Server:
             most = min(VALUES, self._max_bytes // VALUE_BYTES)
             values = await asyncio.to_thread(count_values, body, most) if large else count_values(body, most)
             decoded = VALUE_BYTES * values
-            self._check_room(decoded)
-            self._reading += decoded
+            self._check_room(client, decoded, size)
+            self._reading[client] += decoded
             size += decoded
             asked = await asyncio.to_thread(_decode, body) if large else _decode(body)
             reply = await self._reply(asked, self._is_ours(request))
@@ -247,13 +250,22 @@ class Server:
         except TimeoutError:
             return _failed(408, BadInput(f"the body of {size:,} bytes did not arrive within {BODY_S:g} s"))
         finally:
-            self._reading -= size
+            self._reading[client] -= size
 
-    def _check_room(self, size: int) -> None:
-        if size > self._max_bytes - self._reading:
+    def _check_room(self, client: str, more: int, read: int = 0) -> None:
+        """Raise ServiceFull if `more` bytes of a request, of which `read` are counted, would exceed the limit, or half
+        of it if the client has other large requests under way."""
+        total = self._reading.total()
+        if more > self._max_bytes - total:
             raise ServiceFull(
-                f"{self._reading:,} bytes of requests are under way, and {size:,} more would exceed "
-                f"{self._max_bytes:,} (service.max_mib)"
+                f"{total:,} bytes of requests are under way, and {more:,} more would exceed {self._max_bytes:,} "
+                "(service.max_mib)"
+            )
+        own = self._reading[client]
+        if own - read > MAX_BODY and more > self._max_bytes // 2 - own:
+            raise ServiceFull(
+                f"{own:,} bytes of requests of {client} are under way, and {more:,} more would exceed half of "
+                "service.max_mib, the share of one machine"
             )
 
     async def _reply(self, request: AnyRequest, ours: bool) -> Message:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -215,7 +215,8 @@ def run_ranks(
     name = module.split(".")[1]
     register_rendezvous()
     _kill_soon()
-    os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the orchestrator
+    lifeline = hold_lifeline()
+    os.environ[LIFELINE] = lifeline  # the ranks watch the agent, not the orchestrator
     launch = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -226,6 +227,7 @@ def run_ranks(
         rdzv_configs={"serves": serves},
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(str(Path(lifeline).parent)),  # torch never removes the folder that it makes itself
     )
     try:
         elastic_launch(launch, sys.executable)("-u", "-m", module, *arguments)

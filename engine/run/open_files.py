@@ -3,11 +3,15 @@ instance."""
 
 from __future__ import annotations
 
+import errno
 import resource
 
 ENOUGH = 65_536
 """The soft limit is raised to the hard limit, but not beyond this, because some programs loop over every number up to
 it."""
+
+NO_FILE = (errno.EMFILE, errno.ENFILE)
+"""Numbers of the errors that say that no further file can be opened."""
 
 
 def reachable_limit() -> int:

@@ -49,13 +49,17 @@ def hold_lifeline() -> str:
     global _held
     with _lock:
         if _held is None:
-            sweep_folders(Path(SHARED_MEMORY or tempfile.gettempdir()))
+            sweep_folders(_place())
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
             path = os.path.join(folder, "lifeline")
             os.mkfifo(path, 0o600)
             _held = (os.open(path, os.O_RDWR), path)
             atexit.register(drop_lifeline)
         return _held[1]
+
+
+def _place() -> Path:
+    return Path(SHARED_MEMORY or tempfile.gettempdir())
 
 
 def sweep_folders(place: Path) -> None:
@@ -114,7 +118,8 @@ def _watch(path: str, end: Callable[[], None]) -> None:
     except OSError as error:
         if error.errno != errno.ENOENT:  # ENOENT: the parent is gone and its folder removed
             raise
-    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    if Path(path).match(f"{_place()}/{PREFIX}*/lifeline"):  # anything else in the variable is not ours to remove
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
     end()
 
 

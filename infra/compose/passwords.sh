@@ -9,7 +9,14 @@ fi
 umask 077
 while IFS= read -r line; do
   case $line in
-    [A-Z]*=) printf '%s%s\n' "$line" "$(openssl rand -hex 24)" ;;
+    [A-Z]*=)
+      password=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
+      if [ ${#password} != 48 ]; then
+        echo "infra/compose/passwords.sh: od and tr made no password from /dev/urandom" >&2
+        exit 1
+      fi
+      printf '%s%s\n' "$line" "$password"
+      ;;
     *) printf '%s\n' "$line" ;;
   esac
 done <example.env >.env.partial

@@ -16,10 +16,12 @@ from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
 from engine.run.folder import RunFolder
+from engine.run.lock import hold_lock
 from engine.run.run_inputs import find_inputs, read_inputs
 from engine.run.run_start import read_start
 from tasks.artifact_cells import markdown_text
 from tasks.code_version import code_version
+from tasks.console import print_error
 from tasks.tracking import descriptions
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import first_line
@@ -29,6 +31,8 @@ RESULTS = "policy_evaluation-{}.json"
 It is stored next to `policy/`."""
 REASON = "metronome.champion"
 """Tag of a version that says why it did or did not become champion."""
+COMPARE_S = 300.0
+"""Seconds to wait for another run that compares its policy with the champion."""
 TAG_LIMIT = 5000
 """MLflow's limit for the value of a tag, in characters."""
 
@@ -45,10 +49,27 @@ def update_champion(name: str, version: str, folder: RunFolder, config: Config) 
         client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
     if own is not None:
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
-    champion = _champion(client, name)
-    if champion is not None and str(champion.version) == version:
-        return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
-    verdict = _verdict(champion, own, base_results(folder, config, own), config.evaluate.confidence)
+    lock = Path(config.run.output) / f".{name}.champion.lock"
+    with hold_lock(lock, f"the champion of {name}", COMPARE_S, print_error):
+        return _challenge(client=client, made=made, own=own, folder=folder, config=config)
+
+
+def _challenge(
+    client: mlflow.MlflowClient, made: ModelVersion, own: Results | None, folder: RunFolder, config: Config
+) -> ChampionVerdict:
+    """Compare a version with the champion, until that is still the champion afterwards: a run with another `run.output`
+    does not share the lock. Record the verdict."""
+    name = made.name
+    version = str(made.version)
+    base = base_results(folder, config, own)
+    while True:
+        holder = _holder(client, name)
+        champion = None if holder is None else client.get_model_version(name, holder)
+        if champion is not None and holder == version:
+            return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
+        verdict = _verdict(champion, own, base, config.evaluate.confidence)
+        if _holder(client, name) == holder:
+            break
     client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
     how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {markdown_text(verdict.reason)}."
     client.update_model_version(name, version, descriptions.of_policy(folder, config, how)[:TAG_LIMIT])
@@ -147,7 +168,7 @@ def _verdict(
     return judge_challenge(own, theirs, confidence)
 
 
-def _champion(client: mlflow.MlflowClient, name: str) -> ModelVersion | None:
+def _holder(client: mlflow.MlflowClient, name: str) -> str | None:
     """The version that has the alias now; None if no version has it."""
-    aliases = client.get_registered_model(name).aliases
-    return client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None
+    holder = client.get_registered_model(name).aliases.get(CHAMPION)
+    return None if holder is None else str(holder)

@@ -6,6 +6,7 @@ kill, outage or resume. Only samples of the machine's load are not in the folder
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -27,7 +28,7 @@ from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.data.hub import HubDataset, dataset_of, is_hub_id, model_name
 from engine.data.problem_statistics import REPORT, read_report
-from engine.errors import without_password
+from engine.errors import BadInput, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of
@@ -177,8 +178,14 @@ class Mirror:
                 print_error(f"warning: MLflow ({shown_store()}) refuses {what}: {first_line(error)}")
 
     def lacking(self) -> list[str]:
-        """Names of the items that MLflow lacks at the end of a run. No pass may follow this call."""
-        return [*self.lost, *(what for what, _ in self._lacking(True))]
+        """Names of the items that MLflow lacks at the end of a run, up to a damaged file. No pass may follow this
+        call."""
+        found = [*self.lost]
+        try:
+            found.extend(what for what, _ in self._lacking(True))
+        except BadInput as error:
+            found.append(str(error))
+        return found
 
     @property
     def is_settled(self) -> bool:
@@ -386,7 +393,8 @@ class MirrorThread:
         while not self._end.is_set():
             self._push(whole=False)
             self._end.wait(EVERY_S)
-            self._mirror.sample_load(self._monitor)
+            with contextlib.suppress(Exception):  # what the system does not tell may not end this thread
+                self._mirror.sample_load(self._monitor)
         while not self._complete:
             self._complete = self._push(whole=False) and (self._keeps() or self._push(whole=True))
             if time.monotonic() + AGAIN_S > self._deadline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,7 +160,11 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
             with show_progress("start", fetched(f"{version.name} version {version.version}", Path(scratch))):
                 got = _downloaded(config, version, scratch)
-            shutil.move(got, folder)
+            try:
+                Path(got).rename(folder)
+            except OSError:
+                if not folder.exists():  # else another flow has fetched it meanwhile
+                    raise
     read_shape(folder)
     return folder
 

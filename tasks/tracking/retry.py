@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import mlflow
 from botocore.exceptions import BotoCoreError, ClientError
+from sqlalchemy.exc import OperationalError
 
 from engine.errors import MetronomeError, clean_line
 from tasks.console import print_error
@@ -28,11 +29,12 @@ class TrackingAway(MetronomeError):
 
 
 def _store_errors() -> tuple[type[Exception], ...]:
-    """The errors that MLflow's tracking and artifact stores raise. Errors of the library requests are OSErrors."""
+    """The errors that MLflow's tracking and artifact stores raise. Errors of the library requests are OSErrors; that of
+    a locked database is raw only while MLflow opens the store."""
+    common = (mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError, OperationalError)
     if importlib.util.find_spec("boto3") is None:
-        return mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError
-    boto = importlib.import_module("boto3.exceptions")
-    return mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError, boto.Boto3Error
+        return common
+    return *common, importlib.import_module("boto3.exceptions").Boto3Error
 
 
 STORE_ERRORS = _store_errors()

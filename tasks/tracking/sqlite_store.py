@@ -22,7 +22,8 @@ from tasks.console import print_error
 
 SCHEME = "sqlite:///"
 WAIT_S = 120.0
-"""Seconds to wait for another process that is creating the store; about ten times what that takes."""
+"""Seconds to wait for another process that is creating the store (about ten times what that takes), or that locks it,
+as a backup does."""
 
 _whole: set[str] = set()
 """URIs of the stores that this process has found complete."""
@@ -69,7 +70,7 @@ def _make_whole(file: Path) -> None:
 def _is_whole(file: Path) -> bool:
     """Whether all migrations were made. A store that has runs, or that sqlite cannot read, also counts; MLflow reports
     what is wrong with it."""
-    with contextlib.closing(sqlite3.connect(file)) as store:
+    with contextlib.closing(sqlite3.connect(file, timeout=WAIT_S)) as store:
         try:
             return (
                 _first(store, "SELECT 1 FROM runs") is not None

@@ -137,7 +137,7 @@ def find_run(config: Config, waits: bool = False) -> str | None:
                 f"continuing the MLflow run {known}" if known else "logging the evaluation", connect
             )
         return connect()
-    except mlflow.MlflowException as error:
+    except STORE_ERRORS as error:
         raise _unusable(config, error) from None
 
 
@@ -227,7 +227,7 @@ def check_store(config: Config) -> None:
     warning, because an evaluation needs no store."""
     try:
         _connect(config)
-    except mlflow.MlflowException as error:
+    except STORE_ERRORS as error:
         if is_refused(error):
             raise _unusable(config, error) from None
         print_error(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import resource
 import subprocess
 import sys
 
@@ -209,6 +210,28 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
         orchestrator.wait()
     if role == "instance":
         goes_on_from_its_checkpoint(settings | alone, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_can_open_no_further_file_says_so_in_one_sentence(settings, tmp_path):
+    config = write_config(settings | {"train.steps": 100_000}, tmp_path)
+    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)]
+    orchestrator = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
+        resource.prlimit(orchestrator.pid, resource.RLIMIT_NOFILE, (10, 10))
+        _, said = orchestrator.communicate(timeout=60)
+    finally:
+        orchestrator.kill()
+        orchestrator.wait()
+    assert orchestrator.returncode == 1
+    told = said.strip().splitlines()[-1]
+    assert re.match(
+        r"error: TooManyFiles: run folder .*: Too many open files in this process, whose limit is 10;", told
+    )
+    assert "Traceback" not in said
+    failure = json.loads((tmp_path / "run/failure.json").read_text())
+    assert told == f"error: {failure['error']}: {failure['message']}"
 
 
 def goes_on_from_its_checkpoint(settings, folder):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -55,6 +56,24 @@ def test_compose_passwords_are_made_once_for_their_owner_only(tmp_path):
     assert len(set(values.values())) == len(values) == 9
     ignored = subprocess.run(["git", "check-ignore", "-q", "infra/compose/.env"], cwd=ROOT, timeout=30)
     assert ignored.returncode == 0
+
+
+def test_compose_passwords_need_no_openssl_and_none_is_empty(tmp_path):
+    for name in ("passwords.sh", "example.env"):
+        (tmp_path / name).write_text((COMPOSE.parent / name).read_text())
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("sh", "dirname", "mv", "od", "tr"):
+        (tools / name).symlink_to(shutil.which(name))
+    command = ["sh", str(tmp_path / "passwords.sh")]
+    (tools / "od").rename(tools / "other")
+    without = subprocess.run(command, env={"PATH": str(tools)}, timeout=30, capture_output=True, text=True)
+    assert without.returncode == 1
+    assert "no password" in without.stderr
+    assert not (tmp_path / ".env").exists()
+    (tools / "other").rename(tools / "od")
+    subprocess.run(command, env={"PATH": str(tools)}, check=True, timeout=30, capture_output=True)
+    assert len(re.findall(r"^\w+=[0-9a-f]{48}$", (tmp_path / ".env").read_text(), re.M)) == 9
 
 
 def test_compose_asks_who_it_is():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError, TooManyFiles
 from engine.model.shape import Experts, end_of_sequence_ids, read_shape
 from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
-from engine.run.open_files import open_limit
+from engine.run.open_files import NO_FILE, open_limit
 from engine.types import Prompt
 from engine.wire import reply_columns
 from engine.wire.access_token import authorization_headers
@@ -48,9 +47,8 @@ class Busy(Refused):
     """The instance can't take the request now (BUSY), or an update interrupted it. It can be sent again later."""
 
 
-NO_FILE = (errno.EMFILE, errno.ENFILE)
-"""This process or its machine can't open another file, which is not the instance's fault."""
 NO_FILE_PAUSE_S = 0.2
+"""Seconds until a request is sent again, if this process could not open a connection (NO_FILE)."""
 BUSY = (408, 409, 429)
 """408: it waited too long for the request's body. 409: it is paused or updating. 429: it holds too many requests."""
 

@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import gzip
 import re
 import stat
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 from typing import ClassVar
 
 import aiohttp
@@ -26,7 +30,7 @@ from engine.orchestrator.server import Server
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.message import Done, Failure, pack
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, Heartbeat, read_message
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, Heartbeat, SampleResponses, read_message
 
 BEAT = pack(Heartbeat())
 
@@ -224,6 +228,79 @@ async def test_bodies_under_way_have_a_limit_together_and_each_one_of_time(tmp_p
         status, message = await late
         assert (status, "did not arrive within 0.5 s" in message.message) == (408, True)
         assert await ask() == (200, Done())
+
+
+async def test_one_machine_leaves_half_of_the_room_to_others(tmp_path):
+    large = {"body": pack(SampleResponses(prompt=bytes(3 * 2**17), seeds=()))}
+    async with asked(tmp_path, max_mib=1) as (server, ask):  # no plane yet: requests wait
+        first = asyncio.create_task(ask(**large))
+        await asyncio.sleep(0.2)
+        status, failure = await ask(**large)
+        assert (status, failure.kind) == (429, "ServiceFull")
+        assert re.search(r"requests of 127.0.0.1 are under way, and 393,\d+ more would exceed half", failure.message)
+        small = asyncio.create_task(ask())
+        ranks = asyncio.create_task(ask(**large, headers=authorization_headers(server.environment[TOKEN])))
+        await asyncio.sleep(0.2)
+        server.serve(Plane())
+        assert [(await one)[0] for one in (first, small, ranks)] == [200] * 3
+        assert await ask(**large) == (200, Done())
+
+
+SERVES = """
+import asyncio
+import sys
+from pathlib import Path
+from engine.config import Config
+from engine.orchestrator.server import Server
+
+async def serve(folder):
+    server = Server(Config(run={"output": str(folder.parent), "name": folder.name}, service={"max_mib": 64}))
+    async with server.listening(folder) as address:
+        print(address, flush=True)
+        await asyncio.sleep(100)
+
+asyncio.run(serve(Path(sys.argv[1])))
+"""
+
+
+def peak(pid):
+    """The most memory of the process until now, in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) / 1024
+
+
+async def test_no_body_of_many_values_or_compressed_takes_twice_the_limit_of_memory(tmp_path):
+    """Nothing answers the requests meanwhile, so that whatever is decoded is held."""
+    service = subprocess.Popen([sys.executable, "-c", SERVES, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        address = service.stdout.readline().strip()
+        before = peak(service.pid)
+        right = {"Content-Type": CONTENT_TYPE, PROTOCOL_HEADER: str(PROTOCOL)}
+        right |= authorization_headers((tmp_path / TOKEN_FILE).read_text())
+        compressed = {"data": gzip.compress(bytes(2**26)), "headers": right | {"Content-Encoding": "gzip"}}
+        maps = b"\x82\xa4type\xaaPutPrompts\xa4step\xdd" + (20 * 2**20).to_bytes(4) + b"\x80" * (20 * 2**20)
+        seeds = {"data": pack(SampleResponses(prompt=b"", seeds=(2**60,) * 900_000)), "headers": right}
+
+        async def send(session, request):
+            try:
+                timeout = aiohttp.ClientTimeout(4)
+                async with session.post(f"http://{address}/ask", timeout=timeout, **request) as answer:
+                    return answer.status
+            except TimeoutError:
+                return "waits"
+
+        async with aiohttp.ClientSession() as session:
+            for requests, answers in (
+                ([compressed] * 30, {415}),
+                ([{"data": maps, "headers": right}] * 6, {400, 429}),
+                ([seeds] * 3, {"waits", 429}),
+            ):
+                assert set(await asyncio.gather(*(send(session, one) for one in requests))) == answers
+        assert peak(service.pid) - before < 2 * 64
+    finally:
+        service.kill()
+        service.wait()
+        service.stdout.close()
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -68,7 +69,10 @@ def test_a_rank_that_hears_no_signal_is_killed_soon(what, tmp_path):
 
 def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
     command = [sys.executable, "-m", "engine.ranks.agent", "--ranks", "1", "--", "--folder", str(tmp_path)]
-    agent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    agent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         wait_for(lambda: psutil.Process(agent.pid).children(), "the rank")
         agent.terminate()
@@ -78,6 +82,7 @@ def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
         agent.wait()
     assert agent.returncode == 1
     assert "the trainer ranks are ended: SIGTERM" in said
+    assert not list(temporary.iterdir())
     assert "Traceback" not in said
 
 

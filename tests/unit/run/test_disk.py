@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from engine.errors import DiskError
+from engine.errors import DiskError, TooManyFiles
 from engine.run.disk import named_disk_errors
 from support.runs import ROOT
 
@@ -84,3 +84,10 @@ def test_it_is_found_in_a_group_and_other_errors_pass(tmp_path):
 def test_a_disk_that_takes_no_more_is_named_for_each_reason(tmp_path, number):
     with pytest.raises(DiskError, match=os.strerror(number)), named_disk_errors(tmp_path):
         raise OSError(number, "it can't be written")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_too_many_open_files_are_named_with_the_limit(tmp_path, number):
+    with pytest.raises(TooManyFiles, match=rf"{os.strerror(number)}.*whose limit is \d+; raise it"):
+        with named_disk_errors(tmp_path):
+            raise ExceptionGroup("of tasks", [OSError(number, "it can't be opened")])

@@ -61,6 +61,16 @@ def test_a_parent_that_was_gone_before_the_child_looked(tmp_path):
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("name", ["lifeline", "metronome-notes/lifeline"])
+def test_a_wrong_lifeline_removes_no_folder_of_the_users(tmp_path, name):
+    kept = tmp_path / name
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("")
+    environment = {**os.environ, "METRONOME_LIFELINE": str(kept), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", SLEEPER], env=environment, start_new_session=True, timeout=30)
+    assert kept.exists()
+
+
 def test_messages_say_how_a_child_ended(tmp_path):
     log = tmp_path / "log"
     failing = Child("worker-7", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], log)

@@ -5,6 +5,8 @@ import asyncio
 import json
 import shutil
 import subprocess
+import threading
+import time
 from hashlib import sha256
 from importlib import metadata
 
@@ -144,6 +146,46 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert better.comparison.p_value == pytest.approx(2 / 2**10)  # all ten went up
     assert (champion, int(version.version)) == (3, 3)
     assert "better than the champion at 95% confidence" in version.tags["metronome.champion"]
+
+
+@pytest.mark.parametrize("second_output", ["", "elsewhere"], ids=["same-output", "other-output"])
+def test_of_two_that_challenge_at_once_the_better_one_is_champion(output, monkeypatch, second_output):
+    """The worse one has compared itself with the earlier champion when the better one becomes it."""
+    name = f"race{second_output}"
+    registered(*finished(output, f"{name}-first", [1, 2, 1, 0, 2, 1, 1, 0, 2, 1]), name)
+    runs = [finished(output, f"{name}-{right}", [right] * 10) for right in (4, 3)]
+    versions = []
+    for config, folder in runs:
+        with tracked_run.track_run(config):
+            versions.append(tracked_run.register_version(name, folder.policy))
+    here = mlflow.artifacts.load_dict
+    pauses = {"better": 0.2, "worse": 1.5}
+
+    def slowly(uri):
+        found = here(uri)
+        time.sleep(pauses[threading.current_thread().name])
+        return found
+
+    def challenge(version, config, folder):
+        if version == versions[1] and second_output:
+            run = config.run.model_copy(update={"output": str(output / second_output)})
+            config = config.model_copy(update={"run": run})
+        update_champion(name, version, folder, config)
+
+    monkeypatch.setattr(mlflow.artifacts, "load_dict", slowly)
+    threads = [
+        threading.Thread(target=challenge, args=(version, *run), name=who)
+        for who, version, run in zip(pauses, versions, runs, strict=True)
+    ]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    client = mlflow.MlflowClient()
+    assert client.get_registered_model(name).aliases["champion"] == int(versions[0])
+    if second_output:  # else the worse one may have been champion for a moment, by a comparison that was right then
+        reason = client.get_model_version(name, versions[1]).tags["metronome.champion"]
+        assert reason.startswith("not better than the champion")
 
 
 def test_the_first_is_champion_only_if_it_is_better_than_its_base(output):

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import mlflow
+import psutil
 import pytest
 import requests
 
@@ -144,6 +145,28 @@ def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(stat
     for code in (code for code, number in codes.items() if number == status):
         refusal = mlflow.MlflowException("no", error_code=mlflow.protos.databricks_pb2.ErrorCode.Value(code))
         assert retry.is_refused(refusal) == pointless
+
+
+def test_no_error_of_the_system_ends_the_mirror(config, quick, monkeypatch):
+    with tracked_run.track_run(config) as run_id:
+        monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc/none")  # psutil can't read the machine's load
+        time.sleep(0.5)
+        add_steps(config, 0)
+        until(lambda: history(run_id))
+        monkeypatch.undo()
+
+
+def test_a_damaged_file_neither_ends_the_mirror_nor_changes_how_the_run_ended(config, quick, monkeypatch, capsys):
+    monkeypatch.setattr(tracked_run, "FLUSH_S", 0.2)
+    with tracked_run.track_run(config) as run_id:
+        add_steps(config, 0)
+        until(lambda: history(run_id))
+        with (config.folder / "evaluations.jsonl").open("a") as file:
+            file.write("\0\0\0\n")
+        add_steps(config, 1)
+        time.sleep(0.5)
+    assert "evaluations.jsonl, line 1: it is damaged" in capsys.readouterr().err.splitlines()[-1]
+    assert mlflow.get_run(run_id).info.status == "FINISHED"
 
 
 def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch):

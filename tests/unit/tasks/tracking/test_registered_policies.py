@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlflow
@@ -95,6 +97,25 @@ def test_nights_in_a_row(config, capsys):
     with pytest.raises(BadInput, match="the policy of metronome-nightly version 3 is registered at .* files are gone"):
         started_from(config, RECIPE, "latest")
     assert not (output / "models/metronome-nightly-3").exists()  # not half of it either
+
+
+def test_two_flows_that_fetch_the_same_policy_at_once_get_it_whole(config, monkeypatch):
+    register(config)
+    download = mlflow.artifacts.download_artifacts
+    both = threading.Barrier(2, timeout=60)
+
+    def at_once(*arguments, **more):
+        got = download(*arguments, **more)
+        both.wait()
+        return got
+
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", at_once)
+    with ThreadPoolExecutor(2) as flows:
+        found = list(flows.map(lambda _: Path(model_folder(config, RECIPE, "latest").model.path), range(2)))
+    assert found[0] == found[1]
+    policy = Path(config.model.path)
+    assert sorted(path.name for path in found[0].iterdir()) == sorted(path.name for path in policy.iterdir())
+    assert [path.name for path in found[0].parent.iterdir()] == [found[0].name]
 
 
 def test_runs_on_other_data_than_the_recipes_have_a_registered_model_of_their_own(config, tmp_path):

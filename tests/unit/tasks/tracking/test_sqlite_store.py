@@ -10,12 +10,13 @@ import time
 
 import mlflow
 import pytest
+import sqlalchemy
 
 from engine.config import Config, Run
 from support.disk_order import disk_order
 from support.runs import ROOT
 from support.stores import first_tables, half_migrated
-from tasks.tracking import sqlite_store, tracked_run
+from tasks.tracking import retry, sqlite_store, tracked_run
 
 CONNECT = """
 import sys
@@ -86,6 +87,34 @@ def test_a_store_with_runs_is_never_replaced(tmp_path):
     sqlite_store.whole_store(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert (tmp_path / "mlflow.db").read_bytes() == before
     assert run.info.run_id.encode() in before
+
+
+@pytest.mark.slow
+def test_a_store_that_another_process_locks_is_waited_for(tmp_path):
+    """As by a backup. MLflow itself gives up after about ten seconds."""
+    connected(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as backup:
+        backup.execute("BEGIN EXCLUSIVE")
+        first = subprocess.Popen([sys.executable, "-c", CONNECT, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
+        try:
+            assert first.stdout.readline() == b"begins\n"
+            time.sleep(15)
+            backup.rollback()
+            assert first.wait(60) == 0
+        finally:
+            first.kill()
+            first.stdout.close()
+
+
+def test_a_database_that_stays_locked_is_an_mlflow_that_does_not_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(retry, "RETRY_S", (0.01,))
+    monkeypatch.setattr(retry, "AWAY_S", 0.1)
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/locked.db", connect_args={"timeout": 0.01})
+    with contextlib.closing(sqlite3.connect(tmp_path / "locked.db")) as backup:
+        backup.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(retry.TrackingAway, match="opening: MLflow did not answer.*database is locked"):
+            retry.retry_while_away("opening", lambda: sqlalchemy.inspect(engine).get_table_names())
+    assert "opening: MLflow does not answer: (sqlite3.OperationalError) database is locked" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
