@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from engine.data.prepared import Prepared, problems_version
 from engine.data.problems import ProblemRow, Problems, format_counts
 from engine.errors import BadInput
 from engine.run.files import read_json
+from engine.run.logs import log_error
 
 DIFFICULTY = ("difficulty", "level")
 """Names of the column with the difficulty of a problem. The first that a row has is used."""
@@ -86,7 +86,7 @@ def read_report(folder: Path) -> DataReport | None:
         repair = "delete it, MLflow then lacks its figures"
         return read_json(file, "the report on the data", repair, kind=DataReport) if file.exists() else None
     except BadInput as error:
-        print(f"warning: {error}", file=sys.stderr, flush=True)
+        log_error(f"warning: {error}")
         return None
 
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -21,6 +20,7 @@ from typing import Any, NoReturn, get_type_hints
 import msgspec
 
 from engine.errors import BadInput, MetronomeError
+from engine.run.logs import log_error
 from engine.types import StepReport
 
 CHECKSUM = "checksum"
@@ -250,7 +250,7 @@ def parse_line(path: Path, number: int, line: bytes, kind: type[msgspec.Struct] 
         if path.name not in NEEDLESS:
             raise
         if path not in _warned:
-            print(f"warning: {error}, or leave it: nothing depends on it", file=sys.stderr, flush=True)
+            log_error(f"warning: {error}, or leave it: nothing depends on it")
         _warned.add(path)
         return None
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
+from engine.errors import BadInput
 from engine.run.files import SpanLine, append_lines, put_in_place, read_lines
 
 
@@ -68,7 +69,7 @@ class Trace:
         self._lines.append(json.dumps(span))
         self._newest = max(self._newest, attributes.get("step", 0))
 
-    @contextmanager
+    @contextlib.contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
         """Record the body as a span, even if it raises. The body gets the attributes, and may add to them."""
         start = time.time()
@@ -88,8 +89,10 @@ class Trace:
     def _put_aside(self) -> None:
         """Begin a new file if this one has the spans of enough steps."""
         if self._first is None:
-            steps = (span["step"] for span in read_lines(self._path) if "step" in span)
-            self._first = next(steps, self._newest)
+            with contextlib.suppress(BadInput):  # a damaged line stops no run: the steps count from now on
+                steps = (span.get("step") for span in read_lines(self._path, SpanLine))
+                self._first = next((step for step in steps if step is not None), None)
+            self._first = self._newest if self._first is None else self._first
         if self._newest - self._first >= self._keep_steps:
             self._path.replace(self._path.with_suffix(".earlier.jsonl"))
             self._first = None

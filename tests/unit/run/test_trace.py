@@ -31,6 +31,12 @@ def test_a_trace_keeps_the_newest_steps_and_at_most_twice_as_many(tmp_path, keep
     assert set(found) == set(range(first, 95))
 
 
+def test_a_damaged_trace_stops_no_run(tmp_path):
+    (tmp_path / "trainer-0.jsonl").write_bytes(b'{"step": "x"}\n\xff\n')
+    write(tmp_path, range(30), 10)
+    assert steps_in(tmp_path)[-1] == 29
+
+
 def test_the_spans_of_old_steps_are_cut_out_and_those_without_a_step_stay(tmp_path):
     write(tmp_path, range(20), 0)
     path = tmp_path / "trainer-0.jsonl"
