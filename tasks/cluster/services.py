@@ -287,6 +287,8 @@ class Services:
             str(port),
             "--workers",
             "1",
+            "--app-name",
+            "metronome",  # tasks.tracking.guarded_server
             "--backend-store-uri",
             whole_store(f"sqlite:///{self.folder / 'mlflow.db'}"),  # an earlier start may have been killed
             "--artifacts-destination",

@@ -1,8 +1,5 @@
 """A page in a real Chromium attacks a run, `metronome serve`, `metronome service`, and Prefect's server and the bucket
 of `make services`: it reads nothing and moves nothing. `support.browser` has the page and its ways to send.
-
-Not MLflow's server: by a rule of its own, which no option changes, it answers pages of http://localhost and
-http://127.0.0.1 at any port (mlflow.server.security_utils.LOCALHOST_ORIGIN_PATTERNS).
 """
 
 import contextlib
@@ -10,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from types import SimpleNamespace
 
 import boto3
@@ -78,6 +76,7 @@ def of_the_services(environment):
     key = f"AWS4-HMAC-SHA256 Credential={environment['AWS_ACCESS_KEY_ID']}/20260101/us-east-1/s3/aws4_request"
     signed = {"Authorization": f"{key}, SignedHeaders=host, Signature=0"}
     prefect = environment["PREFECT_API_URL"]
+    mlflow = f"{environment['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/experiments"
     typed = {"Content-Type": "application/json"}
     return (
         [
@@ -89,6 +88,10 @@ def of_the_services(environment):
             attempt("GET", f"{prefect}/admin/settings"),
             attempt("POST", f"{prefect}/flows/", b'{"name":"stranger"}', **typed),
             attempt("POST", f"{prefect}/flows/filter", b"{}", **typed),
+        ],
+        [
+            attempt("GET", f"{mlflow}/search?max_results=100"),
+            attempt("POST", f"{mlflow}/create", b'{"name":"stranger"}', **typed),
         ],
     )
 
@@ -156,7 +159,7 @@ def world(made, tmp_path):
             stack.enter_context(started("flows.cli", "service", *sets(made | {"run.name": "service"}))),
             stack.enter_context(started("flows.cli", *serving)),
         ]
-        services = stack.enter_context(Services(tmp_path / "services", mlflow=None))
+        services = stack.enter_context(Services(tmp_path / "services"))
         planes = [address_of(tmp_path / name, one) for name, one in zip(("run", "service"), attacked, strict=False)]
         serve = Attacked(f"127.0.0.1:{port}")
         wait_for(lambda: answers(serve, "/weight_version"), "metronome serve", 300)
@@ -231,6 +234,10 @@ def test_a_page_reads_nothing_and_moves_nothing(world, made, tmp_path):
     assert kept.get_object(**KEPT)["Body"].read() == b"bytes"
     flows = post_json(f"{environment['PREFECT_API_URL']}/flows/filter", {}, environment[CLIENT_AUTH])
     assert "stranger" not in {one["name"] for one in flows}
+    with urllib.request.urlopen(
+        f"{environment['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/experiments/search?max_results=100"
+    ) as reply:
+        assert "stranger" not in {one["name"] for one in json.load(reply)["experiments"]}
 
     slow_down(tmp_path, 0)
     assert world.processes[0].wait(200) == 0

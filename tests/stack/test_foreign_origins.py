@@ -73,3 +73,23 @@ def test_the_password_is_for_its_owner_only_and_stays(services):
     file = services.folder / PASSWORD
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.read_text() == services.environment["PREFECT_API_AUTH_STRING"]
+
+
+def test_of_web_pages_mlflow_takes_its_own_and_links(services):
+    """MLflow itself answers the pages of every server of this machine."""
+    url = services.environment["MLFLOW_TRACKING_URI"]
+    search = f"{url}/api/2.0/mlflow/experiments/search?max_results=5"
+    create = f"{url}/api/2.0/mlflow/experiments/create"
+    for headers in (
+        {"Origin": FOREIGN},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "empty"},
+        {"Host": "evil.example", "Origin": "http://evil.example"},
+    ):
+        for address, body in ((search, None), (create, b'{"name": "stranger"}')):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(urllib.request.Request(address, body, headers))
+    own = urllib.request.Request(search, headers={"Origin": url, "Sec-Fetch-Site": "same-origin"})
+    assert "stranger" not in [one["name"] for one in json.load(urllib.request.urlopen(own))["experiments"]]
+    link = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert b"<title>MLflow</title>" in urllib.request.urlopen(urllib.request.Request(url, headers=link)).read()
