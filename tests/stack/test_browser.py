@@ -43,7 +43,7 @@ RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 POISON = (
     ("/pause?mode=abort", {}),
     ("/start_weight_update", {}),
-    ("/update_weights", {"transport": "base", "perturb": [5, 9, 20, 33]}),
+    ("/update_weights", {"update_info": {"transport": "base", "perturb": [5, 9, 20, 33]}}),
     ("/finish_weight_update", {"weight_version": 0}),
     ("/resume", {}),
 )
