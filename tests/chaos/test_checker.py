@@ -18,7 +18,9 @@ def run(tmp_path):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/model.safetensors").write_bytes(b"weights of the run")
     write_steps(tmp_path, range(STEPS))
-    (tmp_path / "evaluations.jsonl").write_text(json.dumps({"benchmark": "small", "step": 0}) + "\n")
+    (tmp_path / "evaluations.jsonl").write_text(
+        json.dumps({"benchmark": "small", "step": 0, "weight_version": 0}) + "\n"
+    )
     return tmp_path
 
 

@@ -86,13 +86,18 @@ def finished(output):
     Stages(folder).once("train", lambda: STEPS)
     part = {"named": "", "hash": "a" * 64, "path": "base"}
     write_json(folder.path / run_inputs.FILE, seal({name: part for name in run_inputs.PARTS}))
-    figures = {"source": "data.jsonl", "content_hash": "a", "version": "b", "rows": 4, "skipped": {}, "answers": {}}
-    figures |= {"problem_characters": {}, "answer_characters": {}, "difficulty": {}, "rejected": []}
-    report = {"train": figures, "heldout": figures, "compared_with": [], "overlaps": [], "notes": []}
-    write_json(folder.path / REPORT, report)
+    write_report(folder.path, "b")
     (folder.path / "flow_run_id").write_text("abd5dc41-0c33-4da7-bd1d-bff3ba45a7c2")
     write_progress(folder.progress, Progress("step 4 of 4", 1.0))
     return folder
+
+
+def write_report(folder, version):
+    """data.json with the version of the training set."""
+    figures = {"source": "data.jsonl", "content_hash": "a", "version": "other", "rows": 4, "skipped": {}, "answers": {}}
+    figures |= {"problem_characters": {}, "answer_characters": {}, "difficulty": {}, "rejected": []}
+    report = {"train": {**figures, "version": version}, "heldout": figures}
+    write_json(folder / REPORT, {**report, "compared_with": [], "overlaps": [], "notes": []})
 
 
 def interrupted(output):

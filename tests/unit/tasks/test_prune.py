@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import Config, Model, Run, Train
 from engine.errors import BadInput
-from engine.run.checkpoint_files import read_marker
+from engine.run.checkpoint_files import read_marker, step_of
 from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder, dump_config
 from engine.run.lock import hold_lock
@@ -27,7 +27,7 @@ def aged(path):
 def export_of(checkpoint, folder):
     copy = folder / "exported" / checkpoint.name
     copy.mkdir(parents=True)
-    write_json(copy / "checkpoint.json", {"id": read_marker(checkpoint)["id"]})
+    write_json(copy / "checkpoint.json", {"id": read_marker(checkpoint)["id"], "weight_version": step_of(checkpoint)})
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import pytest
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.data.problem_statistics import REPORT
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
 from engine.orchestrator.in_run_evaluation import dropped_file
@@ -23,6 +22,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump_config
 from engine.run.run_start import RunStart
 from engine.types import Group, Prompt, Response, Score
+from support.run_folders import write_report
 from tasks import code_version
 from tasks.code_version import OURS, tree_hash
 from tasks.tracking import evaluation_texts, evaluations, tracked_run
@@ -299,9 +299,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
 def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
     config, folder = finished(output, "night", [1, 2, 1])
     RunStart(start="nightly", continued_from="models:/nights/6").write(folder.path)
-    same = {"source": "sums.jsonl", "content_hash": "5e88", "rows": 3}
-    report = {"train": {"version": "5e884898da28", **same}, "heldout": {"version": "other", **same}}
-    (folder.path / REPORT).write_text(json.dumps(report))
+    write_report(folder.path, "5e884898da28")
     _, version, _ = registered(config, folder, "nights")
     tags = {key.removeprefix("metronome."): value for key, value in version.tags.items()}
     assert tags["base_model"] == str(output / "base")

@@ -24,6 +24,6 @@ def test_probes_tell_the_costs_apart_and_are_short_runs_of_the_recipe(tmp_path):
         None
     }  # half would not hold a response
     made.folder.mkdir(parents=True)
-    lines = [{"step_s": seconds} for seconds in (50.0, 1.0, 3.0, 2.0)]
+    lines = [{"step": step, "step_s": seconds} for step, seconds in enumerate((50.0, 1.0, 3.0, 2.0))]
     (made.folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert measured_step_s(made) == 2.0
