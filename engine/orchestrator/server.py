@@ -253,8 +253,8 @@ class Server:
             self._reading[client] -= size
 
     def _check_room(self, client: str, more: int, read: int = 0) -> None:
-        """Raise ServiceFull if `more` bytes of a request, of which `read` are counted, would exceed the limit, or half
-        of it if the client has other large requests under way."""
+        """Raise ServiceFull if `more` bytes of a request, of which `read` are counted, would exceed the limit, or those
+        of a large one half of it, if the client has other large requests under way."""
         total = self._reading.total()
         if more > self._max_bytes - total:
             raise ServiceFull(
@@ -262,7 +262,7 @@ class Server:
                 "(service.max_mib)"
             )
         own = self._reading[client]
-        if own - read > MAX_BODY and more > self._max_bytes // 2 - own:
+        if read + more > MAX_BODY and own - read > MAX_BODY and more > self._max_bytes // 2 - own:
             raise ServiceFull(
                 f"{own:,} bytes of requests of {client} are under way, and {more:,} more would exceed half of "
                 "service.max_mib, the share of one machine"

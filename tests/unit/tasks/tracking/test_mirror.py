@@ -291,7 +291,7 @@ ATTEMPT = """
 import json, sys, time
 from engine.config import Config, Run
 from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.files import append_line
+from engine.run.files import append_line, seal
 from engine.run.folder import RunFolder
 from tasks.tracking import mirror, tracked_run
 
@@ -309,7 +309,7 @@ with tracked_run.track_run(config):
         append_line(folder.steps, {"step": step, "loss": attempt + step / 100, "reward": 1.0})
         if step % 3 == 2:
             there = folder.checkpoints / f"step-{step + 1:06d}"
-            there.mkdir(parents=True)
+            there.mkdir(parents=True, exist_ok=True)
             (there / "_SUCCESS.json").write_text(json.dumps(seal({"step": step + 1, "files": {}})))
             row = {"step": step, "weight_version": step, "benchmark": "b", "problems": 1, "samples": 1}
             row |= {"avg_at_k": 0.5, "ci_low": 0.1, "ci_high": 0.9, "table": f"evaluations/{attempt}-{step}.jsonl"}
