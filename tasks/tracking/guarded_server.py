@@ -41,7 +41,8 @@ def guard(application: Application) -> Application:
 
 
 def _needless(headers: dict[str, str]) -> tuple[str, ...]:
-    origin, own = headers.get("origin"), f"http://{headers.get('host', '')}"
+    origin = headers.get("origin")
+    own = f"http://{headers.get('host', '')}"
     same = origin in (None, own) and headers.get("sec-fetch-site", "none") in ("none", "same-origin")
     link = (
         origin is None and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
