@@ -266,8 +266,8 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
 def run_advice(folder: Path) -> str:
     """Return a line that says what the last steps of a run were bound by, and what a plan from them would change.
 
-    Other layouts are considered on a CPU only, because a plan can compare those of accelerators only if it knows the
-    kind of device. Raises BadInput for a run that is too short to tell.
+    Other layouts are not considered: a plan can compare them only if it knows the kind of device. Raises BadInput for a
+    run that is too short to tell.
     """
     run = read_run(folder, ADVISED)
     seconds = sum(line["step_s"] for line in run.steps)
@@ -286,7 +286,7 @@ def run_advice(folder: Path) -> str:
     plan = find_plan(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:
-        return f"{found}; no other setting is predicted to be much faster"
+        return f"{found}; no setting of this layout is predicted to be much faster"
     command = f"metronome plan --from {shlex.quote(str(folder))}"
     return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} ({command})"
 

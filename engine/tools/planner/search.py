@@ -139,10 +139,10 @@ def differing_keys(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
 def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
     """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. With
     OWN_LAYOUT, only settings that keep the layout. On a CPU the layouts are those of cores that both sides share."""
-    if on_cpu(config):
-        layouts = _core_layouts(config)
-    elif count == OWN_LAYOUT:
+    if count == OWN_LAYOUT:
         layouts = iter([{}])
+    elif on_cpu(config):
+        layouts = _core_layouts(config)
     else:
         layouts = _layouts(config, shape, count)
     budget = config.train.micro_batch_tokens
