@@ -140,7 +140,7 @@ def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterato
     """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. With
     OWN_LAYOUT, only settings that keep the layout. On a CPU the layouts are those of cores that both sides share."""
     if count == OWN_LAYOUT:
-        layouts = iter([{}])
+        layouts: Iterator[dict[str, Any]] = iter([{}])
     elif on_cpu(config):
         layouts = _core_layouts(config)
     else:

@@ -25,7 +25,6 @@ from engine.tools.planner.planning import (
     scale_costs,
 )
 from engine.tools.planner.search import (
-    OWN_LAYOUT,
     Ranked,
     bound_s,
     candidate_settings,
@@ -174,7 +173,7 @@ def shared_cores(monkeypatch, tiny_model, decode_step, token):
         lengths=Lengths(((20, (50,) * 4),), "given"),
         assumptions={},
     )
-    return find_plan(model, OWN_LAYOUT)
+    return find_plan(model, 2)
 
 
 def test_on_shared_cores_each_layout_is_compared_and_a_trainer_that_works_alone_borrows(monkeypatch, tiny_model):
