@@ -12,7 +12,6 @@ import secrets
 import socket
 import ssl
 import time
-import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -32,6 +31,7 @@ from engine.orchestrator.pool.pool_metrics import metrics_text
 from engine.run.disk import named_disk_errors
 from engine.run.files import write_atomically
 from engine.run.limits import check_open_files
+from engine.run.logs import log_traceback
 from engine.wire.access_token import (
     TOKEN_FILE,
     access_token,
@@ -289,7 +289,7 @@ class Server:
             except Exception as error:
                 if ours:
                     raise
-                traceback.print_exception(error)  # a bug in this server that a program has met: the run goes on
+                log_traceback(error)  # a bug in this server that a program has met: the run goes on
                 what = f"{type(request).__name__}: unexpected {type(error).__name__}: {error}"
                 raise MetronomeError(f"{what}; the traceback is in the orchestrator's log") from None
 
