@@ -11,6 +11,9 @@ def main() -> None:
     """Run the command line of `flows.cli`. Once its commands begin, they handle signals themselves."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
+    from engine.run.logs import clean_tracebacks
+
+    clean_tracebacks()  # typer keeps the hook that it finds when it is imported
     from flows.cli import main as command  # takes seconds, and more on a busy machine
 
     command()

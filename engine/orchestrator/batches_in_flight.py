@@ -4,13 +4,13 @@ stops."""
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from engine.errors import MetronomeError
 from engine.orchestrator.batches import Batch
 from engine.orchestrator.run_state import RunState
+from engine.run.logs import log_traceback
 
 
 class BatchesInFlight:
@@ -38,7 +38,7 @@ class BatchesInFlight:
         except OSError:
             raise  # a full disk, which the orchestrator names
         except Exception as error:
-            traceback.print_exception(error)  # a bug; as after any other failure, the trainer saves a checkpoint
+            log_traceback(error)  # a bug; as after any other failure, the trainer saves a checkpoint
             what = f"step {step}: its generation failed, unexpected {type(error).__name__}: {error}"
             if self._drop_step is None:
                 await self._run_state.stop_run(MetronomeError(f"{what}; the orchestrator's log has the traceback"))

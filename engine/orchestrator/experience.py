@@ -31,7 +31,7 @@ from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
 from engine.wire.columns import OWN, JsonColumns, Row, open_group, open_ids
-from engine.wire.message import count_values
+from engine.wire.message import measure_values
 from engine.wire.messages import Engines, InitEngines, PromptData, PutPrompts, PutRow, Sampled, SampleResponses, Taken
 from engine.wire.routes import ROUTES, problem_of_form, problem_of_routes
 
@@ -58,7 +58,7 @@ class RowCheck:
             names = ", ".join(column.name for column in row.columns)
             raise BadInput(f"{where}: it has the columns {names:.200}; expected {', '.join(expected)}")
         for column in row.columns:
-            count_values(column.body)
+            measure_values(column.body)
         try:
             group = open_group(row)
         except TransferError as error:

@@ -355,8 +355,8 @@ class Producer:
     async def _run_program(
         self, programs: ProgramPool, work: _PendingGroup, number: int, instance: Instance
     ) -> PackedResponse | None:
-        """Sample the turns of a response, from the first one that is missing. Return the response, or None if the
-        instance failed on a turn, which is then sampled elsewhere."""
+        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: all turns are
+        then sampled again with the same seeds, elsewhere if another instance serves."""
         if number not in work.episodes:
             work.episodes[number] = programs.begin_episode(work.prompt, work.seeds[number], self._sampling)
         episode = work.episodes[number]
@@ -369,9 +369,10 @@ class Producer:
                 sampling=turn.sampling,
                 seed=turn.seed,
             )
-            if sampled is None:
+            if sampled is None:  # its process may be needed by an episode of the same group that goes on
+                work.so_far.pop(number, None)
+                episode.repeat()
                 return None
-            work.so_far.pop(number, None)
             episode.add_turn(sampled)
         return episode.response()
 

@@ -388,6 +388,11 @@ class Episode:
             worker.process.send(StopEpisode(attempt))
             self._leave()
 
+    def repeat(self) -> None:
+        """Begin again with the same seeds: the instance failed on a turn."""
+        self._stop()
+        self._forget()
+
     def close(self) -> None:
         """Stop the program if it is not over."""
         self._stop()

@@ -12,7 +12,6 @@ import secrets
 import socket
 import ssl
 import time
-import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -32,6 +31,7 @@ from engine.orchestrator.pool.pool_metrics import metrics_text
 from engine.run.disk import named_disk_errors
 from engine.run.files import write_atomically
 from engine.run.limits import check_open_files
+from engine.run.logs import log_traceback
 from engine.wire.access_token import (
     TOKEN_FILE,
     access_token,
@@ -45,7 +45,7 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import Connections, OneRequest, RareMessages
-from engine.wire.message import VALUE_BYTES, VALUES, Failure, Message, count_values, pack
+from engine.wire.message import VALUE_BYTES, VALUES, Failure, Message, measure_values, pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
@@ -98,6 +98,8 @@ class Server:
         """Bytes of the /ask bodies that are being read or answered, and of what was decoded from them, by client: the
         address of its machine, or our ranks."""
         self._max_bytes = config.service.max_mib * 2**20
+        self._decoding = asyncio.Lock()
+        """Held while a large body is decoded, because there are two copies of it meanwhile."""
         self._connections = Connections()
         self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
         self.url = ""
@@ -168,7 +170,7 @@ class Server:
             raise BadInput(f"{key} = {address!r}: {_reason(error)}") from None
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._guarded], client_max_size=self._max_bytes)
+        app = web.Application(middlewares=[self._guarded])
         app.add_routes(
             [
                 web.post("/ask", self._ask),
@@ -233,18 +235,25 @@ class Server:
             return _failed(411, BadInput("a request needs a Content-Length"))
         client = "our ranks" if self._is_ours(request) else str(request.remote)
         self._check_room(client, size)
+        if size > self._max_bytes // 2:
+            most = f"at most {self._max_bytes // 2:,} (half of service.max_mib)"
+            return _failed(413, BadInput(f"the body has {size:,} bytes, expected {most}: send it in several parts"))
         self._reading[client] += size
         try:
             async with asyncio.timeout(BODY_S):
-                body = await request.read()
-            large = len(body) > MAX_BODY  # counted and decoded in a thread, so that others are answered meanwhile
-            most = min(VALUES, self._max_bytes // VALUE_BYTES)
-            values = await asyncio.to_thread(count_values, body, most) if large else count_values(body, most)
-            decoded = VALUE_BYTES * values
+                body = await _read(request, size)
+            large = size > MAX_BODY  # measured and decoded in a thread, so that others are answered meanwhile
+            values = min(VALUES, self._max_bytes // VALUE_BYTES)
+            decoded = await asyncio.to_thread(measure_values, body, values) if large else measure_values(body, values)
             self._check_room(client, decoded, size)
             self._reading[client] += decoded
             size += decoded
-            asked = await asyncio.to_thread(_decode, body) if large else _decode(body)
+            if large:
+                async with self._decoding:
+                    asked = await asyncio.to_thread(_decode, body)
+            else:
+                asked = _decode(body)
+            del body  # the request has a copy, and may wait long
             reply = await self._reply(asked, self._is_ours(request))
             return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
         except TimeoutError:
@@ -280,7 +289,7 @@ class Server:
             except Exception as error:
                 if ours:
                     raise
-                traceback.print_exception(error)  # a bug in this server that a program has met: the run goes on
+                log_traceback(error)  # a bug in this server that a program has met: the run goes on
                 what = f"{type(request).__name__}: unexpected {type(error).__name__}: {error}"
                 raise MetronomeError(f"{what}; the traceback is in the orchestrator's log") from None
 
@@ -414,7 +423,17 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno is not None else str(error)
 
 
-def _decode(body: bytes) -> AnyRequest:
+async def _read(request: web.Request, size: int) -> bytearray:
+    """Return the body of `size` bytes. `request.read` would keep two copies of it."""
+    body = bytearray(size)
+    at = 0
+    async for piece in request.content.iter_any():
+        body[at : at + len(piece)] = piece
+        at += len(piece)
+    return body
+
+
+def _decode(body: bytearray) -> AnyRequest:
     try:
         return read_request(body)
     except (msgspec.DecodeError, RecursionError) as error:

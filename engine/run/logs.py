@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
+import threading
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from engine.errors import clean_text
+from engine.errors import LONGEST_TEXT, clean_text
 
 LOG_BYTES = 64 * 2**20
 """A log of this size is moved to NAME.log.1, replacing the previous one."""
+LONGEST_TRACEBACK = 10 * LONGEST_TEXT
+"""Length in characters after which a traceback is cut: what was wrong stands at its end."""
 EVERY_S = 1.0
 """Seconds between two checks of the logs' sizes: a process that prints 100 MB/s adds 100 MB in between."""
 
@@ -25,6 +30,41 @@ def log_line(text: str) -> None:
 def log_error(text: str) -> None:
     """The same to stderr, for what ends a process or goes wrong."""
     print(clean_text(text), file=sys.stderr, flush=True)
+
+
+def log_traceback(error: BaseException, where: str = "") -> None:
+    """The same for an exception that is not ours, with its traceback. `where`: a line above it."""
+    text = f"{where}\n" if where else ""
+    text += "".join(traceback.format_exception(error)).rstrip()
+    print(clean_text(text, LONGEST_TRACEBACK), file=sys.stderr, flush=True)
+
+
+class CleanFormatter(logging.Formatter):
+    """Formats what a library logs, its tracebacks included, and cleans it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record."""
+        return clean_text(super().format(record), LONGEST_TRACEBACK)
+
+
+def clean_tracebacks() -> None:
+    """From now on clean the traceback of every exception that nobody catches in this process, and what libraries log
+    without a handler of their own. The text of an exception may be a model's or have a password."""
+    sys.excepthook = lambda kind, error, trace: log_traceback(error)
+    threading.excepthook = _log_thread
+    sys.unraisablehook = _log_unraisable
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(CleanFormatter())
+
+
+def _log_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_value is not None and failed.exc_type is not SystemExit:
+        log_traceback(failed.exc_value, f"exception in thread {failed.thread.name if failed.thread else 'unknown'}:")
+
+
+def _log_unraisable(failed: sys.UnraisableHookArgs) -> None:
+    if failed.exc_value is not None:
+        log_traceback(failed.exc_value, f"{failed.err_msg or 'exception ignored in'}: {failed.object!r}")
 
 
 def rotate_logs(folder: Path) -> None:

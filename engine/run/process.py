@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
-from engine.run.logs import log_error
+from engine.run.logs import clean_tracebacks, log_error
 
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
@@ -94,11 +94,12 @@ def drop_lifeline() -> None:
 
 
 def watch_lifeline(on_close: Callable[[], None] | None = None) -> None:
-    """Watch the parent's lifeline in a thread. When it closes, call `on_close` (default: SIGKILL to this process's
-    group).
+    """Begin a process of ours: clean its tracebacks, and watch the parent's lifeline in a thread. When it closes, call
+    `on_close` (default: SIGKILL to this process's group).
 
-    Does nothing if no parent has set a lifeline (a process started by hand).
+    Without a lifeline from a parent (a process started by hand) there is nothing to watch.
     """
+    clean_tracebacks()
     path = os.environ.get(LIFELINE)
     if path is None:
         return

@@ -359,7 +359,7 @@ _REQUESTS: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequ
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def read_request(data: bytes) -> AnyRequest:
+def read_request(data: bytes | bytearray) -> AnyRequest:
     """Return the request encoded in `data`. Raises msgspec.ValidationError for anything else."""
     return _REQUESTS.decode(data)
 

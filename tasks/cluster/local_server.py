@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import MetronomeError
+from engine.run.logs import CleanFormatter
 from engine.run.process import Child, python_command, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 
@@ -82,7 +83,7 @@ def log_prefect_to(path: Path) -> None:
     import.
     """
     handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("prefect")
     logger.handlers = [handler]
     logger.propagate = False

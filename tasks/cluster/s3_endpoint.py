@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import run_simple
 
+from engine.run.process import watch_lifeline
 from engine.wire.access_token import refuse_source
 
 HEALTH = "/metronome-health"
@@ -59,6 +60,7 @@ def _say(start: Start, status: str, text: str) -> Iterable[bytes]:
 
 def main() -> None:
     """Serve on loopback until the process is ended."""
+    watch_lifeline()
     moto = DomainDispatcherApplication(create_backend_app)
     application = guard(moto, os.environ[KEY])
     run_simple("127.0.0.1", int(sys.argv[1]), application, threaded=True, request_handler=MotoRequestHandler)

@@ -32,6 +32,7 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Crashed, StateType
 
 from engine.run.logs import log_line
+from engine.run.process import watch_lifeline
 
 TAG = "resumable"
 """Tag of deployments whose crashed runs are rescheduled."""
@@ -240,6 +241,7 @@ def _ask() -> None:
 
 def main() -> None:
     """Sweep forever. While the server does not answer, keep trying."""
+    watch_lifeline()
     parser = argparse.ArgumentParser(description="reschedules crashed runs that no automation has resumed")
     parser.add_argument(
         "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two checks (default: %(default)s)"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import traceback
 
 import torch
 
 from engine import platform
+from engine.run.logs import log_traceback
 from engine.tools.acceptance.broadcast import broadcasting
 from engine.tools.acceptance.comparisons import comparisons
 from engine.tools.acceptance.devices import (
@@ -55,7 +55,7 @@ def devices(task: PartTask) -> None:
         try:
             task.notes.say(try_device(machine, number))
         except Exception as error:  # noqa: BLE001 - the other devices are tried as well
-            traceback.print_exc()
+            log_traceback(error)
             wrong.append(f"device {number}: {type(error).__name__}: {str(error).splitlines()[0]}")
     if wrong:
         raise PartFailed("; ".join(wrong))
@@ -79,7 +79,7 @@ def kernels(task: PartTask) -> None:
                     wrong += [] if right else [f"{comparison.what}, {comparison.dtype}"]
                     only_fp32 &= right or comparison.dtype == "float32"
             except Exception as error:  # noqa: BLE001 - the others are compared as well
-                traceback.print_exc()
+                log_traceback(error)
                 only_fp32 = False
                 wrong.append(f"{what} raised {type(error).__name__}: {str(error).splitlines()[0]}")
     task.notes.figures(comparisons=found)

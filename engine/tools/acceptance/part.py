@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 from engine.errors import MetronomeError
+from engine.run.logs import log_traceback
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.tools.acceptance.notes import NoteWriter, PartFailed, PartSkipped, PartTask, notes_of
 
@@ -49,7 +49,7 @@ def main(name: str, folder: Path, settings: list[str]) -> None:
     except MetronomeError as error:
         notes.end("failed", f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 - a library may raise anything on an untested machine
-        traceback.print_exc()
+        log_traceback(error)
         notes.end("failed", f"{type(error).__name__}: {error}; the traceback is in its log")
     finally:
         drop_lifeline()

@@ -30,7 +30,15 @@ from engine.orchestrator.server import Server
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.message import Done, Failure, pack
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, Heartbeat, SampleResponses, read_message
+from engine.wire.messages import (
+    CONTENT_TYPE,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    Heartbeat,
+    SampleResponses,
+    StageFailed,
+    read_message,
+)
 
 BEAT = pack(Heartbeat())
 
@@ -114,6 +122,7 @@ REFUSED = {
     "another type": ({"headers": {"Content-Type": "application/json"}}, 415, "'application/json', expected"),
     "no length": ({"body": None, "data": "pieces"}, 411, "needs a Content-Length"),
     "too large": ({"body": bytes(2**20 + 1)}, 429, r"1,048,577 more would exceed 1,048,576 \(service.max_mib\)"),
+    "larger than half": ({"body": bytes(2**19 + 1)}, 413, r"has 524,289 bytes, expected at most 524,288 \(half of"),
     "no message": ({"body": b"\xc1"}, 400, "is not a request of the plane"),
     "nothing": ({"body": b""}, 400, "is not a request of the plane"),
     "a reply": ({"body": pack(Done())}, 400, "is not a request of the plane"),
@@ -215,18 +224,19 @@ async def test_a_request_waits_until_there_is_a_plane_and_one_that_gives_up_take
 
 async def test_bodies_under_way_have_a_limit_together_and_each_one_of_time(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "BODY_S", 0.5)
-    async with asked(tmp_path, Plane(), max_mib=1) as (_, ask):
+    async with asked(tmp_path, Plane(), max_mib=1) as (server, ask):
 
         async def slow():
             yield b"\x81"
             await asyncio.sleep(60)
 
-        half = {"body": slow(), "headers": {"Content-Length": str(2**20)}}
-        late = asyncio.create_task(ask(**half))
+        half = {"Content-Length": str(2**19)}
+        ranks = authorization_headers(server.environment[TOKEN])
+        late = [asyncio.create_task(ask(slow(), half | token)) for token in ({}, ranks)]
         await asyncio.sleep(0.2)
         assert (await ask())[0] == 429
-        status, message = await late
-        assert (status, "did not arrive within 0.5 s" in message.message) == (408, True)
+        for status, message in await asyncio.gather(*late):
+            assert (status, "did not arrive within 0.5 s" in message.message) == (408, True)
         assert await ask() == (200, Done())
 
 
@@ -269,7 +279,8 @@ def peak(pid):
     return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) / 1024
 
 
-async def test_no_body_of_many_values_or_compressed_takes_twice_the_limit_of_memory(tmp_path):
+@pytest.mark.parametrize("kind", ["plain", "of many values or compressed"])
+async def test_no_bodies_take_twice_the_limit_of_memory(tmp_path, kind):
     """Nothing answers the requests meanwhile, so that whatever is decoded is held."""
     service = subprocess.Popen([sys.executable, "-c", SERVES, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
@@ -280,6 +291,9 @@ async def test_no_body_of_many_values_or_compressed_takes_twice_the_limit_of_mem
         compressed = {"data": gzip.compress(bytes(2**26)), "headers": right | {"Content-Encoding": "gzip"}}
         maps = b"\x82\xa4type\xaaPutPrompts\xa4step\xdd" + (20 * 2**20).to_bytes(4) + b"\x80" * (20 * 2**20)
         seeds = {"data": pack(SampleResponses(prompt=b"", seeds=(2**60,) * 900_000)), "headers": right}
+        plain = {"data": pack(SampleResponses(prompt=bytes(63 * 2**20), seeds=())), "headers": right}
+        half = {"data": pack(SampleResponses(prompt=bytes(31 * 2**20), seeds=())), "headers": right}
+        wide = {"data": pack(StageFailed(error=Failure("", "x" * (31 * 2**20) + "\U0001f600"))), "headers": right}
 
         async def send(session, request):
             try:
@@ -290,11 +304,14 @@ async def test_no_body_of_many_values_or_compressed_takes_twice_the_limit_of_mem
                 return "waits"
 
         async with aiohttp.ClientSession() as session:
-            for requests, answers in (
-                ([compressed] * 30, {415}),
-                ([{"data": maps, "headers": right}] * 6, {400, 429}),
-                ([seeds] * 3, {"waits", 429}),
-            ):
+            for requests, answers in {
+                "plain": [([plain] * 3, {413}), ([wide] * 3, {429}), ([half] * 3, {"waits", 429})],
+                "of many values or compressed": [
+                    ([compressed] * 30, {415}),
+                    ([{"data": maps, "headers": right}] * 6, {400, 429}),
+                    ([seeds] * 3, {"waits", 429}),
+                ],
+            }[kind]:
                 assert set(await asyncio.gather(*(send(session, one) for one in requests))) == answers
         assert peak(service.pid) - before < 2 * 64
     finally:

@@ -41,6 +41,26 @@ async def test_user_reward_sees_everything(reward):
         assert await pool.score(PROMPT, [response(), response(seed=1)]) == [Score(1.0), Score(0.0)]
 
 
+async def test_what_a_thread_of_a_reward_raises_is_cleaned(reward, tmp_path):
+    spec = reward(
+        """
+        import threading
+        def fails():
+            raise ValueError("\\x1b[2Jsee http://user:hunter2@host")
+        def reward(prompt, responses):
+            thread = threading.Thread(target=fails)
+            thread.start()
+            thread.join()
+            return [1.0] * len(responses)
+    """.replace("\n        ", "\n")
+    )
+    async with VerifierPool(spec, log=tmp_path / "verifier.log") as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+    log = (tmp_path / "verifier.log").read_text()
+    assert r"ValueError: \x1b[2Jsee http://host" in log
+    assert "hunter2" not in log
+
+
 async def test_a_packed_response_is_decoded_in_the_process_also_in_one_that_replaces_another(reward, tiny_model):
     """And a reward sees of it what it would see of an opened one."""
     tokenizer = Tokenizer(tiny_model)

@@ -1,6 +1,7 @@
 """Logs that grow."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,40 @@ from engine.run import logs
 from engine.run.process import Child
 
 PRINTS = "import sys\nfor number in sys.stdin: print('x' * 99 + number, end='', flush=True)"
+
+RAISES = """
+import asyncio, logging, threading
+from engine.run.process import watch_lifeline
+watch_lifeline()
+
+def fails(*_):
+    raise ValueError("\\x1b[2Jwhere http://user:hunter2@host/x is")
+
+thread = threading.Thread(target=fails, name="helper")
+thread.start()
+thread.join()
+asyncio.new_event_loop().call_exception_handler({"message": "lost", "exception": ValueError("\\x1b[2J\\x9b7m")})
+try:
+    fails()
+except ValueError:
+    logging.getLogger("library").exception("it logs")
+
+class Fails:
+    __del__ = fails
+
+Fails()
+fails()
+"""
+
+
+def test_no_traceback_has_a_password_or_a_control_character(tmp_path):
+    child = Child("one", [sys.executable, "-c", RAISES], tmp_path / "one.log")
+    assert child.process.wait(30) == 1
+    said = (tmp_path / "one.log").read_text()
+    assert said.count("Traceback (most recent call last)") >= 4
+    assert said.count(r"ValueError: \x1b[2Jwhere http://host/x is") == 4
+    assert "exception in thread helper:" in said
+    assert not re.search("hunter2|[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
 
 
 def test_a_log_that_has_grown_is_put_aside_while_its_process_goes_on(tmp_path, monkeypatch):
