@@ -177,6 +177,26 @@ class ProgramPool:
         self._freed.set()
 
 
+@dataclass
+class _Conversation:
+    """What follows the prompt, from when the program began."""
+
+    left_s: float
+    """Seconds that the program may still take."""
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: bytearray = field(default_factory=bytearray)
+    """fp32; 0 for tokens that were appended."""
+    mask: bytearray = field(default_factory=bytearray)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    turns: int = 0
+    sampled_to: int = 0
+    """Number of tokens up to the end of the last turn."""
+    instance: str = ""
+    cut: bool = False
+    """Whether a limit of the response ended it."""
+    asked: TurnRequest | None = None
+
+
 class Episode:
     """One response of a program. It is the only owner of its conversation; a turn is added once."""
 
@@ -192,20 +212,11 @@ class Episode:
         self._deaths = 0
         self._alone = False
         self._program_s = 0.0
-        self._forget()
+        self._talk = _Conversation(pool.config.rollout.program_timeout_s)
 
     def _forget(self) -> None:
         """Begin the conversation again."""
-        self._token_ids: array[int] = array("i")
-        self._logprobs = bytearray()
-        self._mask = bytearray()
-        self._versions: list[tuple[int, int]] = []
-        self._turns = 0
-        self._sampled_to = 0
-        self._instance = ""
-        self._cut = False
-        self._asked: TurnRequest | None = None
-        self._left_s = self._pool.config.rollout.program_timeout_s
+        self._talk = _Conversation(self._pool.config.rollout.program_timeout_s)
 
     async def next_turn(self) -> TurnRequest | None:
         """Return the turn that the program asks for, the same one until `add_turn`; None once the program is over.
@@ -213,7 +224,7 @@ class Episode:
         If its process dies, the program begins again with the same seeds. Raises RewardError if it fails or takes too
         long and the recipe says "stop".
         """
-        while self._asked is None and not self._over:
+        while self._talk.asked is None and not self._over:
             try:
                 await self._take_message()
             except WorkerDied as error:
@@ -226,7 +237,7 @@ class Episode:
                     self._forget()
             except TimeoutError:
                 self._time_out()
-        return self._asked
+        return self._talk.asked
 
     async def _take_message(self) -> None:
         if self._worker is None:
@@ -253,16 +264,16 @@ class Episode:
         inbox = worker.inboxes.get(attempt)
         if inbox is None:
             raise WorkerDied("its process ended")
-        while self._left_s > 0:
+        while self._talk.left_s > 0:
             began = time.monotonic()
             try:
-                async with asyncio.timeout(min(self._left_s, TICK_S)):
+                async with asyncio.timeout(min(self._talk.left_s, TICK_S)):
                     return await inbox.get()
             except TimeoutError:
                 pass
             finally:
                 took = min(time.monotonic() - began, TICK_S)
-                self._left_s -= took
+                self._talk.left_s -= took
                 self._program_s += took
         raise TimeoutError
 
@@ -276,46 +287,46 @@ class Episode:
             self._stop()
             return
         self._append(appended, bytes(4 * len(appended)), sampled=False)
-        used = len(self._token_ids)
+        used = len(self._talk.token_ids)
         room = min(self._sampling.max_new_tokens, config.max_context - len(self._prompt.token_ids)) - used
-        if room < 1 or self._turns >= config.max_turns:
-            self._cut = True
+        if room < 1 or self._talk.turns >= config.max_turns:
+            self._talk.cut = True
             self._answer(b"", "length")
             return
-        self._asked = TurnRequest(
-            prompt=replace(self._prompt, token_ids=[*self._prompt.token_ids, *self._token_ids]),
+        self._talk.asked = TurnRequest(
+            prompt=replace(self._prompt, token_ids=[*self._prompt.token_ids, *self._talk.token_ids]),
             sampling=replace(
                 self._sampling,
                 max_new_tokens=min(room, message.max_new_tokens or room),
                 stop_token_ids=(*self._sampling.stop_token_ids, *message.stop),
             ),
-            seed=None if self._seed is None else turn_seed(self._seed, self._turns),
+            seed=None if self._seed is None else turn_seed(self._seed, self._talk.turns),
         )
 
     def _append(self, token_ids: Sequence[int], logprobs: bytes, sampled: bool) -> None:
-        self._token_ids.extend(token_ids)
-        self._logprobs += logprobs
-        self._mask += (b"\x01" if sampled else b"\x00") * len(token_ids)
+        self._talk.token_ids.extend(token_ids)
+        self._talk.logprobs += logprobs
+        self._talk.mask += (b"\x01" if sampled else b"\x00") * len(token_ids)
 
     def add_turn(self, turn: PackedResponse) -> None:
         """Add a turn that was sampled, and give it to the program."""
-        assert self._asked is not None, "`next_turn` comes first"
-        begun = len(self._token_ids)
+        assert self._talk.asked is not None, "`next_turn` comes first"
+        begun = len(self._talk.token_ids)
         for start, version in turn.versions:
-            if not self._versions:
-                self._versions.append((0, version))  # tokens before the first turn have no version of their own
-            elif self._versions[-1][1] != version:
-                self._versions.append((begun + start, version))
+            if not self._talk.versions:
+                self._talk.versions.append((0, version))  # tokens before the first turn have no version of their own
+            elif self._talk.versions[-1][1] != version:
+                self._talk.versions.append((begun + start, version))
         self._append(open_ids(turn.token_ids), turn.logprobs, sampled=True)
-        self._sampled_to = len(self._token_ids)
-        self._cut = turn.finish_reason == "length" and self._is_full()
-        self._turns += 1
-        self._instance = turn.instance
-        self._asked = None
+        self._talk.sampled_to = len(self._talk.token_ids)
+        self._talk.cut = turn.finish_reason == "length" and self._is_full()
+        self._talk.turns += 1
+        self._talk.instance = turn.instance
+        self._talk.asked = None
         self._answer(turn.token_ids, turn.finish_reason)
 
     def _is_full(self) -> bool:
-        used = len(self._token_ids)
+        used = len(self._talk.token_ids)
         longest = self._pool.config.rollout.max_context - len(self._prompt.token_ids)
         return used >= min(self._sampling.max_new_tokens, longest)
 
@@ -326,22 +337,22 @@ class Episode:
 
     def response(self) -> PackedResponse:
         """Return the response. What the program appended after its last turn is left out."""
-        count = self._sampled_to
+        count = self._talk.sampled_to
         return PackedResponse(
-            token_ids=self._token_ids[:count].tobytes(),
-            logprobs=bytes(self._logprobs[: 4 * count]),
-            versions=tuple(self._versions),
-            loss_mask=bytes(self._mask[:count]),
-            finish_reason="length" if self._cut else "stop",
+            token_ids=self._talk.token_ids[:count].tobytes(),
+            logprobs=bytes(self._talk.logprobs[: 4 * count]),
+            versions=tuple(self._talk.versions),
+            loss_mask=bytes(self._talk.mask[:count]),
+            finish_reason="length" if self._talk.cut else "stop",
             seed=self._seed,
-            instance=self._instance,
+            instance=self._talk.instance,
         )
 
     def figures(self) -> Mapping[str, float]:
         """Return the metrics that are added to its score."""
         return {
-            "episode/turns": float(self._turns),
-            "episode/environment_tokens": float(self._mask[: self._sampled_to].count(0)),
+            "episode/turns": float(self._talk.turns),
+            "episode/environment_tokens": float(self._talk.mask[: self._talk.sampled_to].count(0)),
             "episode/program_s": self._program_s,
         }
 

@@ -88,7 +88,9 @@ async def rollout_service(
                 notices=notices,
                 programs=programs,
             )
-            yield RolloutService(pool, producer, tokenizer, verifier, programs)
+            yield RolloutService(
+                pool=pool, producer=producer, tokenizer=tokenizer, verifier=verifier, programs=programs
+            )
     finally:
         if programs is not None:
             programs.close()

@@ -75,6 +75,7 @@ DEATHS = 3
 reward."""
 
 
+REWARD_KEY = "reward.function"
 WROTE = "wrote something other than its"
 
 NO_TOKENIZER = LoadTokenizer()
@@ -209,7 +210,7 @@ class VerifierPool:
         return [score] * len(responses)
 
     def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
-        what = f"{_shown(self._functions)}, prompt {prompt.id}: {why}"
+        what = f"reward.function{_shown(self._functions).removeprefix(REWARD_KEY)}, prompt {prompt.id}: {why}"
         if choice == "stop" and not (status == "error" and self._built_in):  # only a response makes it fail
             raise RewardError(what)
         return Score(0.0, status, what, excluded=choice == "exclude")
