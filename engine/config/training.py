@@ -205,12 +205,12 @@ class Algorithm(Table):
     gradient_control: Literal["none", "measure", "gac"] | Own = "none"
     """What is done about the cosine between the gradients of consecutive steps. "measure" reports it, "gac" bounds it
     (GAC, Algorithm 1); both keep one copy of the gradient. A function of your own is "file.py:function"."""
-    gac_low: Threshold = 0.05
+    gac_low: Threshold = 0.1
     """Absolute cosine up to which GAC makes an update as it is. Above it, up to gac_high, the gradient is turned until
     its absolute cosine is gac_low. "auto": taken from the run's first steps (modes "sync" and "periodic")."""
     gac_high: Threshold = 0.3
-    """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The defaults of
-    both are unconfirmed: our copy of the paper lacks its values."""
+    """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The default is
+    unconfirmed: our copy of the paper lacks its values."""
     gac_skips: PositiveInt | Literal["staleness"] = "staleness"
     """Largest number of updates that GAC skips in a row; the next one is made, turned as below gac_high. "staleness":
     train.max_staleness, which is 1 in modes without it. After that many skips the weights have not changed for as long

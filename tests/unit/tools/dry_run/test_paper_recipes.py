@@ -3,7 +3,9 @@
 import pytest
 
 from engine.config.recipe import load_config
+from support.commands import metronome
 from support.paper_recipes import DEVICES
+from support.runs import ROOT
 
 # Periodic Asynchrony §6.2: "evaluated 8 times", "temperature = 0.7, top_p = 0.95, and top_k = 20", "limit of 32k"
 AIME24 = {
@@ -158,3 +160,18 @@ def test_what_a_paper_states_is_what_its_recipe_says(name):
 
 def test_the_table_has_every_paper_recipe():
     assert set(STATED) == set(DEVICES)
+
+
+COMMANDS = [
+    line.replace("MODEL", model).split()[1:]
+    for line in (ROOT / "docs/papers.md").read_text().splitlines()
+    if line.startswith("metronome run ")
+    for model in ([name for name in DEVICES if name.startswith("gac-")] if "MODEL" in line else [""])
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_command_of_a_papers_row_passes_the_dry_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, printed = metronome(*command, "--set", "run.dry=true")
+    assert status == 0, printed
