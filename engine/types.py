@@ -137,7 +137,7 @@ class OptionalFigures(TypedDict, total=False):
     reward_metrics: dict[str, float]
 
 
-class LengthFigures(TypedDict):
+class LengthSpread(TypedDict):
     """The spread of a step's responses by length. The keys are those of `StepReport`."""
 
     response_length_p90: int
@@ -145,7 +145,7 @@ class LengthFigures(TypedDict):
     response_length_tail: float
 
 
-class TrainingFigures(OptionalFigures, LengthFigures):
+class TrainingFigures(OptionalFigures, LengthSpread):
     """Figures that the trainer's ranks sum over a step. The keys are those of `StepReport`."""
 
     versions_seen: list[int]

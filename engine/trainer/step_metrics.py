@@ -13,7 +13,7 @@ import msgspec
 
 from engine.schedule import response_staleness
 from engine.trainer.micro_batches import trained_tokens
-from engine.types import Group, LengthFigures, OptionalFigures, TrainingFigures
+from engine.types import Group, LengthSpread, OptionalFigures, TrainingFigures
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
@@ -208,7 +208,7 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / count)
 
 
-def _spread(lengths: Sequence[int]) -> LengthFigures:
+def _spread(lengths: Sequence[int]) -> LengthSpread:
     """Return the figures of the spread of responses' lengths, in tokens; zeros without a response."""
     ordered = sorted(lengths)
     longest = ordered[len(ordered) - math.ceil(len(ordered) / 10) :]

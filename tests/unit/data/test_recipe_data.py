@@ -16,7 +16,16 @@ PAPERS = [path for path in SHIPPED if path.parent.name == "papers"]
 
 
 def answered(text):
-    return Response((1,), (-1.0,), ((0, 0),), (True,), "stop", text, None, "one")
+    return Response(
+        token_ids=(1,),
+        logprobs=(-1.0,),
+        versions=((0, 0),),
+        loss_mask=(True,),
+        finish_reason="stop",
+        text=text,
+        seed=None,
+        instance="one",
+    )
 
 
 def right_and_wrong(config, prompt):
