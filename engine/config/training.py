@@ -67,7 +67,10 @@ class Train(Table):
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
     3e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at the run's last update."""
+    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to min_learning_rate at the
+    run's last update."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of a schedule that falls; at most learning_rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer if the
     schedule then falls. 0: no warm-up."""
@@ -75,6 +78,8 @@ class Train(Table):
     """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's ε, in the denominator of its update."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest norm of an update's whole gradient. A gradient above it is scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
