@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 from engine.config import Config
 from engine.errors import BadInput
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.tools.comparison.run_figures import gradient_alignment, signs_of_instability
 from engine.types import JsonObject
 from tasks.tracking import evaluation_texts, pages
+
+LONG_TAIL = 0.25
+"""Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
+long, 0.19 if lengths are spread evenly from 0 to their maximum, 0.33 if they are exponential."""
+WAITED = 0.2
+"""Share of the time from which a wait for responses is worth a hint."""
 
 
 def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
@@ -25,6 +33,8 @@ def training_rows(config: Config) -> dict[str, str]:
     steps = list(read_lines(folder.steps))
     return {
         **_figures(steps),
+        **_responses(steps),
+        **_stability(steps, str(config.algorithm.gac_low)),
         **bound_rows(folder.path),
         "run folder": str(folder.path),
         "timeline": str(folder.path / "timeline.html"),
@@ -38,6 +48,34 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
         return {"reward": "not known: the steps were lost with the run folder"}
     reward = " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1]))
     return {"reward": reward, "speed": _speed(steps)}
+
+
+def _responses(steps: list[JsonObject]) -> dict[str, str]:
+    """A row with the lengths of the last ten steps. It says whether a trainer that waits needs more instances (verl's
+    guideline for one step off): not if few long responses are what it waits for."""
+    last = steps[-10:]
+    longest = max((row.get("response_length_max", 0) for row in last), default=0)
+    if not longest:
+        return {}
+    mean, p90, tail = (fmean(row[f"response_length_{name}"] for row in last) for name in ("mean", "p90", "tail"))
+    text = f"mean {mean:,.0f} tokens, 90 % up to {p90:,.0f}, longest {longest:,}"
+    text += ": long-tailed" if tail > LONG_TAIL else ": of like length"
+    waited = sum(row["wait_s"] for row in last) / sum(row["step_s"] for row in last)
+    if waited > WAITED:
+        text += f"; the trainer waited {waited:.0%} of the time, and "
+        text += (
+            "more instances help little: shorten the longest (docs/concepts.md)"
+            if tail > LONG_TAIL
+            else "more instances help"
+        )
+    return {"responses": text}
+
+
+def _stability(steps: list[JsonObject], low: str) -> dict[str, str]:
+    """Rows about the cosine of consecutive gradients, and about what GAC calls instability; none of a run without."""
+    alignment = gradient_alignment(steps, low)
+    signs = signs_of_instability(steps, low)
+    return ({"|cosine|": str(alignment)} if alignment else {}) | ({"warning": "; ".join(signs)} if signs else {})
 
 
 def bound_rows(folder: Path) -> dict[str, str]:

@@ -235,6 +235,11 @@ def _wall_time(run: ComparedRun, base: ComparedRun, pairs: Sequence[tuple[Row, R
 
 def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
     told = [_ended(one) for one in (base, run) if not one.complete]
+    told += [
+        f"{one.name}: {sign}."
+        for one in (base, run)
+        for sign in run_figures.signs_of_instability(one.steps, one.config.get("algorithm.gac_low", ""))
+    ]
     _, others = _meant(run, base)
     if others:
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")

@@ -98,7 +98,7 @@ def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
     bare = ComparedRun("bare", "bare", {}, [{"step": n} for n in range(20)])
     found = page.write_page([run("sync"), bare], tmp_path / "page.html")
     assert "no steps in common" in found[0].sentences[0]
-    assert page.summary_table([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
+    assert page.summary_table([bare])[1][0][4:9] == ["unknown"] * 5
 
 
 def test_a_paired_difference_sees_what_the_intervals_do_not():
@@ -287,3 +287,42 @@ def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
 def test_the_reward_says_over_which_steps_it_is(steps, which):
     found = judge_runs([run(name="a", steps=steps), run(name="b", steps=steps, seed=1)])[0]
     assert any(sentence.startswith(f"Reward in training ({which}): ") for sentence in found.sentences)
+
+
+def controlled(rewards, cosines=()):
+    rows = [step(number) | {"reward_mean": reward} for number, reward in enumerate(rewards)]
+    for row, cosine in zip(rows[1:], cosines, strict=False):
+        row["grad_cosine"] = cosine
+    return ComparedRun("stale", "stale", {"algorithm.gac_low": "0.1"}, rows)
+
+
+def test_the_columns_of_gacs_table_3_count_from_step_50():
+    run = controlled([0.5] * 151, [0.9] * 49 + [0.02, -0.04] * 45 + [0.2] * 11)
+    found = run_figures.gradient_alignment(run.steps)
+    assert found.mean == pytest.approx((45 * 0.06 + 11 * 0.2) / 101)
+    assert (found.p90, found.share, found.low) == (0.2, 90 / 101, 0.1)
+    assert run_figures.gradient_alignment(controlled([0.5] * 9).steps) is None
+    columns, rows = page.summary_table([run, controlled([0.5] * 9)])
+    place = columns.index("|cosine| of gradients")
+    assert [row[place] for row in rows] == ["mean 0.049, p90 0.200, 89% up to 0.1", "not measured"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "cosines", "said"),
+    [
+        ([0.2 + 0.01 * n for n in range(40)], [0.03] * 39, []),
+        ([0.5] * 40, [0.03] * 19 + [0.5] * 20, ["left its on-policy range (up to 0.1; GAC §3.2)"]),
+        ([0.8] * 20 + [0.3] * 20, [], ["collapse: the reward fell from 0.800 to 0.300 and did not recover"]),
+        (([0.8] * 10 + [0.3] * 10) * 3 + [0.8] * 10, [], ["the reward swings: 3 falls"]),
+        ([0.8, 0.3] * 30, [], []),
+        ([0.8] * 3 + [0.1] * 3, [], []),
+    ],
+    ids=["sound", "aligned", "collapsed", "swinging", "noise", "short"],
+)
+def test_instability_is_named_as_gac_defines_it(rewards, cosines, said):
+    run = controlled(rewards, cosines)
+    found = run_figures.signs_of_instability(run.steps, "0.1")
+    assert len(found) == len(said)
+    assert all(part in sign for part, sign in zip(said, found, strict=True))
+    cautions = " ".join(judge_runs([run, run])[0].cautions)
+    assert all(part in cautions for part in said)
