@@ -336,6 +336,9 @@ def conform(
 def deploy(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
+    name: Annotated[
+        str, typer.Option(help="for several recipes or teams on one server: deployments and policies of its own")
+    ] = "",
     pool: Annotated[str, typer.Option(help="work pool of training and evaluation, of infra/pools/pools.toml")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
@@ -363,6 +366,7 @@ def deploy(
             recipe,
             overrides,
             Choices(
+                name=name,
                 pool=pool,
                 rollout_pool=rollout_pool,
                 timezone=timezone,

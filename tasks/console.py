@@ -152,3 +152,9 @@ def print_error(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     _output.last = time.monotonic()
     _listen(logging.WARNING if message.startswith("warning: ") else logging.ERROR, message)
+
+
+def own_program(name: str) -> str:
+    """A program of this Python's environment, as a shell in the current folder calls it."""
+    program = Path(sys.executable).with_name(name)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)

@@ -17,6 +17,7 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_start import ContinueFrom, RunStart, read_start
+from tasks.cluster.prefect_api import named_deployment
 from tasks.console import say
 from tasks.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
@@ -39,9 +40,9 @@ START_TAG = "metronome.start"
 
 def registered_name(recipe: str, config: Config) -> str:
     """The registered model that all runs of a recipe share: metronome-RECIPE. Runs on data other than the recipe's
-    share metronome-RECIPE-DATA. A run's config.toml counts as the run's recipe."""
+    share metronome-RECIPE-DATA. Those of `metronome deploy --name NAME` have NAME-RECIPE. A run's config.toml counts as the run's recipe."""
     begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
-    name = begun.registered or f"metronome-{Path(recipe).stem}"
+    name = begun.registered or f"metronome-{named_deployment(Path(recipe).stem)}"
     data = [one.path for one in config.data.sets]
     if _files(data) == _files([one.path for one in load_config(recipe).data.sets]):
         return name

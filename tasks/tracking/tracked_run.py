@@ -73,10 +73,7 @@ def ui_command(config: Config) -> str:
     environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return shown_uri(config)
-    mlflow_command = Path(sys.executable).with_name("mlflow")
-    if mlflow_command.is_relative_to(Path.cwd()):
-        mlflow_command = mlflow_command.relative_to(Path.cwd())
-    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", shown_uri(config)])
+    return shlex.join([own_program("mlflow"), "ui", "--backend-store-uri", shown_uri(config)])
 
 
 @contextmanager
