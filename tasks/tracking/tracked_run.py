@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.identity import read_run_id
 from engine.run.progress import folder_size
-from tasks.console import print_error
+from tasks.console import own_program, print_error
 from tasks.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_while_away
