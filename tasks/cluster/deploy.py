@@ -195,7 +195,7 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
         "work pools": ", ".join(pools),
         **rows,
         "automations": ", ".join([*_triggers(tree), *watched]),
-        "start a worker": " and ".join(_worker_command(name, templates[name][0]) for name in pools),
+        "start a worker": " and ".join(_worker_command(name, templates[name][0], choices) for name in pools),
     }
 
 
@@ -245,9 +245,9 @@ def _worker_environment(choices: Choices, pool: str) -> dict[str, str]:
         value = os.environ.get(key, "")
         local = re.match(r"https?://(localhost|127\.|\[::1\])", value)
         pods = pool in own and read_template(pool, own)[0] == "kubernetes"
-        if key not in known and value.startswith(("http://", "https://")) and not (local and pods):
-            if without_password(value) == value:
-                env[key] = value
+        plain = value.startswith(("http://", "https://")) and without_password(value) == value
+        if plain and key not in known and not (local and pods):
+            env[key] = value
     return env
 
 
@@ -342,10 +342,11 @@ def _row(one: Mapping[str, Any]) -> str:
     return f"{flow} on {one['work_pool']['name']}{''.join(when)}"
 
 
-def _worker_command(pool: str, kind: str) -> str:
-    """The command that starts a worker. Nothing counts the devices of a machine but of Ascend NPUs, so a worker of
-    processes takes one flow run at a time."""
-    limit = ["--limit", "1"] if kind == "process" and "ascend" not in pool else []
+def _worker_command(pool: str, kind: str, choices: Choices) -> str:
+    """The command that starts a worker. Only NPUs are counted, so a worker of processes elsewhere takes one flow run at
+    a time, unless runs take instances from its own pool."""
+    own_instances = choices.on_rollout_pool and choices.pool == choices.rollout_pool
+    limit = ["--limit", "1"] if kind == "process" and "ascend" not in pool and not own_instances else []
     return shlex.join([own_program("prefect"), "worker", "start", "--pool", pool, *limit])
 
 
