@@ -18,7 +18,6 @@ from engine.errors import BadInput
 from tasks import console
 from tasks.cluster.deployment_form import in_form_words, read_form
 from tasks.cluster.flow_names import name_flow_run
-from tasks.cluster.prefect_api import DEPLOY
 
 Recipe = str
 Overrides = Sequence[str]
@@ -126,7 +125,7 @@ def run_name(settings: Settings, overrides: Sequence[str]) -> str:
 
 def named_run(given: Given, recipe: str, settings: Settings) -> Given:
     """With the run.name of a night, or of a named deploy, if neither recipe nor person gives one."""
-    own = str(deployment.name or "").startswith("nightly") or bool(os.environ.get(DEPLOY))
+    own = str(deployment.name or "").startswith("nightly") or bool(os.environ.get(console.DEPLOY))
     if not deployment.id or not own or "run.name" in {**recipe_keys(recipe), **override_keys(given.all)}:
         return given
     return replace(given, run=[f"run.name={run_name(settings, given.all)}", *given.run])

@@ -285,7 +285,8 @@ def with_local_model(config: Config) -> Config:
 
 def local_model(path: str, output: str) -> str:
     """The folder in the hub's cache if a path is the name of a model on the Hugging Face hub; the folder of a
-    registered model (`registered_folder`) in `output`; else the path. Shows a download and raises BadInput like `fetch_model`."""
+    registered model (`registered_folder`) in `output`; else the path. Shows a download and raises BadInput
+    like `fetch_model`."""
     if path.startswith("models:/"):
         from tasks.tracking.registered_policies import registered_folder  # MLflow takes seconds to load
 

@@ -38,8 +38,8 @@ from engine.types import JsonObject
 from tasks.cluster import watchdog
 from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import LIMIT
-from tasks.cluster.prefect_api import CLIENT_AUTH, DEPLOY, named_deployment
-from tasks.console import own_program
+from tasks.cluster.prefect_api import CLIENT_AUTH
+from tasks.console import DEPLOY, named_deployment, own_program
 
 POOLS = HOME / "infra/pools"
 """Folder of the templates and the list of pools."""

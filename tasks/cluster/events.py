@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect.events import emit_event
 
-from tasks.cluster.prefect_api import named_deployment
+from tasks.console import named_deployment
 
 TRAINED = "metronome.training.finished"
 """A policy is trained and published."""

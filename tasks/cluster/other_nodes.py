@@ -23,8 +23,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
-from tasks.cluster.prefect_api import named_deployment
-from tasks.console import print_error
+from tasks.console import named_deployment, print_error
 
 INSTANCES = "serve-rollouts/serve-rollouts"
 """Deployment for a node of the rollout pool (infra/prefect.yaml)."""

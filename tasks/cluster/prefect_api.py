@@ -18,16 +18,6 @@ ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 all."""
 
 
-DEPLOY = "METRONOME_DEPLOY"
-"""Environment variable of a flow run: NAME of the `metronome deploy --name NAME` that made its deployment."""
-
-
-def named_deployment(name: str, deploy: str | None = None) -> str:
-    """The name of a deployment of infra/prefect.yaml as a deploy named it, by default the one of this flow run."""
-    deploy = os.environ.get(DEPLOY, "") if deploy is None else deploy
-    return f"{deploy}-{name}" if deploy else name
-
-
 def get_json(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
     """The JSON reply to a GET request."""
     return _ask(urllib.request.Request(url), timeout_s=timeout_s)

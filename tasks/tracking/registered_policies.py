@@ -17,8 +17,7 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_start import ContinueFrom, RunStart, read_start
-from tasks.cluster.prefect_api import named_deployment
-from tasks.console import say
+from tasks.console import named_deployment, say
 from tasks.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
 from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
