@@ -262,7 +262,8 @@ def check_servers() -> list[str]:
         url = os.environ.get(variable, "")
         if not url.startswith(("http://", "https://")):
             lines.append(
-                f"ok        {name}: {variable} is {without_password(url) or 'not set'}: {url and 'no server' or otherwise}"
+                f"ok        {name}: {variable} is {without_password(url) or 'not set'}: "
+                f"{'no server' if url else otherwise}"
             )
             continue
         parts = urlsplit(url)
