@@ -176,7 +176,8 @@ def evaluate(
     model: Annotated[
         str,
         typer.Option(
-            metavar="RUN|DIR", help="the policy of a run, a checkpoint, or any model.path (default: model.path)"
+            metavar="RUN|DIR|models:/NAME@champion",
+            help="the policy of a run, a checkpoint, a registered model, or any model.path (default: model.path)",
         ),
     ] = "",
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
@@ -189,7 +190,7 @@ def evaluate(
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        given = [f"model.path={model_folder(policy_folder(model))[0]}"] if model else []
+        given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load_config(recipe, [*overrides, *given])
         config = with_model_folder(check_inputs(config, training=False)[0])
@@ -250,7 +251,7 @@ def serve(
         if join:
             check_join(join)
         if model:
-            folder = policy_folder(model)
+            folder = policy_folder(model, overrides)
             config, text = served_config(folder, recipe, overrides)
             text = model if is_model_name(model) else text
             raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
@@ -336,6 +337,9 @@ def conform(
 def deploy(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
+    name: Annotated[
+        str, typer.Option(help="for several recipes or teams on one server: deployments and policies of its own")
+    ] = "",
     pool: Annotated[str, typer.Option(help="work pool of training and evaluation, of infra/pools/pools.toml")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
@@ -363,6 +367,7 @@ def deploy(
             recipe,
             overrides,
             Choices(
+                name=name,
                 pool=pool,
                 rollout_pool=rollout_pool,
                 timezone=timezone,
@@ -470,7 +475,7 @@ def doctor(
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Say which versions are installed, whether they fit together, and what is missing; --device tests the machine."""
-    from tasks.cluster.doctor import check_devices, collect_findings
+    from tasks.cluster.doctor import FINE, check_devices, check_servers, collect_findings
 
     with _exit_codes():
         if device:
@@ -478,8 +483,9 @@ def doctor(
         if only or out or overrides:
             raise BadInput("--only, --out and --set are for metronome doctor --device")
         lines, healthy = collect_findings()
-        console.print_page("\n".join(lines))
-        raise typer.Exit(0 if healthy else 1)
+        servers = check_servers()
+        console.print_page("\n".join([*lines, *servers]))
+        raise typer.Exit(0 if healthy and all(line.startswith(FINE) for line in servers) else 1)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from engine.errors import clean_text
@@ -152,3 +153,19 @@ def print_error(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     _output.last = time.monotonic()
     _listen(logging.WARNING if message.startswith("warning: ") else logging.ERROR, message)
+
+
+def own_program(name: str) -> str:
+    """A program of this Python's environment, as a shell in the current folder calls it."""
+    program = Path(sys.executable).with_name(name)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
+
+
+DEPLOY = "METRONOME_DEPLOY"
+"""Environment variable of a flow run: NAME of the `metronome deploy --name NAME` that made its deployment."""
+
+
+def named_deployment(name: str, deploy: str | None = None) -> str:
+    """The name of a deployment of infra/prefect.yaml as a deploy named it, by default the one of this flow run."""
+    deploy = os.environ.get(DEPLOY, "") if deploy is None else deploy
+    return f"{deploy}-{name}" if deploy else name

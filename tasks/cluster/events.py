@@ -7,6 +7,8 @@ from pathlib import Path
 
 from prefect.events import emit_event
 
+from tasks.console import named_deployment
+
 TRAINED = "metronome.training.finished"
 """A policy is trained and published."""
 
@@ -15,7 +17,11 @@ def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[s
     """Emit the event that triggers the deployment `evaluate`, which reads its parameters from the payload."""
     emit_event(
         TRAINED,
-        resource={"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run},
+        resource={
+            "prefect.resource.id": f"metronome.run.{run}",
+            "prefect.resource.name": run,
+            "metronome.evaluation": named_deployment("evaluate"),
+        },
         payload={
             "recipe": recipe,
             "run": run,

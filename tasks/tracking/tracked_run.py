@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.identity import read_run_id
 from engine.run.progress import folder_size
-from tasks.console import print_error
+from tasks.console import own_program, print_error
 from tasks.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_while_away
@@ -73,10 +72,7 @@ def ui_command(config: Config) -> str:
     environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return shown_uri(config)
-    mlflow_command = Path(sys.executable).with_name("mlflow")
-    if mlflow_command.is_relative_to(Path.cwd()):
-        mlflow_command = mlflow_command.relative_to(Path.cwd())
-    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", shown_uri(config)])
+    return shlex.join([own_program("mlflow"), "ui", "--backend-store-uri", shown_uri(config)])
 
 
 @contextmanager

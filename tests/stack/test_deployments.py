@@ -91,7 +91,7 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_a_second_deploy_makes_nothing_twice(deployed):
+def test_a_second_deploy_makes_nothing_twice(deployed, environment):
     api, *_ = deployed
     deployments = [one["name"] for one in post_json(f"{api}/deployments/filter", {})]
     assert sorted(deployments) == sorted(set(deployments))
@@ -110,6 +110,31 @@ def test_a_second_deploy_makes_nothing_twice(deployed):
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
     limits = post_json(f"{api}/v2/concurrency_limits/filter", {})
     assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
+    _check_two_names(api, environment)
+
+
+def _check_two_names(api, environment):
+    """A second name leaves the first alone, and a deploy without a schedule removes its own earlier ones."""
+
+    def crons():
+        found = post_json(f"{api}/deployments/filter", {})
+        return {one["name"]: [each["schedule"]["cron"] for each in one["schedules"]] for one in found}
+
+    before = crons()
+    other = [*METRONOME, "deploy", "--name", "other"]
+    assert "0 6 * * *" in call([*other, "--schedule"], environment)
+    assert crons()["other-nightly"] == ["0 22 * * *"]
+    said = call([*other, "--training", "30 1 * * *"], environment)
+    assert "30 1 * * *" in said
+    assert "0 6 * * *" not in said
+    assert (crons()["other-nightly"], crons()["other-nightly-evaluation"]) == (["30 1 * * *"], [])
+    bad = subprocess.run(
+        [*other, "--evaluation", "0 25 * * *"], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (bad.returncode, "--evaluation" in bad.stderr) == (2, True)
+    assert crons()["other-nightly"] == ["30 1 * * *"]
+    call(other, environment)
+    assert crons() == {**before, **{f"other-{name}": [] for name in before}}
 
 
 def test_the_form_of_a_deployment(deployed):
