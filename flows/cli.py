@@ -348,6 +348,8 @@ def deploy(
     npus: Annotated[
         int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
     ] = 0,
+    cuda_devices: Annotated[int, typer.Option(help="the same for CUDA devices: slots of the limit cuda-devices")] = 0,
+    cpu_slots: Annotated[int, typer.Option(help="the same for runs on a CPU at a time: cpu-slots")] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
     pools: Annotated[
         Path | None, typer.Option(help="file with your own work pools, in the form of infra/pools/pools.toml")
@@ -370,6 +372,8 @@ def deploy(
                 training=training or (NIGHTLY_TRAINING if schedule else ""),
                 evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
                 npus=npus,
+                cuda_devices=cuda_devices,
+                cpu_slots=cpu_slots,
                 on_rollout_pool=on_rollout_pool,
                 pools=pools,
             ),

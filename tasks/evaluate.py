@@ -17,7 +17,7 @@ from engine.evaluation.known import done_before
 from engine.run.files import read_json, seal, write_json
 from engine.run.folder import RunFolder
 from tasks.artifact_cells import table_rows
-from tasks.cluster.devices import count_npus, hold_npus
+from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
 from tasks.fenced import run_folder
@@ -54,7 +54,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     """`evaluate` for a flow run that may be restarted, for example because MLflow did not answer.
 
     An evaluation is not repeated if an earlier attempt has completed it, or if the run itself has: a pipeline evaluates
-    its policy before an automation starts this flow. The evaluation holds the NPUs that it needs.
+    its policy before an automation starts this flow. The evaluation holds the devices that it needs.
     """
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
@@ -69,7 +69,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
             "sampled; another run.seed or protocol samples again",
         )
         return known[0]
-    with hold_npus(count_npus(config, pool_instances, training=False)):
+    with hold_devices(*count_devices(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)
     write_json(file, seal(row))
     return row

@@ -1,4 +1,4 @@
-"""Creates work pools, the limit on NPUs, deployments with schedules, and automations on the Prefect server.
+"""Creates work pools, limits on devices, deployments with schedules, and automations on the Prefect server.
 
 A repeated deploy updates all of them; nothing is created twice. Work pools have the base job templates of infra/pools,
 with the defaults of pools.toml and of the user's own file.
@@ -31,7 +31,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.types import JsonObject
 from tasks.cluster import watchdog
 from tasks.cluster.deployment_form import show_recipe
-from tasks.cluster.devices import LIMIT
+from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS
 
 POOLS = HOME / "infra/pools"
 """Folder of the templates and the list of pools."""
@@ -150,11 +150,20 @@ class Choices:
     """Cron line of the nightly evaluation; empty: no schedule."""
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
+    cuda_devices: int = 0
+    """The same of the limit cuda-devices."""
+    cpu_slots: int = 0
+    """The same of the limit cpu-slots."""
     on_rollout_pool: int = 0
     """Default number of instances that a training or an evaluation takes from the rollout pool, including scheduled
     ones."""
     pools: Path | None = None
     """A list of work pools in addition to that of infra/pools."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Slots by limit."""
+        return {NPUS: self.npus, CUDA_DEVICES: self.cuda_devices, CPU_SLOTS: self.cpu_slots}
 
 
 def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
@@ -165,9 +174,10 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     templates = {name: read_template(name, known) for name in pools}
     server = _server()
     _make_pools(templates)
-    if choices.npus:
-        with get_client(sync_client=True) as client:
-            client.upsert_global_concurrency_limit_by_name(LIMIT, choices.npus)
+    with get_client(sync_client=True) as client:
+        for limit, slots in choices.limits.items():
+            if slots:
+                client.upsert_global_concurrency_limit_by_name(limit, slots)
     _deploy(tree)
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load_config(recipe, list(overrides)))
     watched = watchdog.install_automations()
@@ -210,7 +220,8 @@ def _check(choices: Choices) -> None:
         raise BadInput(
             f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
         ) from None
-    for option, count in (("--npus", choices.npus), ("--on-rollout-pool", choices.on_rollout_pool)):
+    counts = {OPTIONS[limit]: slots for limit, slots in choices.limits.items()}
+    for option, count in (*counts.items(), ("--on-rollout-pool", choices.on_rollout_pool)):
         if count < 0:
             raise BadInput(f"{option} {count}: expected 0 or more")
 
