@@ -158,8 +158,7 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
 
 def load_ratio(one: ComparedRun, other: ComparedRun) -> tuple[str, float] | None:
     """(work, ratio of its median seconds in `one` to those in `other`) if equal work took unequal time, `UNEQUAL` or
-    more; None if it did not, or with fewer than `MIN_STEPS` common steps. The runs must have equal settings of training but for the
-    mode.
+    more; None if it did not, or with fewer than `MIN_STEPS` common steps. The runs must be set to do the same work.
 
     Equal work is a trained token (train_s) within a mode or on accelerators; on shared cores trainer and instances slow
     each other down in some modes, so there it is the optimizer's update (update_s), which both run alone.

@@ -167,7 +167,8 @@ def _answer(
     sides = [side for _, side in measured]
     against = speed.known and ((speed.low > 1 and "worse" in sides) or (speed.high < 1 and "better" in sides))
     quality = ", ".join(f"{GRADES[side]} {what}" for what, side in measured)
-    return f"{who[0]} was {'of unknown speed' if loaded else _pace(speed)}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
+    pace = "of unknown speed" if loaded else _pace(speed)
+    return f"{who[0]} was {pace}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
 
 
 def _pace(speed: Interval) -> str:
