@@ -23,6 +23,7 @@ from tasks.console import say
 from tasks.fenced import run_folder
 from tasks.shown_stages import evaluate_shown
 from tasks.tracking import evaluation_texts
+from tasks.tracking.metric_names import BEST_AT_ONE, SAME_AT_ONE
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -46,7 +47,7 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
         say("evaluate", evaluation_texts.describe_evaluation(row))
     for row in rows:
         description = f"{row['benchmark']}, weight version {weight_version}"
-        create_table_artifact(table_rows(_figures(row)), key="evaluation", description=description)
+        create_table_artifact(table_rows(figures_shown(row)), key="evaluation", description=description)
     return rows[0]
 
 
@@ -75,7 +76,10 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     return row
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a row, followed by its protocol. `step` is left out, because it equals the weight version."""
-    how = dict(row["protocol"])
-    return {name: value for name, value in row.items() if name not in ("protocol", "step")} | how
+def figures_shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a row, accuracy first, followed by its protocol; none of them twice: `step` equals the weight
+    version, and at one response per problem pass@k and maj@k equal avg@k."""
+    lead = evaluation_texts.accuracy_with_interval(row)
+    shown = {"protocol", "step", "avg_at_k", "ci_low", "ci_high"}
+    repeated = {*SAME_AT_ONE, *BEST_AT_ONE} if row["samples"] == 1 else set()
+    return lead | {name: value for name, value in row.items() if name not in shown | repeated} | dict(row["protocol"])

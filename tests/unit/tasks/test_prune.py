@@ -1,7 +1,12 @@
 """What `metronome prune` lists and deletes, and what it never touches."""
 
 import os
+import shutil
+import sqlite3
+import subprocess
+import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import mlflow
@@ -18,11 +23,12 @@ from engine.run.run_start import RunStart
 from engine.run.served_model import in_use
 from engine.run.trace import Trace, read_spans
 from support.run_folders import a_checkpoint
+from support.runs import ROOT
 from tasks.old_runs import Retention
 from tasks.prune import prune
 from tasks.publish import copy_checkpoint
 from tasks.tracking import tracked_run
-from tasks.tracking.registered_policies import CHAMPION, NIGHTLY, START_TAG
+from tasks.tracking.registered_policies import CHAMPION, NIGHTLY, START_TAG, started_from
 
 STEPS = 20
 
@@ -154,7 +160,7 @@ def store(tmp_path_factory):
     tracked_run._use(before)
 
 
-def a_night(output, store, number, age_days):
+def a_night(output, store, number, age_days, policy=None):
     """A run that has registered its policy, `age_days` ago, with its checkpoint in checkpoint.path too."""
     config = Config(
         run=Run(name=f"night-{number}", output=str(output / "runs")),
@@ -168,9 +174,12 @@ def a_night(output, store, number, age_days):
     folder.create(config, resume=False)
     claim_run_id(config.folder, config, resume=False)
     kept = a_checkpoint(folder.checkpoints, 5, run=read_run_id(config.folder))
-    folder.policy.mkdir()
-    (folder.policy / "config.json").write_text("{}")
-    (folder.policy / "model.safetensors").write_bytes(b"%d" % number * 1000)
+    if policy is None:
+        folder.policy.mkdir()
+        (folder.policy / "config.json").write_text("{}")
+        (folder.policy / "model.safetensors").write_bytes(b"%d" % number * 1000)
+    else:
+        shutil.copytree(policy, folder.policy)
     copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{config.run.name}/{kept.name}")
     with tracked_run.track_run(config):
         version = tracked_run.register_version(f"metronome-{output.name}", folder.policy)
@@ -239,3 +248,35 @@ def test_a_run_from_whose_policy_another_starts_stays_and_so_does_the_newest_nig
     said = capsys.readouterr().err
     assert f"{first.path} stays: a run that stays starts from its policy" in said
     assert f"{second.path} stays: version 2 of metronome-{tmp_path.name} is its newest version" in said
+
+
+def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, store, tiny_model):
+    """With Prefect's and MLflow's kind of database open and in use."""
+    night = a_night(tmp_path, store, 1, age_days=1, policy=tiny_model)
+    runs = tmp_path / "runs"
+    shutil.copy(store.removeprefix("sqlite:///"), runs / "mlflow.db")
+    backup = tmp_path / "backup"
+    copy = [sys.executable, str(ROOT / "infra/backup.py")]
+    with closing(sqlite3.connect(runs / "prefect.db")) as prefect:
+        prefect.execute("PRAGMA journal_mode = WAL")
+        prefect.execute("CREATE TABLE flow_run (name TEXT)")
+        prefect.execute("INSERT INTO flow_run VALUES ('night-1')")
+        prefect.commit()
+        prefect.execute("INSERT INTO flow_run VALUES ('half')")  # under way
+        subprocess.run([*copy, str(runs), str(backup)], check=True)
+    shutil.rmtree(runs)
+    subprocess.run([*copy, str(backup), str(runs)], check=True)
+    assert subprocess.run([*copy, str(backup), str(runs)], capture_output=True, check=False).returncode == 1
+    with closing(sqlite3.connect(runs / "prefect.db")) as prefect:
+        assert prefect.execute("SELECT name FROM flow_run").fetchall() == [("night-1",)]
+    assert night.path.stat().st_mode & 0o777 == 0o700
+    recipe = tmp_path / f"{tmp_path.name}.toml"
+    recipe.touch()
+    wanted = {"name": "night-2", "output": str(runs), "seed": 0}
+    config = Config(run=Run(**wanted), tracking=Tracking(uri=f"sqlite:///{runs / 'mlflow.db'}"))
+    tonight, begun = started_from(config, str(recipe), "nightly")
+    assert begun.continued_from == f"models:/metronome-{tmp_path.name}/1"
+    assert (Path(tonight.model.path) / "model.safetensors").read_bytes() == (
+        tiny_model / "model.safetensors"
+    ).read_bytes()
+    assert tonight.run.seed == 1
