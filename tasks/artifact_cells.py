@@ -12,8 +12,8 @@ HASH = re.compile("[0-9a-f]{40,}")
 
 
 def format_cell(value: Any) -> str:  # noqa: ANN401
-    """A value as text: integers and large numbers have thousands separators, other numbers four significant digits. Of a
-    hash the first digits are enough to tell it apart."""
+    """A value as text: integers and large numbers have thousands separators, other numbers four significant digits. A
+    hash is cut to its first digits."""
     if value is None or value == {} or value == []:
         return "none"
     if isinstance(value, bool):

@@ -71,7 +71,7 @@ def test_a_killed_service_comes_back_on_its_port(tmp_path):
         service.wait(30)
         [program] = psutil.Process(service.child.pid).children()
         program.kill()
-        psutil.wait_procs([psutil.Process(service.child.pid)], timeout=10)
+        service.child.process.wait(10)
         with pytest.raises(ProcessDied, match="file server was ended by SIGKILL"):
             service.check()
         service.start()
