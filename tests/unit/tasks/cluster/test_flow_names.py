@@ -25,6 +25,7 @@ def test_lines_in_a_workers_output_have_time_and_run(worked, monkeypatch, capsys
     monkeypatch.delenv(WORKED, raising=False)
     if worked:
         monkeypatch.setenv(WORKED, "1")
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__NAME", "night-7")  # it has the name: no server is asked
     try:
         name_flow_run("night-7")
         say("train", "5/12 steps")
