@@ -240,7 +240,7 @@ def serve(
     instance leaves its run and ends."""
     from engine.data.hub import is_model_name
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
-    from engine.run.served_model import served_config
+    from engine.run.served_model import in_use, served_config
     from tasks.export import policy_folder
     from tasks.input_checks import with_model_folder
 
@@ -254,7 +254,8 @@ def serve(
             folder = policy_folder(model, overrides)
             config, text = served_config(folder, recipe, overrides)
             text = model if is_model_name(model) else text
-            raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
+            with in_use(Path(config.model.path)):
+                raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
         config = with_model_folder(load_config(recipe or QUICKSTART, overrides))
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
@@ -351,6 +352,8 @@ def deploy(
     npus: Annotated[
         int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
     ] = 0,
+    cuda_devices: Annotated[int, typer.Option(help="the same for CUDA devices: slots of the limit cuda-devices")] = 0,
+    cpu_slots: Annotated[int, typer.Option(help="the same for runs on a CPU at a time: cpu-slots")] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
     pools: Annotated[
         Path | None, typer.Option(help="file with your own work pools, in the form of infra/pools/pools.toml")
@@ -374,6 +377,8 @@ def deploy(
                 training=training or (NIGHTLY_TRAINING if schedule else ""),
                 evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
                 npus=npus,
+                cuda_devices=cuda_devices,
+                cpu_slots=cpu_slots,
                 on_rollout_pool=on_rollout_pool,
                 pools=pools,
             ),
@@ -400,21 +405,29 @@ def compare(
 
 @app.command()
 def prune(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders, or folders of them (runs)")],
     keep_steps: Annotated[
         int, typer.Option(min=0, help="newest steps whose spans, response samples and evaluation tables stay")
     ] = 100,
     records: Annotated[
         bool, typer.Option("--records", help="also the records (train.record) of finished runs")
     ] = False,
+    keep_last: Annotated[
+        int, typer.Option(min=0, metavar="N", help="whole runs go, but the newest N of each recipe")
+    ] = 0,
+    younger_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="whole runs go, but those that changed within so many days")
+    ] = 0.0,
     yes: Annotated[bool, typer.Option("--yes", help="delete it; otherwise it is only listed")] = False,
 ) -> None:
-    """List what can go from run folders, with sizes, and delete it with --yes. Checkpoints and policies stay, and runs
-    that are running."""
+    """List what can go from run folders, with sizes, and delete it with --yes. Whole runs, with their checkpoints,
+    policies and flow runs, go only with --keep-last or --younger-than. Runs that are running or needed stay."""
+    from tasks.old_runs import Retention
     from tasks.prune import prune as prune_runs
 
     with _exit_codes():
-        console.print_page(prune_runs(runs, keep_steps, records, apply=yes))
+        rule = Retention(keep_last, younger_than)
+        console.print_page(prune_runs(runs, keep_steps, records, apply=yes, rule=rule))
 
 
 @app.command()

@@ -10,7 +10,7 @@ from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
 from flows.settings import Settings, form_errors, given_keys, named_run
-from tasks.cluster.devices import count_npus, hold_npus
+from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.flow_names import name_flow_run, name_of
 from tasks.cluster.other_nodes import other_nodes
 from tasks.finished_stages import EnteredRun
@@ -60,7 +60,7 @@ def opened(
             check_usable(config)
     with (
         enter_flow(config, begun, resume) as finished,
-        hold_npus(count_npus(config, pool_instances)),
+        hold_devices(*count_devices(config, pool_instances)),
         tracked_flow(config),
     ):
         folder = RunFolder(config.folder)

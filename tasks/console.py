@@ -40,6 +40,8 @@ class _Output:
         self.unread = False
         """Whether the reader of the output has gone."""
         self.listeners: list[Listener] = []
+        self.mark = ""
+        """What each line begins with, after the time; "" for lines without both."""
 
 
 _output = _Output()
@@ -57,6 +59,8 @@ def say(stage: str, text: str) -> None:
 
 def _print(text: str) -> None:
     _output.last = time.monotonic()
+    if _output.mark:
+        text = f"{time.strftime('%H:%M:%S')} {_output.mark}: {text}"
     if not _output.unread:
         try:
             print(f"{text}\n", end="", flush=True)  # in one write, because another thread may print at the same time
@@ -65,6 +69,11 @@ def _print(text: str) -> None:
             _output.unread = True
     if _output.unread:  # seen now, or earlier in a thread that could not end this process
         raise OutputClosed("nobody reads the output any more")
+
+
+def mark_lines(mark: str) -> None:
+    """Begin each further line with the time and `mark`: in the output of a worker, which mixes those of its runs."""
+    _output.mark = mark
 
 
 def _listen(level: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Creates work pools, the limit on NPUs, deployments with schedules, and automations on the Prefect server.
+"""Creates work pools, limits on devices, deployments with schedules, and automations on the Prefect server.
 
 A repeated deploy updates all of them; nothing is created twice. Everything that a person can get wrong is checked
 before the server is changed. Work pools have the base job templates of infra/pools,
@@ -37,7 +37,7 @@ from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
 from tasks.cluster import watchdog
 from tasks.cluster.deployment_form import show_recipe
-from tasks.cluster.devices import LIMIT
+from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS
 from tasks.cluster.prefect_api import CLIENT_AUTH
 from tasks.console import DEPLOY, named_deployment, own_program
 
@@ -166,11 +166,20 @@ class Choices:
     """Cron line of the nightly evaluation; empty: no schedule."""
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
+    cuda_devices: int = 0
+    """The same of the limit cuda-devices."""
+    cpu_slots: int = 0
+    """The same of the limit cpu-slots."""
     on_rollout_pool: int = 0
     """Default number of instances that a training or an evaluation takes from the rollout pool, including scheduled
     ones."""
     pools: Path | None = None
     """A list of work pools in addition to that of infra/pools."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Slots by limit."""
+        return {NPUS: self.npus, CUDA_DEVICES: self.cuda_devices, CPU_SLOTS: self.cpu_slots}
 
 
 def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
@@ -183,9 +192,10 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     config = load_config(recipe, list(overrides))
     server = _server()
     _make_pools(templates)
-    if choices.npus:
-        with get_client(sync_client=True) as client:
-            client.upsert_global_concurrency_limit_by_name(LIMIT, choices.npus)
+    with get_client(sync_client=True) as client:
+        for limit, slots in choices.limits.items():
+            if slots:
+                client.upsert_global_concurrency_limit_by_name(limit, slots)
     _deploy(tree)
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
@@ -268,7 +278,8 @@ def _check(choices: Choices) -> None:
                 f'{option} "{cron}": not a cron line; expected minute, hour, day, month and weekday, for example '
                 f'"{NIGHTLY_TRAINING}" for every day at 22:00'
             ) from None
-    for option, count in (("--npus", choices.npus), ("--on-rollout-pool", choices.on_rollout_pool)):
+    counts = {OPTIONS[limit]: slots for limit, slots in choices.limits.items()}
+    for option, count in (*counts.items(), ("--on-rollout-pool", choices.on_rollout_pool)):
         if count < 0:
             raise BadInput(f"{option} {count}: expected 0 or more")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import httpx
 from prefect.automations import Automation
@@ -253,6 +254,9 @@ def main() -> None:
         metavar="SECONDS",
         help="for which a run must have been crashed or late (default: %(default)s, longer than an automation takes)",
     )
+    parser.add_argument(
+        "--alive", type=Path, metavar="FILE", help="touched after each check, by which others see that it works"
+    )
     arguments = parser.parse_args()
     while True:
         try:
@@ -264,6 +268,8 @@ def main() -> None:
         # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between
         except (httpx.HTTPError, ObjectNotFound, ValueError) as error:
             log_line(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}")
+        if arguments.alive is not None:
+            arguments.alive.touch()
         time.sleep(arguments.every)
 
 

@@ -310,25 +310,28 @@ def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
     that wants more than there are is told so."""
     code = """
 from engine.errors import BadInput, DeadlineError
-from tasks.cluster.devices import hold_npus
-with hold_npus(12):
+from tasks.cluster.devices import hold_devices
+with hold_devices(12):
     try:
-        with hold_npus(6, wait_s=3):
+        with hold_devices(6, wait_s=3):
             print("both")
     except DeadlineError as error:
         print(error)
-    with hold_npus(4, wait_s=30):
+    with hold_devices(4, wait_s=30):
         print("the rest")
+with hold_devices(1, "cuda-devices"), hold_devices(1, "cuda-devices"):
+    print("not counted, as nobody has made the limit")
 for wrong in ((17,), (1, "another")):
     try:
-        with hold_npus(*wrong):
+        with hold_devices(*wrong):
             print("held")
     except BadInput as error:
         print(error)
 """
     said = call([sys.executable, "-c", code], environment).splitlines()
     assert said[:2] == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
-    assert [line[: line.index(":")] for line in said[2:]] == [
+    assert said[2] == "not counted, as nobody has made the limit"
+    assert [line[: line.index(":")] for line in said[3:]] == [
         "this run needs 17 slots of Prefect's limit ascend-npus, which has fewer in total",
         "Prefect has no limit another, of which this run takes 1",
     ]

@@ -34,6 +34,10 @@ SMOOTH = 5
 """Number of steps over which a point of the reward's curve is the mean."""
 FALL = 0.2
 """Share of the best reward whose loss is a fall, and least fall of a reward that counts, a quarter of this."""
+UNEQUAL = 1.5
+"""From this ratio of times for equal work on, two runs count as runs under another load."""
+ALONE = ("sync", "periodic")
+"""Modes in which no instance samples during an update, so that its time does not depend on the mode."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,44 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
     ]
     mean = _interval(logs, len(pairs), confidence)
     return Interval(*(math.exp(value) if value < 700 else math.inf for value in (mean.value, mean.low, mean.high)))
+
+
+def load_ratio(one: ComparedRun, other: ComparedRun) -> tuple[str, float] | None:
+    """(work, ratio of its median seconds in `one` to those in `other`) if equal work took unequal time, `UNEQUAL` or
+    more; None if it did not, or with fewer than `MIN_STEPS` common steps. The runs must be set to do the same work.
+
+    Equal work is a trained token (train_s) within a mode or on accelerators; on shared cores trainer and instances slow
+    each other down in some modes, so there it is the optimizer's update (update_s), which both run alone.
+    """
+    apart = {run.config.get("platform.device", "auto") for run in (one, other)} <= {"cuda", "npu"}
+    found = []
+    if one.mode == other.mode or apart:
+        found.append(("tokens", _time_ratios(one, other, "train_s", per_token=True)))
+    if one.mode == other.mode or {one.mode, other.mode} <= set(ALONE):
+        found.append(("update", _time_ratios(one, other, "update_s")))
+    for work, ratios in found:
+        if len(ratios) >= MIN_STEPS and not 1 / UNEQUAL < (ratio := statistics.median(ratios)) < UNEQUAL:
+            return work, ratio
+    return None
+
+
+def _time_ratios(one: ComparedRun, other: ComparedRun, key: str, per_token: bool = False) -> list[float]:
+    """The ratio of a time in each common step after the warm-up."""
+    return [
+        _time(mine, key, per_token) / _time(theirs, key, per_token)
+        for mine, theirs in common_steps(one, other, key, WARM_UP)
+        if mine[key] > 0 and theirs[key] > 0 and (not per_token or all(map(_tokens, (mine, theirs))))
+    ]
+
+
+def _time(row: Row, key: str, per_token: bool) -> float:
+    return float(row[key]) / (_tokens(row) if per_token else 1.0)
+
+
+def _tokens(row: Row) -> float:
+    """Trained tokens of a step and device; 0 if unknown."""
+    known = _number(row.get("tokens_per_s_per_device")) and _number(row.get("step_s"))
+    return float(row["tokens_per_s_per_device"] * row["step_s"]) if known else 0.0
 
 
 def rewarded_steps(one: ComparedRun, other: ComparedRun) -> tuple[list[tuple[Row, Row]], int]:

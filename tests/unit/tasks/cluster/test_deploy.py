@@ -95,6 +95,7 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
         (Choices(evaluation="every day"), "--evaluation"),
         (Choices(name="a/b"), "--name a/b"),
         (Choices(npus=-1), "--npus -1"),
+        (Choices(cuda_devices=-1), "--cuda-devices -1"),
         (Choices(on_rollout_pool=-2), "--on-rollout-pool -2"),
     ],
 )

@@ -86,6 +86,33 @@ def test_the_verdict_on_speed(seconds, word):
     assert "periodic" in found.sentences[0]
 
 
+def loaded(name, factor, mode="periodic", **config):
+    """A run whose machine was busier: training and updates take `factor` times as long for the same tokens."""
+    rows = [step(n, 10.0 * factor, train_s=4.0 * factor, update_s=0.5 * factor) for n in range(20)]
+    return ComparedRun(name, name, {"train.mode": mode, **config}, rows)
+
+
+@pytest.mark.parametrize(
+    ("mode", "config", "work"),
+    [("periodic", {}, "tokens"), ("sync", {}, "update"), ("sync", {"platform.device": "npu"}, "tokens")],
+)
+def test_another_load_is_said_before_any_verdict_on_speed(mode, config, work):
+    runs = [loaded("calm", 1.0, mode, **config), loaded("busy", 2.5, **config)]
+    for pair, value in ((runs, 0.4), (runs[::-1], 2.5)):
+        found = judge_runs(pair)[0]
+        assert found.answer.startswith(f"Another load: busy took 2.5 times as long as calm for the same {work}, ")
+        assert "of unknown speed, and" in found.answer
+        assert f"{value:.2f} times as fast" in found.sentences[0]
+        assert not re.search(r"was (faster|slower)", " ".join([found.answer, *found.sentences]))
+
+
+def test_times_that_may_differ_for_another_reason_are_no_other_load():
+    shared = ComparedRun("sync", "s", {"train.mode": "sync"}, [step(n, 16.0, train_s=10.0) for n in range(20)])
+    assert judge_runs([shared, run("periodic", steps=20)])[0].answer.startswith("periodic was faster")
+    small = loaded("small", 1.0, **{"parallel.data": "2"})
+    assert judge_runs([small, loaded("large", 2.5)])[0].answer.startswith("large (periodic) was slower")
+
+
 def test_few_steps_and_no_common_steps_give_no_interval():
     few = judge_runs([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
     assert "4 common steps after the warm-up are too few" in few.sentences[0]
