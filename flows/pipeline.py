@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from prefect import flow
 
 from engine.data.problem_statistics import describe_report
 from engine.run.run_start import ContinueFrom
+from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
@@ -21,7 +23,7 @@ from tasks.cluster.flow_log import send_output
 from tasks.convert import convert_model
 from tasks.convert import describe_report as describe_conversion
 from tasks.evaluate import evaluate
-from tasks.finished_stages import TRAIN, EnteredRun, RunStage
+from tasks.finished_stages import REGISTER, TRAIN, EnteredRun, RunStage
 from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
@@ -37,8 +39,12 @@ def _evaluate(run: EnteredRun, model: Path, version: int) -> Mapping[str, Any]:
     return evaluate(run.config, model, version, run.pool_instances)
 
 
-def _register(run: EnteredRun) -> str:
-    return f"{run.registered} version {register(run.registered, run.policy, run.config.run.accept)}"
+def _register(run: EnteredRun) -> JsonObject:
+    return asdict(register(run.registered, run.policy, run.config.run.accept))
+
+
+def _registered(found: Mapping[str, Any]) -> str:
+    return f"{found['name']} version {found['version']}"
 
 
 def _announce(run: EnteredRun) -> None:
@@ -69,7 +75,7 @@ STAGES = (
         evaluation_texts.describe_evaluation,
         ("train",),
     ),
-    RunStage("register", _register, str, ("train", POLICY)),
+    RunStage(REGISTER, _register, _registered, ("train", POLICY)),
     RunStage("announce", _announce, None, ("publish",)),
 )
 """The stages of a run, in order."""
@@ -144,4 +150,5 @@ def pipeline(
 
 def _outcome(run: EnteredRun) -> dict[str, str]:
     done = run.finished.done
-    return summary.outcome_rows(run.config, {"checkpoint": done["publish"], "registered as": done["register"]})
+    places = {"checkpoint": done["publish"], "registered as": _registered(done[REGISTER])}
+    return summary.outcome_rows(run.config, places)
