@@ -351,6 +351,18 @@ def deploy(
     pools: Annotated[
         Path | None, typer.Option(help="file with your own work pools, in the form of infra/pools/pools.toml")
     ] = None,
+    notify: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", envvar="METRONOME_NOTIFY", help="webhook for messages about runs; off: no messages any more"
+        ),
+    ] = "",
+    notify_format: Annotated[
+        str, typer.Option(help="slack, feishu, dingtalk, wecom or json (default: by the host of --notify)")
+    ] = "",
+    notify_wait: Annotated[
+        float, typer.Option(min=1, help="minutes that a run may wait for a worker without a message")
+    ] = 30.0,
 ) -> None:
     """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
     without --schedule (or a cron line)."""
@@ -371,9 +383,28 @@ def deploy(
                 npus=npus,
                 on_rollout_pool=on_rollout_pool,
                 pools=pools,
+                notify=notify,
+                notify_format=notify_format,
+                notify_wait=notify_wait,
             ),
         )
         console.print_table("Deployed", rows)
+
+
+@app.command()
+def worker(
+    pool: Annotated[str, typer.Option(help="work pool, of type process")] = "cpu",
+    name: Annotated[str, typer.Option(help="name in the UI (default: made up)")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="runs at a time (0: any number)")] = 0,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, help="seconds that its runs have to save and end when it is stopped")
+    ] = 50.0,
+) -> None:
+    """Start the runs of a work pool on this machine. SIGTERM or Ctrl-C lets them save and schedules them again."""
+    with _exit_codes():
+        from tasks.cluster.worker import run_worker
+
+        run_worker(pool, name, limit, grace_s)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Any
 from prefect import flow
 
 from engine.data.problem_statistics import describe_report
+from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
 from engine.types import JsonObject
 from flows import QUICKSTART
@@ -18,12 +19,12 @@ from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
-from tasks.cluster.events import training_finished
+from tasks.cluster.events import run_finished, training_finished
 from tasks.cluster.flow_log import send_output
 from tasks.convert import convert_model
 from tasks.convert import describe_report as describe_conversion
 from tasks.evaluate import evaluate
-from tasks.finished_stages import REGISTER, TRAIN, EnteredRun, RunStage
+from tasks.finished_stages import REGISTER, TRAIN, EnteredRun, RunStage, registered_policy
 from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
@@ -55,6 +56,10 @@ def _announce(run: EnteredRun) -> None:
         overrides=run.overrides,
         pool_instances=run.pool_instances,
     )
+    folder = RunFolder(run.config.folder)
+    made = registered_policy(folder)
+    champion = f"{made.name} version {made.version}" if made is not None and made.wins else ""
+    run_finished(run.config.run.name, summary.headline(folder), champion)
 
 
 BASE = "evaluate version 0"

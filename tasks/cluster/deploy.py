@@ -29,7 +29,7 @@ from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError
 from engine.types import JsonObject
-from tasks.cluster import watchdog
+from tasks.cluster import alerts, watchdog
 from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import LIMIT
 
@@ -155,6 +155,12 @@ class Choices:
     ones."""
     pools: Path | None = None
     """A list of work pools in addition to that of infra/pools."""
+    notify: str = ""
+    """Address of a webhook for messages about runs; empty: alerts stay as they are; "off": there are none."""
+    notify_format: str = ""
+    """Format of the messages; empty: that of the address's host."""
+    notify_wait: float = alerts.WAIT_MINUTES
+    """Minutes that a run may wait for a worker without a message."""
 
 
 def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
@@ -171,12 +177,14 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     _deploy(tree)
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load_config(recipe, list(overrides)))
     watched = watchdog.install_automations()
+    if choices.notify:
+        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
         **{one["name"]: _row(one) for one in tree["deployments"]},
         "automations": ", ".join([*_triggers(tree), *watched]),
-        "start a worker": " and ".join(f"prefect worker start --pool {name}" for name in pools),
+        "start a worker": " and ".join(_worker(name, templates[name][0]) for name in pools),
     }
 
 
@@ -210,9 +218,15 @@ def _check(choices: Choices) -> None:
         raise BadInput(
             f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
         ) from None
+    _notify_format(choices)
     for option, count in (("--npus", choices.npus), ("--on-rollout-pool", choices.on_rollout_pool)):
         if count < 0:
             raise BadInput(f"{option} {count}: expected 0 or more")
+
+
+def _notify_format(choices: Choices) -> str:
+    told = choices.notify not in ("", alerts.OFF)
+    return alerts.choose_format(choices.notify, choices.notify_format) if told else ""
 
 
 def _server() -> str:
@@ -259,6 +273,10 @@ def _row(one: Mapping[str, Any]) -> str:
     if "schedules" in one and not when:
         when = [", no schedule (--schedule adds one)"]
     return f"{one['entrypoint'].rpartition('.')[2]} on {one['work_pool']['name']}{''.join(when)}"
+
+
+def _worker(pool: str, kind: str) -> str:
+    return f"{'metronome worker' if kind == watchdog.PROCESS else 'prefect worker start'} --pool {pool}"
 
 
 def _triggers(tree: Mapping[str, Any]) -> list[str]:
