@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.folder import RunFolder
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
-from flows import OWN_DATA, QUICKSTART
+from flows import OWN_DATA, QUICKSTART, reports
 from tasks import console, interruption
 from tasks.progress_display import show_progress, since_now
 from tasks.resume import Resumed
@@ -531,6 +531,19 @@ def _exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         interruption.say_told()
         raise typer.Exit(interruption.INTERRUPTED) from None
+
+
+def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def run_command(**given: object) -> None:
+        with _exit_codes():
+            command(**given)
+
+    return run_command
+
+
+for _command in (reports.runs, reports.status, reports.logs):
+    app.command()(_ending_with_code(_command))
 
 
 def main() -> None:

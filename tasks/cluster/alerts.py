@@ -109,9 +109,7 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES) -> li
             block,
         ),
         _alert(_own(events.FINISHED), "a run has finished", f"{own_run} has finished", own, block),
-        _alert(
-            _own(events.CHAMPION), "a new champion", f"{{{{ event.payload.policy }}}} is the new champion", own, block
-        ),
+        _alert(_own(events.CHAMPION), "a new champion", "{{ event.payload.policy }} is the new champion", own, block),
     ]
 
 

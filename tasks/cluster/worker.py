@@ -30,8 +30,8 @@ _WENT_ON = (StateType.COMPLETED, StateType.FAILED, StateType.CANCELLED, StateTyp
 
 
 def run_worker(pool: str, name: str, limit: int, grace_s: float) -> None:
-    """Work until SIGTERM or Ctrl-C. Then end the runs by SIGTERM, wait for at most `grace_s` seconds, and schedule those
-    with the tag `resumable` again. Raises BadInput for a pool that is not there, or not of type process."""
+    """Work until SIGTERM or Ctrl-C. Then end the runs by SIGTERM, wait for at most `grace_s` seconds, and schedule
+    those with the tag `resumable` again. Raises BadInput for a pool that is not there, or not of type process."""
     with get_client(sync_client=True) as client:
         try:
             kind = client.read_work_pool(pool).type

@@ -87,7 +87,8 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     If the folder names no MLflow run but has the run's number, the MLflow run is found by this number: the run folder
     was lost, and the run continues from its checkpoints. Otherwise an MLflow run is created. Its status is FAILED if
     the body raises, and KILLED if the body is cancelled or interrupted. An error is also written to failure.json. A run
-    that another process has taken over is left alone, because it continues there. A known run whose input is refused before a step of it is left unchanged.
+    that another process has taken over is left alone, because it continues there. A known run whose input is refused
+    before a step of it is left unchanged.
 
     Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
     TrackingAway if the store does not answer for long when a run is resumed.
@@ -99,7 +100,6 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     status = "KILLED"
     patience = HURRY_S
     refused = False
-    unchanged = False
     try:
         yield run_id
         status = "FINISHED"
@@ -111,12 +111,12 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     except Exception as error:
         status = "FAILED"
         refused = isinstance(error, BadInput)
-        if not (unchanged := refused and before and not mirror.is_settled):
+        if not refused or before is None:  # else the run may stay as it is
             run_folder(config).write_failure(error)
         raise
     finally:
         missing = thread.close(patience, refused)
-        _end(before if unchanged and before else status, missing)
+        _end(before if refused and before and not mirror.is_settled else status, missing)
 
 
 def find_run(config: Config, waits: bool = False) -> str | None:

@@ -36,7 +36,7 @@ def test_a_bad_address_or_format_is_refused_without_repeating_the_address(url, g
 @pytest.mark.parametrize("kind", alerts.FORMATS)
 def test_the_address_is_a_secret_of_the_block(kind):
     block = alerts.webhook_block(SECRET, kind)
-    assert "secret" not in block.model_dump_json()
+    assert SECRET not in block.model_dump_json()
     assert block.secrets.get_secret_value() == {"address": SECRET}
 
 
