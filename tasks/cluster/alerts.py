@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
@@ -92,24 +93,30 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES) -> li
     own_run = "{{ event.payload.run }}"
     link = f"{ui}/runs/flow-run/{{{{ event.payload.flow_run }}}}" if ui else ""
     own = _body("{{ event.payload.figures }}", link, own_run)
+    flow_alerts = {
+        ("a run has failed", f"{run} has failed"): _follows("prefect.flow-run.Failed", "prefect.flow-run.*", _OURS),
+        ("a crashed run is not resumed", f"{run} crashed and is not resumed"): _missing(
+            {"prefect.flow-run.Crashed"}, watchdog.LEFT, CRASHED_S
+        ),
+        ("a run waits for a worker", f"{run} has waited for a worker for {wait_minutes:g} minutes"): _missing(
+            _WAITS, watchdog.LEFT - _WAITS - {"prefect.flow-run.Scheduled"}, 60.0 * wait_minutes
+        ),
+    }
+    own_alerts = {
+        ("a run has finished", f"{own_run} has finished"): _follows(events.FINISHED, "metronome.run.*"),
+        ("a new champion", "{{ event.payload.policy }} is the new champion"): _follows(
+            events.CHAMPION, "metronome.run.*"
+        ),
+    }
     return [
-        _alert(_reactive("prefect.flow-run.Failed"), "a run has failed", f"{run} has failed", flow, block),
-        _alert(
-            _missing({"prefect.flow-run.Crashed"}, watchdog.LEFT, CRASHED_S),
-            "a crashed run is not resumed",
-            f"{run} crashed and is not resumed",
-            flow,
-            block,
-        ),
-        _alert(
-            _missing(_WAITS, watchdog.LEFT - _WAITS - {"prefect.flow-run.Scheduled"}, 60.0 * wait_minutes),
-            "a run waits for a worker",
-            f"{run} has waited for a worker for {wait_minutes:g} minutes",
-            flow,
-            block,
-        ),
-        _alert(_own(events.FINISHED), "a run has finished", f"{own_run} has finished", own, block),
-        _alert(_own(events.CHAMPION), "a new champion", "{{ event.payload.policy }} is the new champion", own, block),
+        Automation(
+            name=f"metronome alert: {name}",
+            description="Sends a message (metronome deploy --notify).",
+            trigger=trigger,
+            actions=[SendNotification(block_document_id=block, subject=f"Metronome: {subject}", body=body)],
+        )
+        for alerts, body in ((flow_alerts, flow), (own_alerts, own))
+        for (name, subject), trigger in alerts.items()
     ]
 
 
@@ -117,30 +124,12 @@ def _body(what: str, link: str, run: str) -> str:
     return "\n".join(filter(None, (what, link, f'metronome logs "{run}"')))
 
 
-def _alert(trigger: EventTrigger, name: str, subject: str, body: str, block: UUID) -> Automation:  # noqa: PLR0913
-    return Automation(
-        name=f"metronome alert: {name}",
-        description="Sends a message (metronome deploy --notify).",
-        trigger=trigger,
-        actions=[SendNotification(block_document_id=block, subject=f"Metronome: {subject}", body=body)],
-    )
-
-
-def _reactive(event: str) -> EventTrigger:
+def _follows(event: str, resource: str, related: Mapping[str, str] = MappingProxyType({})) -> EventTrigger:
+    """Fires at each event."""
     return EventTrigger(
         expect={event},
-        match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=_OURS,
-        for_each={"prefect.resource.id"},
-        posture=Posture.Reactive,
-        threshold=1,
-    )
-
-
-def _own(event: str) -> EventTrigger:
-    return EventTrigger(
-        expect={event},
-        match={"prefect.resource.id": "metronome.run.*"},
+        match={"prefect.resource.id": resource},
+        match_related=dict(related),
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
