@@ -7,6 +7,11 @@ WORKERS ?= 2
 SEED ?= 1
 MINUTES ?= 10
 STEPS ?= 5000
+# Files whose tests can have one of the markers $(1), those with the longest tests first: to collect all takes half a
+# minute, and a worker that gets a long file last is left alone with it. support/served.py's ENGINES mark vLLM's tests.
+FILES = $(foreach folder,vllm chaos parallel stack integration contract unit,$(sort $(shell \
+	grep -rlE --include='test_*.py' 'mark\.($(1))\b$(if $(filter vllm,$(1)),|\bENGINES\b)' tests/$(folder))))
+BY_FILE := --dist loadfile --no-loadscope-reorder
 RELEASE := $(if $(VLLM),-$(VLLM))
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
@@ -45,7 +50,7 @@ stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real
 	$(BIN)/python -m pytest -m "stack and not slow and not nightly"
 
 chaos-test: $(VENV)/installed-dev  ## disturbed runs with fixed seeds (6 minutes)
-	$(BIN)/python -m pytest -m chaos
+	$(BIN)/python -m pytest -n $(WORKERS) -m chaos $(call FILES,chaos)
 
 chaos: $(VENV)/installed-dev  ## one run per SEED (1,2,...), disturbed for MINUTES; prints schedule, recoveries and findings
 	PYTHONPATH=tests $(BIN)/python -m chaos --seeds $(SEED) --minutes $(MINUTES) $(ARGS)
@@ -61,7 +66,7 @@ slow-test: $(VENV)/installed-dev  ## tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not vllm and not nightly"
 
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm and not nightly"
+	$(BIN)/python -m pytest -n $(WORKERS) $(BY_FILE) -m "(slow or parallel or faults or stack) and not vllm and not nightly" $(call FILES,slow|parallel|faults|stack)
 
 npu: $(VENV)/python  ## both environments for Ascend NPUs: trainer and instances (docs/ascend.md)
 	bash infra/trainer/install.sh $(BIN)/python
@@ -69,13 +74,13 @@ npu: $(VENV)/python  ## both environments for Ascend NPUs: trainer and instances
 	$(MAKE) vllm DEVICE=npu
 
 contract-ascend: $(VENV)/installed-dev  ## MindSpeed's real adaptor, from METRONOME_MINDSPEED, on the CPU (under 6 minutes)
-	$(BIN)/python -m pytest -m ascend
+	$(BIN)/python -m pytest -n $(WORKERS) $(BY_FILE) -m ascend $(call FILES,ascend)
 
 vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu; VLLM=0.23: .venv-vllm-0.23
 	bash infra/vllm/install.sh $(DEVICE)$(RELEASE) "$(PYTHON)" .venv-vllm$(RELEASE)
 
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
-	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly"
+	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -n $(WORKERS) $(BY_FILE) -m "vllm and not slow and not nightly" $(call FILES,vllm)
 
 transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes (15 minutes, and 4 to build .venv-transferqueue once)
 	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py

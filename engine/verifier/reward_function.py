@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.errors import BadInput
 from engine.reward.verifiers import BUILT_IN
 from engine.run.user_code import load_function
 from engine.types import Prompt, Response
@@ -63,19 +64,46 @@ def load_rewards(functions: Sequence[WeightedFunction]) -> list[RewardFunction]:
     return loaded
 
 
+def check_built_in(functions: Sequence[RewardFunction]) -> None:
+    """Score right answers with each built-in verifier, under the limits that this process has by now.
+
+    math-verify takes an answer that it could not parse for a wrong one, also where memory was short: without this check
+    a machine on which it can't work would score every response 0. Raises BadInput.
+    """
+    for function in functions:
+        for answer, text in _RIGHT.get(function.spec, ()):
+            score = function.call(_prompt(answer), _response(text))
+            if score.value != 1.0:
+                raise BadInput(
+                    f'the verifier "{function.spec}" scores {text!r} {score.value:g} for the answer {answer!r}; expected '
+                    f"1: it can't work here. Check the versions of math-verify, latex2sympy2_extended and SymPy "
+                    f"(constraints.txt) and the memory limits of this machine"
+                )
+
+
+_RIGHT = {
+    "math": [("x + 1", "\\boxed{1 + x}"), ("10", "There are 10 in the box."), ("\\frac{1}{2}", "So it is $0.5$.")],
+    "math_verify": [("x + 1", "\\boxed{1 + x}"), ("10", "There are 10 in the box.")],
+}
+
+
 def _warm_up(spec: str) -> None:
     """Call a built-in verifier once, so that it imports and compiles what it needs before the first timed call."""
-    prompt = Prompt("", "", "x + 1", ())  # a formula, since numbers don't need SymPy
-    BUILT_IN[spec](
-        prompt,
-        Response(
-            token_ids=(),
-            logprobs=(),
-            versions=(),
-            loss_mask=(),
-            finish_reason="stop",
-            text="\\boxed{1 + x}",
-            seed=0,
-            instance="",
-        ),
+    BUILT_IN[spec](_prompt("x + 1"), _response("\\boxed{1 + x}"))  # a formula, since numbers don't need SymPy
+
+
+def _prompt(answer: str) -> Prompt:
+    return Prompt("", "", answer, ())
+
+
+def _response(text: str) -> Response:
+    return Response(
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        loss_mask=(),
+        finish_reason="stop",
+        text=text,
+        seed=0,
+        instance="",
     )

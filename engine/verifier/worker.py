@@ -28,7 +28,7 @@ from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe_error
 from engine.types import Prompt, Response, Score
 from engine.verifier.guardian import start_guardian
-from engine.verifier.reward_function import RewardFunction, load_rewards
+from engine.verifier.reward_function import RewardFunction, check_built_in, load_rewards
 from engine.wire import verifier_messages
 from engine.wire.columns import Decode
 from engine.wire.verifier_messages import (
@@ -45,8 +45,8 @@ from engine.wire.verifier_messages import (
 )
 
 MEMORY = 512 * 2**20
-"""Limit in bytes of the address space for the built-in verifiers, so that a response such as 9^{9^{9}} can't use up the
-host's memory."""
+"""Limit in bytes of the address space that the built-in verifiers take after they are loaded, so that a response such as
+9^{9^{9}} can't use up the host's memory."""
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite number in fp32."""
@@ -75,8 +75,13 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, function
             before = MemoryUse.now()
             decode = make_decoder(message)
             took = MemoryUse.now().since(before) if message.json or message.model else MemoryUse(0, 0)
-            limit_memory(all(one.function in BUILT_IN for one in functions), memory, took)
+            built_in = all(one.function in BUILT_IN for one in functions)
+            if not built_in:
+                limit_memory(False, memory, took)
             rewards = load_rewards(functions)
+            if built_in:
+                limit_memory(True, memory, MemoryUse.now())  # what the libraries reserve grows with the CPU cores
+            check_built_in(rewards)
         except BadInput as error:
             orchestrator.send(RewardRefused(cut_text(str(error))))
             return
@@ -110,8 +115,8 @@ class MemoryUse(NamedTuple):
 
 def limit_memory(built_in: bool, memory: int, besides: MemoryUse) -> None:
     """Limit this process and each process that it starts: a built-in verifier's address space, or the data of a user's
-    reward. `built_in`: whether all functions are; `besides`: memory of the tokenizer, which does not count as the
-    reward's.
+    reward. `built_in`: whether all functions are; `besides`: memory that does not count as the reward's (of the
+    tokenizer; for built-in ones of the libraries, too).
 
     Data is the memory that a process may write and does not share. A reward may hold a model and libraries that reserve
     more address space than there is memory, and data does not count that.

@@ -13,8 +13,9 @@ of memory, a link that holds, a bucket and replies with a flipped bit, replies t
 MINUTES = 1.2
 
 
-def test_disturbed_runs_end_as_the_undisturbed_one(tmp_path, tiny_model, problems):
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_disturbed_run_ends_as_the_undisturbed_one(tmp_path, tiny_model, problems, seed):
     with World(tmp_path, tiny_model, problems) as world:
-        results = trial.run_all(world, SEEDS, MINUTES, print)
-    assert [result["problems"] for result in results] == [[] for _ in SEEDS]
-    assert all(result["faults"] >= 3 for result in results)
+        (result,) = trial.run_all(world, [seed], MINUTES, print)
+    assert result["problems"] == []
+    assert result["faults"] >= 3

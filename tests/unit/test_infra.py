@@ -257,3 +257,13 @@ def test_instances_for_npus_are_installed_without_dependencies(pip_calls, tmp_pa
     assert vllm.startswith("empty ")
     here = [f"finds {tmp_path}/venv/bin/{one}" for one in ("python3", "cmake")]  # vllm-ascend's setup.py starts both
     assert [found for _, *found in built] == [here] * len(pinned)
+
+
+def test_the_makefile_finds_all_files_with_a_marker():
+    """Its FILES looks for `mark.NAME` in test files, and for the ENGINES of support/served.py."""
+    marked = re.compile(r"mark\.(slow|parallel|faults|stack|chaos|vllm|ascend)\b")
+    tests = ROOT / "tests"
+    found = {path.relative_to(tests) for path in tests.rglob("*.py") if marked.search(path.read_text())}
+    assert {str(path) for path in found if not path.name.startswith("test_")} == {"support/served.py"}
+    folders = re.search(r"foreach folder,([^,]+),", (ROOT / "Makefile").read_text())[1].split()
+    assert {path.parts[0] for path in found} <= {*folders, "support"}

@@ -88,17 +88,17 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
 
 @pytest.fixture(scope="module")
 def pair(untied, tmp_path_factory):
-    """(clients of two instances of one model, folder for profiles of the first)"""
+    """((client, child) of two instances of one model, folder for profiles of the first)"""
     folder = tmp_path_factory.mktemp("pair")
     profiler = {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(folder / "profiles")}}
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
         begin = [serving(untied[0], folder / "a", vllm=profiler), serving(untied[0], folder / "b")]
-        yield [client for client, _ in threads.map(stack.enter_context, begin)], folder / "profiles"
+        yield list(threads.map(stack.enter_context, begin)), folder / "profiles"
 
 
 def test_responses_without_a_seed_differ_also_between_instances_and_are_samples_of_the_model(pair, untied):
     """Two instances get the same requests in the same order, as when one is started again."""
-    clients, _ = pair
+    clients = [client for client, _ in pair[0]]
     one, other = [[client.choice(temperature=2)["token_ids"] for _ in range(8)] for client in clients]
     assert not set(map(tuple, one)) & set(map(tuple, other))
     with ThreadPoolExecutor(8) as threads:
@@ -114,7 +114,7 @@ def test_responses_without_a_seed_differ_also_between_instances_and_are_samples_
 
 
 def test_a_profile_is_written_where_vllms_own_configuration_says(pair):
-    (client, other), folder = pair
+    ((client, _), (other, _)), folder = pair
     assert "--profile" in other.post("/start_profile", status=400)["error"]["message"]
     client.post("/stop_profile", status=409)
     client.post("/start_profile")
@@ -124,6 +124,22 @@ def test_a_profile_is_written_where_vllms_own_configuration_says(pair):
     (trace,) = folder.glob("*rank*.pt.trace.json.gz")  # vLLM's own process for requests has one, too
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any(event["name"].startswith("aten::") for event in events)
+
+
+def test_a_server_whose_engine_dies_ends(pair):
+    """Its request fails at once and the process ends, so that the orchestrator starts another one. The last test of
+    the pair."""
+    client, child = pair[0][1]
+    client.choice()
+    engine = Tree(child.pid).named("EngineCore")
+    engine.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(client.ask, "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
+        until(Client(client.address, TOKEN), running=1)
+        engine.kill()
+        status, reply = under_way.result(timeout=15)
+    assert status == 500, reply
+    wait_for(lambda: not child.alive, "the server to end", 15)
 
 
 def test_an_instance_whose_batches_change_a_bit_refuses_to_start(tmp_path):
@@ -239,21 +255,6 @@ def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
         parent.wait()
         if psutil.pid_exists(address["pid"]):
             os.kill(address["pid"], signal.SIGKILL)
-
-
-def test_a_server_whose_engine_dies_ends(tied, tmp_path):
-    """Its request fails at once and the process ends, so that the orchestrator starts another one."""
-    with serving(tied[0], tmp_path) as (client, child):
-        client.choice()
-        engine = Tree(child.pid).named("EngineCore")
-        engine.suspend()
-        with ThreadPoolExecutor(1) as pool:
-            under_way = pool.submit(client.ask, "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
-            until(Client(client.address, TOKEN), running=1)
-            engine.kill()
-            status, reply = under_way.result(timeout=15)
-        assert status == 500, reply
-        wait_for(lambda: not child.alive, "the server to end", 15)
 
 
 def test_processes_end_with_a_server_that_is_killed(tied, tmp_path):

@@ -193,3 +193,27 @@ async def test_a_pause_of_the_orchestrator_does_not_count_as_time_of_the_reward(
         time.sleep(3.0)  # the whole process
         [score] = await scoring
     assert score == Score(1.0, "ok")
+
+
+SMALL = """
+import resource, sys
+from engine.verifier import worker
+from engine.verifier.reward_function import check_built_in, load_reward
+reward = load_reward("math")
+worker.limit_memory(True, 0, worker.MemoryUse({space}, 0) if {space} else worker.MemoryUse.now())
+check_built_in([reward])
+"""
+
+
+@pytest.mark.parametrize("space", [0, 1])
+def test_a_verifier_that_has_no_memory_left_is_refused_and_does_not_score_0(space):
+    """Libraries reserve address space for each CPU core: a limit that counts it leaves none on a large machine, and
+    math-verify then takes every answer for wrong, without an error."""
+    reserved = "import mmap; many = [mmap.mmap(-1, 64 * 2**20) for _ in range(24)]\n"  # 1.5 GiB, as 24 threads do
+    code = reserved + SMALL.format(space=space)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if space:  # the limit counts what was reserved before
+        assert 'BadInput: the verifier "math" scores' in ran.stderr
+        assert ran.returncode != 0
+    else:
+        assert ran.returncode == 0, ran.stderr
