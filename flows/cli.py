@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.folder import RunFolder
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
-from flows import OWN_DATA, QUICKSTART
+from flows import OWN_DATA, QUICKSTART, reports
 from tasks import console, interruption
 from tasks.progress_display import show_progress, since_now
 from tasks.resume import Resumed
@@ -358,6 +358,18 @@ def deploy(
     pools: Annotated[
         Path | None, typer.Option(help="file with your own work pools, in the form of infra/pools/pools.toml")
     ] = None,
+    notify: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", envvar="METRONOME_NOTIFY", help="webhook for messages about runs; off: no messages any more"
+        ),
+    ] = "",
+    notify_format: Annotated[
+        str, typer.Option(help="slack, feishu, dingtalk, wecom or json (default: by the host of --notify)")
+    ] = "",
+    notify_wait: Annotated[
+        float, typer.Option(min=1, help="minutes that a run may wait for a worker without a message")
+    ] = 30.0,
 ) -> None:
     """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
     without --schedule (or a cron line)."""
@@ -381,9 +393,31 @@ def deploy(
                 cpu_slots=cpu_slots,
                 on_rollout_pool=on_rollout_pool,
                 pools=pools,
+                notify=notify,
+                notify_format=notify_format,
+                notify_wait=notify_wait,
             ),
         )
         console.print_table("Deployed", rows)
+
+
+@app.command()
+def worker(
+    pool: Annotated[str, typer.Option(help="work pool, of type process")] = "cpu",
+    name: Annotated[str, typer.Option(help="name in the UI (default: made up)")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="runs at a time (0: any number)")] = 0,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, help="seconds that its runs have to save and end when it is stopped")
+    ] = 50.0,
+    healthcheck: Annotated[
+        bool, typer.Option("--with-healthcheck", help="answer /health (PREFECT_WORKER_WEBSERVER_PORT, 8080)")
+    ] = False,
+) -> None:
+    """Start the runs of a work pool on this machine. SIGTERM or Ctrl-C lets them save and schedules them again."""
+    with _exit_codes():
+        from tasks.cluster.worker import run_worker
+
+        run_worker(pool, name, limit=limit, grace_s=grace_s, healthcheck=healthcheck)
 
 
 @app.command()
@@ -519,6 +553,19 @@ def _exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         interruption.say_told()
         raise typer.Exit(interruption.INTERRUPTED) from None
+
+
+def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def run_command(**given: object) -> None:
+        with _exit_codes():
+            command(**given)
+
+    return run_command
+
+
+for _command in (reports.runs, reports.status, reports.logs):
+    app.command()(_ending_with_code(_command))
 
 
 def main() -> None:

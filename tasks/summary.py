@@ -8,10 +8,12 @@ from statistics import fmean
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.tools.comparison.run_figures import gradient_alignment, signs_of_instability
 from engine.types import JsonObject
+from tasks.finished_stages import registered_policy
 from tasks.tracking import evaluation_texts, pages
 
 LONG_TAIL = 0.25
@@ -25,6 +27,17 @@ def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
     """The rows of the table at the end of a run: accuracy, reward, speed, places (`places` are rows among these)."""
     folder = RunFolder(config.folder)
     return {**evaluation_texts.closing_rows(folder), **training_rows(config), **places, **pages.page_rows(config)}
+
+
+def headline(folder: RunFolder) -> str:
+    """One line on what a run has reached: steps, reward, accuracy with its interval, champion or why not."""
+    steps = list(read_lines(folder.steps))
+    parts = [f"{steps[-1]['step'] + 1} steps", f"reward {steps[-1]['reward_mean']:.3f}"] if steps else []
+    if evaluated := rows_of(folder):
+        parts.append(evaluation_texts.describe_evaluation(evaluated[-1]))
+    if (made := registered_policy(folder)) is not None:
+        parts.append(f"version {made.version} of {made.name} is {made.verdict}")
+    return "; ".join(parts) or "nothing yet"
 
 
 def training_rows(config: Config) -> dict[str, str]:

@@ -35,7 +35,7 @@ from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
-from tasks.cluster import watchdog
+from tasks.cluster import alerts, watchdog
 from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS
 from tasks.cluster.prefect_api import CLIENT_AUTH
@@ -175,6 +175,12 @@ class Choices:
     ones."""
     pools: Path | None = None
     """A list of work pools in addition to that of infra/pools."""
+    notify: str = ""
+    """Address of a webhook for messages about runs; empty: alerts stay as they are; "off": there are none."""
+    notify_format: str = ""
+    """Format of the messages; empty: that of the address's host."""
+    notify_wait: float = alerts.WAIT_MINUTES
+    """Minutes that a run may wait for a worker without a message."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -200,6 +206,8 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
     watched = watchdog.install_automations()
+    if choices.notify:
+        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
@@ -278,10 +286,16 @@ def _check(choices: Choices) -> None:
                 f'{option} "{cron}": not a cron line; expected minute, hour, day, month and weekday, for example '
                 f'"{NIGHTLY_TRAINING}" for every day at 22:00'
             ) from None
+    _notify_format(choices)
     counts = {OPTIONS[limit]: slots for limit, slots in choices.limits.items()}
     for option, count in (*counts.items(), ("--on-rollout-pool", choices.on_rollout_pool)):
         if count < 0:
             raise BadInput(f"{option} {count}: expected 0 or more")
+
+
+def _notify_format(choices: Choices) -> str:
+    told = choices.notify not in ("", alerts.OFF)
+    return alerts.choose_format(choices.notify, choices.notify_format) if told else ""
 
 
 def _server() -> str:
@@ -354,11 +368,13 @@ def _row(one: Mapping[str, Any]) -> str:
 
 
 def _worker_command(pool: str, kind: str, choices: Choices) -> str:
-    """The command that starts a worker. Only NPUs are counted, so a worker of processes elsewhere takes one flow run at
-    a time, unless runs take instances from its own pool."""
+    """The command that starts a worker. A worker of processes takes one flow run at a time, unless NPUs are counted or
+    runs take instances from its own pool."""
     own_instances = choices.on_rollout_pool and choices.pool == choices.rollout_pool
-    limit = ["--limit", "1"] if kind == "process" and "ascend" not in pool and not own_instances else []
-    return shlex.join([own_program("prefect"), "worker", "start", "--pool", pool, *limit])
+    if kind != watchdog.PROCESS:
+        return shlex.join([own_program("prefect"), "worker", "start", "--pool", pool])
+    limit = ["--limit", "1"] if "ascend" not in pool and not own_instances else []
+    return shlex.join([own_program("metronome"), "worker", "--pool", pool, *limit])
 
 
 def _triggers(tree: Mapping[str, Any]) -> list[str]:

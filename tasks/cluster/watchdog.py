@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -74,7 +75,7 @@ _BEGUN = {
 }
 """Each of these events says that a run began on its worker, or was taken back. There are several because one may be
 lost."""
-_LEFT = {
+LEFT = {
     f"prefect.flow-run.{state}"
     for state in (
         "Scheduled",
@@ -93,7 +94,11 @@ _LEFT = {
 
 def install_automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[str]:
     """Create or update the automations on the server that PREFECT_API_URL names; returns their names."""
-    wanted = build_automations(delay_s, silence_s, crashes)
+    return install(build_automations(delay_s, silence_s, crashes))
+
+
+def install(wanted: Sequence[Automation]) -> list[str]:
+    """Create or update automations, by their names; returns these."""
     for automation in wanted:
         try:
             automation.id = Automation.read(name=automation.name).id
@@ -127,7 +132,7 @@ def _resume(delay_s: float) -> Automation:
         description="A run whose process died is scheduled again; it continues from its last complete checkpoint.",
         trigger=EventTrigger(
             after={"prefect.flow-run.Crashed"},
-            expect=_LEFT,
+            expect=LEFT,
             match=_RUNS,
             match_related=_OURS,
             for_each={"prefect.resource.id"},

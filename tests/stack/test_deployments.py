@@ -7,7 +7,9 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -60,7 +62,25 @@ def wait_for_runs(api, deployment, state, timeout_s=240.0, of=None):
 
 
 @pytest.fixture(scope="module")
-def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
+def messages():
+    """(address, bodies) of a webhook and of what it has received."""
+    received = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):  # noqa: N802
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", received
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory, messages):
     """(API URL, overrides, folder) once a very small recipe is deployed, twice, and a worker serves it."""
     folder = tmp_path_factory.mktemp("runs")
     small = {
@@ -82,8 +102,10 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
     sets = [part for override in overrides(small) for part in ("--set", override)]
     for _ in range(2):
         said = call(
-            [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"], environment
+            [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"],
+            environment | {"METRONOME_NOTIFY": messages[0]},
         )
+        assert messages[0] not in said
         assert "nightly" in said
         assert "Asia/Shanghai" in said
     start_worker("cpu", "day")
@@ -165,7 +187,7 @@ def test_the_scheduler_shows_tomorrows_nightly_run(deployed):
     assert times[1] - times[0] == timedelta(days=1)
 
 
-def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model):
+def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model, messages):
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
@@ -189,6 +211,25 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
         assert line in story, line
     assert "\x1b" not in story
     _check_s3(environment, folder)
+    finished = _message(messages, "Metronome: day has finished")
+    for part in ("2 steps; reward", "avg@1 ", "version 1 of ", "champion: ", f"/runs/flow-run/{flow_run}"):
+        assert part in finished
+    assert finished.endswith('metronome logs "day"')
+    refused = start(api, "prepare", {"overrides": ["foo=bar"]})
+    failed = _message(messages, " has failed")
+    assert "foo" in failed
+    assert f"/runs/flow-run/{refused}" in failed
+
+
+def _message(messages, subject):
+    """The body of the message whose subject ends so, once it has come."""
+
+    def found():
+        return [one["body"] for one in messages[1] if one["subject"].endswith(subject)]
+
+    wait_for(found, f"the message {subject}", 120)
+    [body] = found()
+    return body
 
 
 def _check_sockets(seen):
