@@ -4,7 +4,7 @@ and clip), m2po, bapo and grpo with gradient control: `python benchmarks/stalene
 The cells are staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × seven
 algorithms × seeds. Each cell is a whole run of the loop from the quickstart's base model (benchmarks/in_process.py).
 Its file is stored in --output, and existing cells are not run again. `--cell 4:m2po:0` runs one cell, `--report` runs
-none. The script writes a table and a plot.
+none, `--sweep` instead the 3 × 3 thresholds around the defaults (GAC, Table 5b). The script writes a table and a plot.
 
 * final: mean reward of the final policy on 256 held-out problems, one response each.
 * drop: largest fall of the training reward (mean over 5 steps) below its highest value before.
@@ -47,6 +47,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """Settings of the algorithms. With staleness above 0 "auto" is refused. Then the thresholds are those that "auto" finds
 in the first steps of the grpo cell with the same seed at staleness 0, which is run first if needed."""
+SWEEP = {
+    f"gac-{low}-{high}": {"algorithm.gradient_control": "gac", "algorithm.gac_low": low, "algorithm.gac_high": high}
+    for low, high in product((0.05, 0.1, 0.15), (0.2, 0.3, 0.4))
+}
+"""The thresholds of `--sweep`. Those of Table 5b are missing in our copy of the paper."""
 SMOOTH = 5
 """Number of steps over which a point of the reward curve is the mean."""
 
@@ -58,6 +63,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="prompts per step, of 8 responses each")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--cell", help="STALENESS:ALGORITHM:SEED, only this one")
+    parser.add_argument("--sweep", action="store_true", help="the nine pairs of GAC's thresholds, at staleness 16")
     parser.add_argument("--report", action="store_true", help="only the table and the plot of existing cells")
     parser.add_argument("--output", type=Path, default=Path("runs/staleness"))
     parser.add_argument("--plot", type=Path, help="PNG file; default: staleness.png in --output")
@@ -78,6 +84,8 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[int, str, int]]:
     if arguments.cell:
         staleness, algorithm, seed = arguments.cell.split(":")
         return [(int(staleness), algorithm, int(seed))]
+    if arguments.sweep:
+        return [(STALENESS[-1], name, seed) for seed, name in product(range(arguments.seeds), SWEEP)]
     return [(s, a, seed) for seed, s, a in product(range(arguments.seeds), STALENESS, ALGORITHMS)]
 
 
@@ -88,7 +96,7 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
     file = arguments.output / f"{staleness}-{algorithm}-{seed}.json"
     if file.exists():
         return
-    settings = ALGORITHMS[algorithm]
+    settings = (ALGORITHMS | SWEEP)[algorithm]
     if staleness and "auto" in settings.values():
         run(staleness=0, algorithm="grpo", seed=seed, arguments=arguments, model=QUICKSTART_MODEL)
         settings = settings | on_policy(json.loads((arguments.output / f"0-grpo-{seed}.json").read_text()))
@@ -191,7 +199,7 @@ def drop(cell: dict[str, Any]) -> float:
 def summaries(cells: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
     """Means over the seeds and the range of the final rewards, by (staleness, algorithm)."""
     found = {}
-    for staleness, algorithm in product(STALENESS, ALGORITHMS):
+    for staleness, algorithm in product(STALENESS, ALGORITHMS | SWEEP):
         same = [cell for cell in cells if (cell["staleness"], cell["algorithm"]) == (staleness, algorithm)]
         if not same:
             continue

@@ -137,7 +137,15 @@ class OptionalFigures(TypedDict, total=False):
     reward_metrics: dict[str, float]
 
 
-class TrainingFigures(OptionalFigures):
+class LengthSpread(TypedDict):
+    """The spread of a step's responses by length. The keys are those of `StepReport`."""
+
+    response_length_p90: int
+    response_length_max: int
+    response_length_tail: float
+
+
+class TrainingFigures(OptionalFigures, LengthSpread):
     """Figures that the trainer's ranks sum over a step. The keys are those of `StepReport`."""
 
     versions_seen: list[int]
@@ -235,6 +243,12 @@ class StepReport:
     learning_rate: float
     memory_peak_gib: list[float]
     """Peak memory of each trainer rank: of its device, or on a CPU, of its process."""
+    response_length_p90: int = 0
+    """The 90 % quantile of the responses' lengths, in tokens."""
+    response_length_max: int = 0
+    """Length of the longest response, in tokens."""
+    response_length_tail: float = 0.0
+    """Share of the responses' tokens that the longest tenth of the responses has: 0.1 if all are equally long."""
     kl: float | None = None
     """KL divergence from the reference; absent without a reference (algorithm.kl_coef = 0)."""
     mfu: float | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.folder import RunFolder
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
-from flows import OWN_DATA, QUICKSTART
+from flows import OWN_DATA, QUICKSTART, reports
 from tasks import console, interruption
 from tasks.progress_display import show_progress, since_now
 from tasks.resume import Resumed
@@ -176,7 +176,8 @@ def evaluate(
     model: Annotated[
         str,
         typer.Option(
-            metavar="RUN|DIR", help="the policy of a run, a checkpoint, or any model.path (default: model.path)"
+            metavar="RUN|DIR|models:/NAME@champion",
+            help="the policy of a run, a checkpoint, a registered model, or any model.path (default: model.path)",
         ),
     ] = "",
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
@@ -189,7 +190,7 @@ def evaluate(
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        given = [f"model.path={model_folder(policy_folder(model))[0]}"] if model else []
+        given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load_config(recipe, [*overrides, *given])
         config = with_model_folder(check_inputs(config, training=False)[0])
@@ -239,7 +240,7 @@ def serve(
     instance leaves its run and ends."""
     from engine.data.hub import is_model_name
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
-    from engine.run.served_model import served_config
+    from engine.run.served_model import in_use, served_config
     from tasks.export import policy_folder
     from tasks.input_checks import with_model_folder
 
@@ -250,10 +251,11 @@ def serve(
         if join:
             check_join(join)
         if model:
-            folder = policy_folder(model)
+            folder = policy_folder(model, overrides)
             config, text = served_config(folder, recipe, overrides)
             text = model if is_model_name(model) else text
-            raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
+            with in_use(Path(config.model.path)):
+                raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
         config = with_model_folder(load_config(recipe or QUICKSTART, overrides))
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
@@ -336,6 +338,9 @@ def conform(
 def deploy(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
+    name: Annotated[
+        str, typer.Option(help="for several recipes or teams on one server: deployments and policies of its own")
+    ] = "",
     pool: Annotated[str, typer.Option(help="work pool of training and evaluation, of infra/pools/pools.toml")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
@@ -347,10 +352,24 @@ def deploy(
     npus: Annotated[
         int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
     ] = 0,
+    cuda_devices: Annotated[int, typer.Option(help="the same for CUDA devices: slots of the limit cuda-devices")] = 0,
+    cpu_slots: Annotated[int, typer.Option(help="the same for runs on a CPU at a time: cpu-slots")] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
     pools: Annotated[
         Path | None, typer.Option(help="file with your own work pools, in the form of infra/pools/pools.toml")
     ] = None,
+    notify: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", envvar="METRONOME_NOTIFY", help="webhook for messages about runs; off: no messages any more"
+        ),
+    ] = "",
+    notify_format: Annotated[
+        str, typer.Option(help="slack, feishu, dingtalk, wecom or json (default: by the host of --notify)")
+    ] = "",
+    notify_wait: Annotated[
+        float, typer.Option(min=1, help="minutes that a run may wait for a worker without a message")
+    ] = 30.0,
 ) -> None:
     """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
     without --schedule (or a cron line)."""
@@ -363,17 +382,42 @@ def deploy(
             recipe,
             overrides,
             Choices(
+                name=name,
                 pool=pool,
                 rollout_pool=rollout_pool,
                 timezone=timezone,
                 training=training or (NIGHTLY_TRAINING if schedule else ""),
                 evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
                 npus=npus,
+                cuda_devices=cuda_devices,
+                cpu_slots=cpu_slots,
                 on_rollout_pool=on_rollout_pool,
                 pools=pools,
+                notify=notify,
+                notify_format=notify_format,
+                notify_wait=notify_wait,
             ),
         )
         console.print_table("Deployed", rows)
+
+
+@app.command()
+def worker(
+    pool: Annotated[str, typer.Option(help="work pool, of type process")] = "cpu",
+    name: Annotated[str, typer.Option(help="name in the UI (default: made up)")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="runs at a time (0: any number)")] = 0,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, help="seconds that its runs have to save and end when it is stopped")
+    ] = 50.0,
+    healthcheck: Annotated[
+        bool, typer.Option("--with-healthcheck", help="answer /health (PREFECT_WORKER_WEBSERVER_PORT, 8080)")
+    ] = False,
+) -> None:
+    """Start the runs of a work pool on this machine. SIGTERM or Ctrl-C lets them save and schedules them again."""
+    with _exit_codes():
+        from tasks.cluster.worker import run_worker
+
+        run_worker(pool, name, limit=limit, grace_s=grace_s, healthcheck=healthcheck)
 
 
 @app.command()
@@ -395,21 +439,29 @@ def compare(
 
 @app.command()
 def prune(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders, or folders of them (runs)")],
     keep_steps: Annotated[
         int, typer.Option(min=0, help="newest steps whose spans, response samples and evaluation tables stay")
     ] = 100,
     records: Annotated[
         bool, typer.Option("--records", help="also the records (train.record) of finished runs")
     ] = False,
+    keep_last: Annotated[
+        int, typer.Option(min=0, metavar="N", help="whole runs go, but the newest N of each recipe")
+    ] = 0,
+    younger_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="whole runs go, but those that changed within so many days")
+    ] = 0.0,
     yes: Annotated[bool, typer.Option("--yes", help="delete it; otherwise it is only listed")] = False,
 ) -> None:
-    """List what can go from run folders, with sizes, and delete it with --yes. Checkpoints and policies stay, and runs
-    that are running."""
+    """List what can go from run folders, with sizes, and delete it with --yes. Whole runs, with their checkpoints,
+    policies and flow runs, go only with --keep-last or --younger-than. Runs that are running or needed stay."""
+    from tasks.old_runs import Retention
     from tasks.prune import prune as prune_runs
 
     with _exit_codes():
-        console.print_page(prune_runs(runs, keep_steps, records, apply=yes))
+        rule = Retention(keep_last, younger_than)
+        console.print_page(prune_runs(runs, keep_steps, records, apply=yes, rule=rule))
 
 
 @app.command()
@@ -470,7 +522,7 @@ def doctor(
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Say which versions are installed, whether they fit together, and what is missing; --device tests the machine."""
-    from tasks.cluster.doctor import check_devices, collect_findings
+    from tasks.cluster.doctor import FINE, check_devices, check_servers, collect_findings
 
     with _exit_codes():
         if device:
@@ -478,8 +530,9 @@ def doctor(
         if only or out or overrides:
             raise BadInput("--only, --out and --set are for metronome doctor --device")
         lines, healthy = collect_findings()
-        console.print_page("\n".join(lines))
-        raise typer.Exit(0 if healthy else 1)
+        servers = check_servers()
+        console.print_page("\n".join([*lines, *servers]))
+        raise typer.Exit(0 if healthy and all(line.startswith(FINE) for line in servers) else 1)
 
 
 @contextmanager
@@ -500,6 +553,19 @@ def _exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         interruption.say_told()
         raise typer.Exit(interruption.INTERRUPTED) from None
+
+
+def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def run_command(**given: object) -> None:
+        with _exit_codes():
+            command(**given)
+
+    return run_command
+
+
+for _command in (reports.runs, reports.status, reports.logs):
+    app.command()(_ending_with_code(_command))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from prefect import flow
 from engine.run.folder import RunFolder
 from engine.run.served_model import weight_version
 from flows import QUICKSTART
-from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
+from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured, form_errors
 from tasks.cluster.flow_log import send_output
 from tasks.cluster.flow_names import name_flow_run
 from tasks.console import print_stage
@@ -47,7 +47,7 @@ def evaluate(
     """
     with send_output():
         given = [f"run.name={run}"] if run else []
-        with crashed_without_tracking():
+        with crashed_without_tracking(), form_errors(settings, [*overrides, *given]):
             config = model_folder(
                 read_settled_config(configured(recipe, settings, [*overrides, *given])), recipe, model
             )

@@ -9,8 +9,8 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
-from flows.settings import Settings
-from tasks.cluster.devices import count_npus, hold_npus
+from flows.settings import Settings, form_errors, given_keys, named_run
+from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.flow_names import name_flow_run, name_of
 from tasks.cluster.other_nodes import other_nodes
 from tasks.finished_stages import EnteredRun
@@ -37,24 +37,30 @@ def opened(
 
     Raises BadInput before anything slow starts.
     """
-    given = [*settings.overrides(), *overrides]
-    with crashed_without_tracking():
-        found = find_resumed(recipe, given) if resume else Resumed(load_config(recipe, given), recipe)
+    with crashed_without_tracking(), form_errors(settings, overrides):
+        given = given_keys(settings, overrides)
+        if resume:
+            found = find_resumed(recipe, given.run, given.deploy)
+        else:
+            given = named_run(given, recipe, settings)
+            found = Resumed(load_config(recipe, given.all), recipe)
         check_names(found.config, found.recipe)
         config, begun = started_from(read_settled_config(found.config), found.recipe, continue_from)
-    again = begun_by_this_flow(RunFolder(config.folder))
-    if not again:
-        check_run_folder(config, resume)
-    config, _ = check_inputs(config)
-    if resume and not again:
-        found.tell()
-        config = check_resume(config)
-    if not again:
-        check_address(config)
-        check_usable(config)
+        again = begun_by_this_flow(RunFolder(config.folder))
+        if not again:
+            check_run_folder(config, resume)
+            if not resume:
+                given.tell(config, recipe)
+        config, _ = check_inputs(config)
+        if resume and not again:
+            found.tell()
+            config = check_resume(config)
+        if not again:
+            check_address(config)
+            check_usable(config)
     with (
         enter_flow(config, begun, resume) as finished,
-        hold_npus(count_npus(config, pool_instances)),
+        hold_devices(*count_devices(config, pool_instances)),
         tracked_flow(config),
     ):
         folder = RunFolder(config.folder)
@@ -69,7 +75,7 @@ def opened(
             train=train_on_nodes,
             finished=finished,
             recipe=str(folder.config.resolve()) if resume else recipe,
-            overrides=[*given, f"run.seed={config.run.seed}"],
+            overrides=[*given.all, f"run.seed={config.run.seed}"],
             registered=begun.registered,
             pool_instances=pool_instances,
         )

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
 from engine.data.problem_statistics import describe_report
+from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
+from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
-from tasks.cluster.events import training_finished
+from tasks.cluster.events import run_finished, training_finished
 from tasks.cluster.flow_log import send_output
 from tasks.convert import convert_model
 from tasks.convert import describe_report as describe_conversion
 from tasks.evaluate import evaluate
-from tasks.finished_stages import TRAIN, EnteredRun, RunStage
+from tasks.finished_stages import REGISTER, TRAIN, EnteredRun, RunStage, registered_policy
 from tasks.prepare import describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
@@ -37,8 +40,12 @@ def _evaluate(run: EnteredRun, model: Path, version: int) -> Mapping[str, Any]:
     return evaluate(run.config, model, version, run.pool_instances)
 
 
-def _register(run: EnteredRun) -> str:
-    return f"{run.registered} version {register(run.registered, run.policy, run.config.run.accept)}"
+def _register(run: EnteredRun) -> JsonObject:
+    return asdict(register(run.registered, run.policy, run.config.run.accept))
+
+
+def _registered(found: Mapping[str, Any]) -> str:
+    return f"{found['name']} version {found['version']}"
 
 
 def _announce(run: EnteredRun) -> None:
@@ -49,6 +56,10 @@ def _announce(run: EnteredRun) -> None:
         overrides=run.overrides,
         pool_instances=run.pool_instances,
     )
+    folder = RunFolder(run.config.folder)
+    made = registered_policy(folder)
+    champion = f"{made.name} version {made.version}" if made is not None and made.wins else ""
+    run_finished(run.config.run.name, summary.headline(folder), champion)
 
 
 BASE = "evaluate version 0"
@@ -69,7 +80,7 @@ STAGES = (
         evaluation_texts.describe_evaluation,
         ("train",),
     ),
-    RunStage("register", _register, str, ("train", POLICY)),
+    RunStage(REGISTER, _register, _registered, ("train", POLICY)),
     RunStage("announce", _announce, None, ("publish",)),
 )
 """The stages of a run, in order."""
@@ -144,4 +155,5 @@ def pipeline(
 
 def _outcome(run: EnteredRun) -> dict[str, str]:
     done = run.finished.done
-    return summary.outcome_rows(run.config, {"checkpoint": done["publish"], "registered as": done["register"]})
+    places = {"checkpoint": done["publish"], "registered as": _registered(done[REGISTER])}
+    return summary.outcome_rows(run.config, places)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine.config import Config
-from engine.config.recipe import load_config
-from tasks.cluster.deployment_form import shown_values
+from engine.config.keys import flatten_keys
+from engine.config.recipe import load_config, override_keys, recipe_keys
+from engine.errors import BadInput
+from tasks import console
+from tasks.cluster.deployment_form import in_form_words, read_form
+from tasks.cluster.flow_names import name_flow_run
 
 Recipe = str
 Overrides = Sequence[str]
@@ -43,14 +51,17 @@ class Settings(BaseModel):
     benchmark: str | None = _key("evaluate.benchmark")
     experiment: str | None = _key("tracking.experiment")
 
-    def overrides(self) -> list[str]:
-        """KEY=VALUE for each key that was filled in, in the form of `--set`. A value that the deployment filled in and
-        nobody changed is left out, because the recipe has it."""
-        shown = shown_values()
+    def changed(self, shown: Mapping[str, Any]) -> list[str]:
+        """KEY=VALUE for each key that was given, in the form of `--set`. `shown`: the values that a form has filled in.
+
+        A form sends all its fields. Those that nobody changed are left out: the recipe has them, and may have been
+        edited since. A caller that sends only some fields has seen no form, so all of them count.
+        """
+        by_form = bool(shown) and set(shown) <= self.model_fields_set
         return [
             f"{type(self).model_fields[name].title}={value}"
             for name, value in self
-            if value is not None and value != shown.get(name)
+            if value is not None and not (by_form and value == shown.get(name))
         ]
 
 
@@ -58,6 +69,84 @@ AS_RECIPE = Settings()
 """Settings with no key filled in."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """The keys of a run that are not the recipe's, KEY=VALUE each."""
+
+    deploy: list[str]
+    """The overrides of `metronome deploy`."""
+    run: list[str]
+    """Settings and overrides of this flow run. They count before the deploy's."""
+
+    @property
+    def all(self) -> list[str]:
+        """Both; the last of a key counts."""
+        return [*self.deploy, *self.run]
+
+    def tell(self, config: Config, recipe: str) -> None:
+        """Print where each value of the settings, and of each other key that was given, comes from. Only in a
+        deployment's flow run."""
+        if not deployment.id:
+            return
+        layers = (
+            (override_keys(self.run), "run"),
+            (override_keys(self.deploy), "deploy"),
+            (recipe_keys(recipe), "recipe"),
+        )
+        keys = dict.fromkeys([str(field.title) for field in Settings.model_fields.values()])
+        keys |= dict.fromkeys([*layers[0][0], *layers[1][0]])
+        values = flatten_keys(config.model_dump(mode="json"))
+        rows = {
+            key: f"{values.get(key)} ({next((name for layer, name in layers if key in layer), 'default')})"
+            for key in keys
+            if values.get(key) not in (None, "")
+        }
+        console.print_table("Settings", rows)
+
+
+def given_keys(settings: Settings, overrides: Sequence[str]) -> Given:
+    """What was given in addition to the recipe. Outside of a deployment all of it is the run's.
+
+    The deploy's overrides stay when a flow run replaces the list: they are the values that the form shows.
+    """
+    shown, of_deploy = read_form()
+    own = [*settings.changed(shown), *(one for one in overrides if one not in of_deploy)]
+    return Given(of_deploy, own)
+
+
+def run_name(settings: Settings, overrides: Sequence[str]) -> str:
+    """The run.name that was given, else the deployment with the time of the night; "" outside of a deployment."""
+    named = override_keys(one for one in overrides if one.partition("=")[0].strip() == "run.name").get("run.name")
+    if name := settings.name or named:
+        return str(name)
+    start = flow_run.scheduled_start_time
+    return f"{deployment.name}-{start.astimezone():%Y%m%d-%H%M%S}" if deployment.id else ""
+
+
+def named_run(given: Given, recipe: str, settings: Settings) -> Given:
+    """With the run.name of a night, or of a named deploy, if neither recipe nor person gives one."""
+    own = str(deployment.name or "").startswith("nightly") or bool(os.environ.get(console.DEPLOY))
+    if not deployment.id or not own or "run.name" in {**recipe_keys(recipe), **override_keys(given.all)}:
+        return given
+    return replace(given, run=[f"run.name={run_name(settings, given.all)}", *given.run])
+
+
+@contextmanager
+def form_errors(settings: Settings, overrides: Sequence[str]) -> Iterator[None]:
+    """In a deployment's flow run, a refusal speaks of the form, and the flow run gets the name of its run."""
+    try:
+        yield
+    except BadInput as error:
+        if not deployment.id:
+            raise
+        name_flow_run(f"{run_name(settings, overrides)} (refused)")
+        raise BadInput(in_form_words(str(error))) from None
+
+
 def configured(recipe: str, settings: Settings, overrides: Sequence[str]) -> Config:
-    """The configuration of a run; `overrides` take precedence over `settings`. Raises BadInput."""
-    return load_config(recipe, [*settings.overrides(), *overrides])
+    """The configuration of a flow run; see `given_keys`. Raises BadInput."""
+    with form_errors(settings, overrides):
+        given = named_run(given_keys(settings, overrides), recipe, settings)
+        config = load_config(recipe, given.all)
+        given.tell(config, recipe)
+        return config

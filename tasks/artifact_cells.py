@@ -8,9 +8,12 @@ from typing import Any
 
 from engine.errors import clean_line
 
+HASH = re.compile("[0-9a-f]{40,}")
+
 
 def format_cell(value: Any) -> str:  # noqa: ANN401
-    """A value as text: integers and large numbers have thousands separators, other numbers four significant digits."""
+    """A value as text: integers and large numbers have thousands separators, other numbers four significant digits. A
+    hash is cut to its first digits."""
     if value is None or value == {} or value == []:
         return "none"
     if isinstance(value, bool):
@@ -23,7 +26,7 @@ def format_cell(value: Any) -> str:  # noqa: ANN401
         return ", ".join(f"{name}: {format_cell(one)}" for name, one in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(format_cell, value))
-    return str(value)
+    return f"{value[:12]}…" if isinstance(value, str) and HASH.fullmatch(value) else str(value)
 
 
 def table_rows(values: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from engine.errors import clean_text
@@ -39,6 +40,8 @@ class _Output:
         self.unread = False
         """Whether the reader of the output has gone."""
         self.listeners: list[Listener] = []
+        self.mark = ""
+        """What each line begins with, after the time; "" for lines without both."""
 
 
 _output = _Output()
@@ -56,6 +59,8 @@ def say(stage: str, text: str) -> None:
 
 def _print(text: str) -> None:
     _output.last = time.monotonic()
+    if _output.mark:
+        text = f"{time.strftime('%H:%M:%S')} {_output.mark}: {text}"
     if not _output.unread:
         try:
             print(f"{text}\n", end="", flush=True)  # in one write, because another thread may print at the same time
@@ -64,6 +69,11 @@ def _print(text: str) -> None:
             _output.unread = True
     if _output.unread:  # seen now, or earlier in a thread that could not end this process
         raise OutputClosed("nobody reads the output any more")
+
+
+def mark_lines(mark: str) -> None:
+    """Begin each further line with the time and `mark`: in the output of a worker, which mixes those of its runs."""
+    _output.mark = mark
 
 
 def _listen(level: int, text: str) -> None:
@@ -152,3 +162,19 @@ def print_error(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     _output.last = time.monotonic()
     _listen(logging.WARNING if message.startswith("warning: ") else logging.ERROR, message)
+
+
+def own_program(name: str) -> str:
+    """A program of this Python's environment, as a shell in the current folder calls it."""
+    program = Path(sys.executable).with_name(name)
+    return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
+
+
+DEPLOY = "METRONOME_DEPLOY"
+"""Environment variable of a flow run: NAME of the `metronome deploy --name NAME` that made its deployment."""
+
+
+def named_deployment(name: str, deploy: str | None = None) -> str:
+    """The name of a deployment of infra/prefect.yaml as a deploy named it, by default the one of this flow run."""
+    deploy = os.environ.get(DEPLOY, "") if deploy is None else deploy
+    return f"{deploy}-{name}" if deploy else name

@@ -17,12 +17,13 @@ from engine.evaluation.known import done_before
 from engine.run.files import read_json, seal, write_json
 from engine.run.folder import RunFolder
 from tasks.artifact_cells import table_rows
-from tasks.cluster.devices import count_npus, hold_npus
+from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
 from tasks.fenced import run_folder
 from tasks.shown_stages import evaluate_shown
 from tasks.tracking import evaluation_texts
+from tasks.tracking.metric_names import BEST_AT_ONE, SAME_AT_ONE
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -46,7 +47,7 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
         say("evaluate", evaluation_texts.describe_evaluation(row))
     for row in rows:
         description = f"{row['benchmark']}, weight version {weight_version}"
-        create_table_artifact(table_rows(_figures(row)), key="evaluation", description=description)
+        create_table_artifact(table_rows(figures_shown(row)), key="evaluation", description=description)
     return rows[0]
 
 
@@ -54,7 +55,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     """`evaluate` for a flow run that may be restarted, for example because MLflow did not answer.
 
     An evaluation is not repeated if an earlier attempt has completed it, or if the run itself has: a pipeline evaluates
-    its policy before an automation starts this flow. The evaluation holds the NPUs that it needs.
+    its policy before an automation starts this flow. The evaluation holds the devices that it needs.
     """
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
@@ -69,13 +70,16 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
             "sampled; another run.seed or protocol samples again",
         )
         return known[0]
-    with hold_npus(count_npus(config, pool_instances, training=False)):
+    with hold_devices(*count_devices(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)
     write_json(file, seal(row))
     return row
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a row, followed by its protocol. `step` is left out, because it equals the weight version."""
-    how = dict(row["protocol"])
-    return {name: value for name, value in row.items() if name not in ("protocol", "step")} | how
+def figures_shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a row, accuracy first, followed by its protocol; none of them twice: `step` equals the weight
+    version, and at one response per problem pass@k and maj@k equal avg@k."""
+    lead = evaluation_texts.accuracy_with_interval(row)
+    shown = {"protocol", "step", "avg_at_k", "ci_low", "ci_high"}
+    repeated = {*SAME_AT_ONE, *BEST_AT_ONE} if row["samples"] == 1 else set()
+    return lead | {name: value for name, value in row.items() if name not in shown | repeated} | dict(row["protocol"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from engine.config.recipe import find_file
+from engine.config import Config
+from engine.config.recipe import find_file, override_keys
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.evaluation.tables import scores_by_version
 from engine.run.checkpoint_files import (
@@ -36,10 +38,13 @@ WAIT_S = 3600.0
 same checkpoint."""
 
 
-def policy_folder(model: str) -> str:
-    """The folder that `--model` means. A checkpoint is exported first; otherwise as `local_model`."""
+def policy_folder(model: str, overrides: Sequence[str] = ()) -> str:
+    """The folder that `--model` means. A checkpoint is exported first; otherwise as `local_model`, with the run.output
+    of the overrides."""
     checkpoint = find_checkpoint(model)
-    return str(export(checkpoint)) if checkpoint is not None else local_model(model)
+    if checkpoint is not None:
+        return str(export(checkpoint))
+    return local_model(model, str(override_keys(overrides).get("run.output", Config().run.output)))
 
 
 def find_checkpoint(path: str) -> Path | None:

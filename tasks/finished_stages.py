@@ -15,6 +15,11 @@ from engine.run.files import append_line, read_json, read_lines, seal, write_jso
 from engine.run.folder import RunFolder
 from tasks import console
 
+START = "the start of the flow"
+"""Why a flow's first training starts."""
+REGISTER = "register"
+"""Name of the stage that registers the policy."""
+
 Result = TypeVar("Result")
 
 
@@ -149,6 +154,36 @@ def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
         if row["by_hand"] or (row["what"] == what and row["progress"] != here):
             break
     return starts
+
+
+@dataclass(frozen=True)
+class RegisteredPolicy:
+    """What became of a run's policy in MLflow's registry."""
+
+    name: str
+    version: str
+    wins: bool
+    """Whether it became champion."""
+    reason: str
+    """Why it did or did not."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether it became champion, and why."""
+        return f"{'champion' if self.wins else 'not champion'}: {self.reason}"
+
+
+def registered_policy(folder: RunFolder) -> RegisteredPolicy | None:
+    """The result of the stage `register`; None if it is not done. Raises BadInput for a damaged stages.json."""
+    found = Stages(folder).done.get(REGISTER)
+    return None if found is None else RegisteredPolicy(**found)
+
+
+def count_resumes(folder: RunFolder) -> int:
+    """How often the run or its training was started again, by a person or after a crash."""
+    rows = list(read_lines(folder.attempts))
+    flows = sum(row["what"] == "flow" for row in rows)
+    return max(0, flows - 1) + sum(row["what"] == "training" and row["why"] != START for row in rows)
 
 
 def last_end(folder: RunFolder) -> str:

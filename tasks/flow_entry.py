@@ -9,7 +9,7 @@ from pathlib import Path
 from prefect.runtime import deployment, flow_run
 
 from engine.config import Config
-from engine.errors import BadInput
+from engine.errors import BadInput, MetronomeError
 from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
@@ -74,7 +74,11 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
     with locked, timeline_at_end(folder), write_fenced(folder):
         claim_run_id(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
-        count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
+        try:
+            count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
+        except MetronomeError as error:
+            folder.write_failure(error)
+            raise
         if not folder.config.exists():
             _sign(folder)  # before the config, because a folder with a config but no flow run counts as another run's
         begun.write(folder.path)

@@ -279,13 +279,18 @@ def with_model_folder(config: Config) -> Config:
 def with_local_model(config: Config) -> Config:
     """The config with `model.path` as a folder of the hub's cache if it is a name on the Hugging Face hub, else
     unchanged. Raises BadInput like `fetch_model`."""
-    model = config.model.model_copy(update={"path": local_model(config.model.path)})
+    model = config.model.model_copy(update={"path": local_model(config.model.path, config.run.output)})
     return config.model_copy(update={"model": model})
 
 
-def local_model(path: str) -> str:
-    """The folder in the hub's cache if a path is the name of a model on the Hugging Face hub, else the path. Shows a
-    download and raises BadInput like `fetch_model`."""
+def local_model(path: str, output: str) -> str:
+    """The folder in the hub's cache if a path is the name of a model on the Hugging Face hub; the folder of a
+    registered model (`registered_folder`) in `output`; else the path. Shows a download and raises BadInput
+    like `fetch_model`."""
+    if path.startswith("models:/"):
+        from tasks.tracking.registered_policies import registered_folder  # MLflow takes seconds to load
+
+        return registered_folder(path, output)
     if not is_model_name(path):
         return path
     download = Download()

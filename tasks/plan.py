@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from engine.config import Config
+from engine.config.keys import flatten_keys, nest_keys
+from engine.config.recipe import HOME
 from engine.errors import BadInput
-from engine.run.folder import dump_config
+from engine.run.files import write_atomically
+from engine.run.limits import checkpoints_to_come, growth_to_come
+from engine.run.progress import format_size
+from engine.run.sizes import total_parameters
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import read_run
@@ -25,6 +34,8 @@ SHOWN = 8
 """Number of settings in the table."""
 TUNED = 3
 """Number of settings that --autotune runs."""
+OWN_KEYS = ("run.name", "run.seed", "run.dry")
+"""Keys of a single run, which a recipe that --out writes does not have: it is for tonight and for tomorrow."""
 NOISE = 1.01
 """Ratios of step times below this count as equal."""
 
@@ -46,6 +57,7 @@ def make_plan(
     DEVICES, which replaces the recipe's platform and memory, or empty. lengths: "MEAN,P99" tokens of a response, used
     without runs. autotune: run the best few for some steps each, and take the fastest. Raises BadInput.
     """
+    given = config
     if kind and kind not in DEVICES:
         raise BadInput(f"--device {kind}: unknown; known are {', '.join(DEVICES)}")
     device = DEVICES.get(kind)
@@ -65,7 +77,7 @@ def make_plan(
     _print(plan, changes)
     best = _tuned(config, plan) if autotune else plan.best[0]
     if out is not None:
-        dump_config(best.candidate.config, out)
+        write_atomically(out, _recipe(given, plan, best))
         console.print_page(f"recipe: {out}")
     if page is not None:
         console.print_page(f"page: {pages.write_plan(plan, best, changes, page)}")
@@ -99,6 +111,64 @@ def _run(config: Config, keys: dict[str, Any], name: str) -> Config:
         run_training(made)
         say(f"{measured_step_s(made):.3g} s a step: {settings}")
     return made
+
+
+def _recipe(given: Config, plan: Planned, best: Ranked) -> str:
+    """The text of a recipe with the keys of a setting that differ from the defaults, each with its reason. `given`: the
+    settings that were planned."""
+    flat = flatten_keys(best.candidate.config.model_dump(mode="json", exclude_none=True, exclude_defaults=True))
+    flat = {key: _portable(value) for key, value in flat.items() if key not in OWN_KEYS}
+    flat |= {key: attrgetter(key)(best.candidate.config) for key in best.candidate.changes}  # also back to a default
+    faster = plan.today.step_s / best.step_s
+    lines = [
+        f"# By metronome plan: predicted {best.step_s:.3g} s a step, {faster:.2f} times as fast as the recipe,",
+        f"# on {best.devices} devices, bound by {best.simulated.bound_by}. Each run gets a name of its own.",
+    ]
+    table = ""
+    for line in tomli_w.dumps(nest_keys(flat, "the plan")).splitlines():
+        if header := re.fullmatch(r"\[([\w.-]+)\]", line):
+            table = f"{header[1]}."
+        if key := re.match(r"[\w-]+(?= = )", line):
+            lines.append(f"# {_reason(table + key[0], given, best)}")
+        lines.append(line)
+    return "\n".join([*lines, ""])
+
+
+def _reason(key: str, given: Config, best: Ranked) -> str:
+    if key in best.candidate.changes:
+        return f"planned; the recipe has {json.dumps(attrgetter(key)(given))}"
+    if key in ("platform.device", "platform.memory_gib") and attrgetter(key)(given) != attrgetter(key)(
+        best.candidate.config
+    ):
+        return "of the device that is planned for (--device)"
+    return "as the recipe"
+
+
+def _portable(value: Any) -> Any:  # noqa: ANN401
+    """Paths of files that ship, as recipes write them: found from any folder, on any machine."""
+    if isinstance(value, list):
+        return [_portable(one) for one in value]
+    return value.removeprefix(f"{HOME}/") if isinstance(value, str) else value
+
+
+def _whole_run(plan: Planned, changes: Sequence[Sensitivity]) -> Iterator[list[str]]:
+    """The rows of a table of the whole run: of the recipe as it is, and of the best setting."""
+    yield ["the whole run", "hours", "from", "to", "device-hours", "checkpoints", "other files"]
+    for name, one, field in (
+        ("the recipe as it is", plan.today, "today"),
+        ("the best setting", plan.best[0], "chosen"),
+    ):
+        config = one.candidate.config
+        seconds = [one.step_s, *(getattr(change, field).step_s for change in changes)]
+        hours = [step * config.train.steps / 3600 for step in (one.step_s, min(seconds), max(seconds))]
+        count, each = checkpoints_to_come(config, total_parameters(plan.model.shape))
+        yield [
+            name,
+            *(f"{each_h:.3g}" for each_h in hours),
+            f"{hours[0] * one.devices:.3g}",
+            format_size(round(count * each)),
+            f"at most {format_size(round(growth_to_come(config)))}",
+        ]
 
 
 def _lengths(text: str, config: Config) -> Lengths:
@@ -141,4 +211,6 @@ def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
         for one in changes
     ]
     console.print_page(align_columns(other))
+    console.print_page(f"\n{align_columns(list(_whole_run(plan, changes)))}")
+    console.print_page("without start and evaluations; from and to: under the other conditions above")
     console.print_table("Assumptions", plan.model.assumptions)

@@ -1,77 +1,105 @@
-"""Deletes what nothing needs any more from run folders, and from the policies downloaded beside them."""
+"""Deletes what nothing needs any more: parts of run folders, policies downloaded beside them, and whole old runs."""
 
 from __future__ import annotations
 
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from engine.errors import BadInput
 from engine.evaluation.tables import old_tables
-from engine.run.checkpoint_files import fault_of
+from engine.run.checkpoint_files import DAMAGED, fault_of, latest_checkpoint
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import check_not_held, hold_lock
 from engine.run.progress import folder_size, format_size
-from engine.run.served_model import EXPORTED
+from engine.run.served_model import EXPORTED, IN_USE, MODELS, use_lock
 from engine.run.trace import cut_spans
 from engine.wire import record
 from tasks.compare import align_columns
 from tasks.console import print_error
 from tasks.export import is_exported
+from tasks.old_runs import YOUNG_S, Removable, Retention, find_old
 
-YOUNG_S = 3600.0
-"""A temporary file or a download that changed so few seconds ago may be in use."""
 PLACES = ("", "checkpoints", EXPORTED, "evaluations", "logs", "responses", "trace")
 """Folders of a run folder in which a killed process may leave something half written."""
 
 
-@dataclass(frozen=True)
-class Removable:
-    """Something that can go."""
-
-    path: Path
-    why: str
-    size: int
-    """In bytes."""
-    remove: Callable[[], None]
-
-
-def prune(runs: Sequence[Path], keep_steps: int, records: bool, apply: bool) -> str:
+def prune(
+    runs: Sequence[Path],
+    keep_steps: int,
+    records: bool,
+    apply: bool,
+    rule: Retention = Retention(),  # noqa: B008
+) -> str:
     """Find what can go in run folders and among the policies downloaded beside them, and delete it if `apply`. Return a
-    table of it. A run that a process writes now is reported and left as it is.
+    table of it. A run that a process writes or reads now is reported and left as it is.
 
-    `keep_steps`: number of newest steps whose spans, samples and tables stay. `records`: also the records of finished
-    runs. Raises BadInput, before anything is deleted, if a folder is no run folder, or if a config beside it is
-    damaged.
+    `runs`: run folders, or folders of them. `keep_steps`: number of newest steps whose spans, samples and tables stay.
+    `records`: also the records of finished runs. `rule`: which whole runs stay; the others go, with what they left
+    elsewhere (`tasks.old_runs`). Raises BadInput, before anything is deleted, if a folder is no run folder, if a config
+    beside it is damaged, or if a server that is needed does not answer.
     """
-    folders = [RunFolder(run.resolve()) for run in runs]
-    if wrong := [str(folder.path) for folder in folders if not folder.config.is_file()]:
-        raise BadInput(f"{wrong[0]}: no config.toml there, so it is not a run folder")
+    folders = list(_run_folders(runs))
     outputs = dict.fromkeys(folder.path.parent for folder in folders)
-    models = [model for output in outputs for model in _models_of_runs(output)]
-    found = [one for output in outputs for one in _downloads(output, models)]
-    _remove(found if apply else ())
+    for output in outputs:
+        list(_models_of_runs(output))  # a damaged config is refused first
+    old = find_old(folders, rule, print_error) if rule else {}
+    found = []
     for folder in folders:
+        whole = folder.path in old
+        models = list(_models_of_runs(folder.path.parent, old))
         try:
             with ExitStack() as held:
-                for lock in (folder.lock, folder.orchestrator_lock, folder.path / EXPORTED / ".lock"):
+                for lock in _locks(folder, whole):
                     if not apply:
                         check_not_held(lock, f"run folder {folder.path}")
                     elif lock.parent.is_dir():
                         held.enter_context(hold_lock(lock, f"run folder {folder.path}", 0.0))
-                own = list(_of_run(folder, keep_steps, records, models))
+                own = old[folder.path] if whole else list(_of_run(folder, keep_steps, records, models))
                 _remove(own if apply else ())
         except BadInput as error:
             print_error(f"warning: {error}. It is left as it is")
+            old.pop(folder.path, None)
             continue
         found += own
-    return _table(found, apply)
+    for output in outputs:
+        downloads = list(_downloads(output, list(_models_of_runs(output, old))))
+        _remove(downloads if apply else ())
+        found += downloads
+    return "\n".join([_table(found, apply), *_hub_cache()])
+
+
+def _run_folders(given: Sequence[Path]) -> Iterator[RunFolder]:
+    for place in dict.fromkeys(path.resolve() for path in given):
+        folder = RunFolder(place)
+        inside = [] if folder.config.is_file() else sorted(place.glob("*/config.toml"))
+        if not inside and not folder.config.is_file():
+            raise BadInput(f"{place}: neither a run folder (it has no config.toml) nor a folder of run folders")
+        yield from (RunFolder(config.parent) for config in inside) if inside else [folder]
+
+
+def _locks(folder: RunFolder, whole: bool) -> Iterator[Path]:
+    """What those hold who write the run or, for a run that goes as a whole, who read its policies."""
+    yield from (folder.lock, folder.orchestrator_lock, folder.path / EXPORTED / ".lock")
+    if whole:
+        yield from (path for place in ("", EXPORTED) for path in (folder.path / place).glob(f".*{IN_USE}"))
+
+
+def _hub_cache() -> list[str]:
+    """A line with the size of the models and data that came from the hub; none if there is no cache."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        found = scan_cache_dir()
+    except (CacheNotFound, ValueError):
+        return []
+    note = "shared with other programs, so it stays: hf cache ls and hf cache rm"
+    return [f"the hub's cache has {format_size(found.size_on_disk)} ({note})"] if found.repos else []
 
 
 def _remove(found: Sequence[Removable]) -> None:
@@ -83,7 +111,7 @@ def _table(found: Sequence[Removable], applied: bool) -> str:
     if not found:
         return "nothing can go"
     total = format_size(sum(one.size for one in found))
-    rows = [[format_size(one.size), str(one.path), one.why] for one in found]
+    rows = [[format_size(one.size) if one.size else "", str(one.path), one.why] for one in found]
     end = f"{total} deleted" if applied else f"{total} in all; with --yes it is deleted"
     return f"{align_columns(rows)}\n{end}"
 
@@ -106,6 +134,12 @@ def _of_run(folder: RunFolder, keep_steps: int, records: bool, models: Sequence[
         whole = path.parent == folder.checkpoints and fault_of(path) is None
         if _is_old(path) and not whole:
             yield from _together(path, [path], "left by a process that was killed")
+    newest_whole = latest_checkpoint(folder.checkpoints)
+    aside = [path for path in sorted(folder.checkpoints.glob(f"{DAMAGED}*")) if newest_whole and _is_old(path)]
+    yield from _together(folder.checkpoints, aside, "damaged checkpoint; a whole one is there")
+    profile = folder.path / "profile"
+    if profile.is_dir() and _is_old(profile):
+        yield from _together(profile, [profile], "profile (train.profile)")
     file = folder.path / record.FILE
     if records and file.is_file() and folder.policy.is_dir() and newest + 1 >= folder.read_config().train.steps:
         yield from _together(file, [file], "record of a finished run, which can't be replayed or prolonged then")
@@ -129,14 +163,22 @@ def _together(place: Path, paths: Sequence[Path], why: str) -> Iterator[Removabl
 
 def _downloads(output: Path, models: Sequence[Path]) -> Iterator[Removable]:
     """The policies that were fetched from the registry, and from which no run in `output` started."""
-    for path in sorted((output / "models").glob("*")):
-        if _is_old(path) and not _is_model(path, models):
-            yield from _together(path, [path], "download from the registry that is no run's model.path here")
+    for path in sorted((output / MODELS).glob("*")):
+        if path.name.endswith(IN_USE) or not _is_old(path) or _is_model(path, models):
+            continue
+        try:
+            check_not_held(use_lock(path), f"model {path}")
+        except BadInput as error:
+            print_error(f"warning: {error}. It is left as it is")
+            continue
+        yield from _together(path, [path], "download from the registry that is no run's model.path here")
 
 
-def _models_of_runs(output: Path) -> Iterator[Path]:
-    """model.path of every run in a folder of runs."""
+def _models_of_runs(output: Path, without: Collection[Path] = ()) -> Iterator[Path]:
+    """model.path of every run in a folder of runs, but those `without` which it is asked."""
     for config in output.glob("*/config.toml"):
+        if config.parent in without:
+            continue
         try:
             yield Path(tomllib.loads(config.read_text())["model"]["path"])
         except (ValueError, KeyError, TypeError):

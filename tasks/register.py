@@ -14,6 +14,7 @@ from engine.run.folder import RunFolder
 from engine.run.run_inputs import check_registered
 from tasks.artifact_cells import code_span, markdown_text
 from tasks.console import say
+from tasks.finished_stages import RegisteredPolicy
 from tasks.tracking import tracked_run
 from tasks.tracking.champion_alias import update_champion
 from tasks.tracking.registered_policies import CHAMPION
@@ -21,8 +22,8 @@ from tasks.tracking.retry import retry_while_away
 
 
 @task(name="register", cache_policy=NO_CACHE)
-def register(name: str, policy: Path, accept: Sequence[Accepted] = ()) -> str:
-    """Store the policy's folder in the active MLflow run and register it with its lineage; returns the version.
+def register(name: str, policy: Path, accept: Sequence[Accepted] = ()) -> RegisteredPolicy:
+    """Store the policy's folder in the active MLflow run and register it with its lineage.
 
     A repeated call continues where the first was interrupted. `policy`: the folder `policy/` of a run folder, whose
     config and evaluations are read. `accept`: as run.accept. Raises TrackingAway, and BadInput if the base model or the
@@ -39,4 +40,4 @@ def register(name: str, policy: Path, accept: Sequence[Accepted] = ()) -> str:
     create_markdown_artifact(
         text + markdown_text(verdict.reason), key="registered-model", description="In MLflow's registry"
     )
-    return version
+    return RegisteredPolicy(name, version, verdict.wins, verdict.reason)

@@ -49,21 +49,23 @@ def identifying_keys(config: Config) -> list[str]:
     return [f"run.name={json.dumps(config.run.name)}", f"run.output={json.dumps(config.run.output)}"]
 
 
-def find_resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
-    """Find the run that a command with `--resume` means. `given`: the keys of the command, KEY=VALUE each.
+def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] = ()) -> Resumed:
+    """Find the run that a command with `--resume` means. `given`: the keys of the command, KEY=VALUE each;
+    `below`: those of its deploy, which say where the run is but do not change it.
 
     `recipe`: the recipe that the command names, if any. It only says where the run is; a value in it that differs from
     the run's is reported and ignored. If the run folder is lost but `checkpoint.path` has its checkpoints, the recipe
     counts. Raises BadInput if there is no such run, or if a key cannot change.
     """
     keys = override_keys(given)
-    named = {**recipe_keys(recipe), **keys} if recipe and not keys.keys() >= set(PLACE) else keys
+    named = {**override_keys(below), **keys}
+    named = {**recipe_keys(recipe), **named} if recipe and not named.keys() >= set(PLACE) else named
     place = load_config(None, [f"{key}={json.dumps(named[key])}" for key in PLACE if key in named])
     if not named.get("run.name"):
         raise BadInput(_which(Path(place.run.output)))
     folder = RunFolder(place.folder)
     if not folder.config.exists():
-        return _without_folder(recipe, given, place)
+        return _without_folder(recipe, [*below, *given], place)
     own = folder.read_config()
     config = load_config(folder.config, [one for one in given if one.partition("=")[0].strip() not in PLACE])
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})

@@ -9,6 +9,7 @@ from engine.config import Config
 from engine.orchestrator import standalone_evaluation as evaluation
 from engine.orchestrator.run_events import RunEvents
 from engine.run.folder import RunFolder
+from engine.run.served_model import in_use
 from engine.types import JsonObject
 from tasks.console import StepLines, say
 from tasks.fenced import run_folder
@@ -46,7 +47,7 @@ def evaluate_shown(
     `engine.orchestrator.standalone_evaluation.evaluate_model`."""
     instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)
     progress = evaluation.EvaluationProgress(instances, notices=RunEvents(say, trained=False))
-    with show_progress("evaluate", progress.progress):
+    with in_use(model), show_progress("evaluate", progress.progress):
         return evaluation.evaluate_model(
             config=config,
             model=model,

@@ -36,7 +36,7 @@ from engine.run.folder import RunFolder
 from tasks.artifact_cells import markdown_table
 from tasks.console import format_duration, say
 from tasks.fenced import run_folder
-from tasks.finished_stages import count_attempt, last_end
+from tasks.finished_stages import START, count_attempt, last_end
 from tasks.shown_stages import train_shown
 
 UPDATE_S = 10.0
@@ -162,7 +162,7 @@ def train(config: Config, resume: bool = False) -> int:
     folder = run_folder(config)
     told = folder.last_failure()
     again = (task_run.run_count or 1) > 1
-    why = last_end(folder) if again else "the start of the flow"
+    why = last_end(folder) if again else START
     starts = count_attempt(folder, "training", config.run.resumes, why)
     if again:
         pause_s = pause_before_resume(told, starts)

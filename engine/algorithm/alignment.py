@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-LOW = 0.05
+LOW = 0.1
 HIGH = 0.3
-"""Default thresholds (c_low, c_high). Unconfirmed: our copy of the paper lacks the values. The shares of steps in its
-Table 3 imply a c_low near 0.1 (docs/algorithms.md)."""
+"""Default thresholds (c_low, c_high). Our copy of the paper lacks the values. Its Table 3 puts c_low between 0.092 and
+0.128 (docs/algorithms.md); c_high is unconfirmed."""
 
 WARM_UP = 10
 """Number of cosines from which "auto" thresholds are computed. Until then every update is made."""

@@ -13,8 +13,8 @@ class Evaluate(Table):
     """How a model is evaluated on benchmarks."""
 
     benchmark: str = ""
-    """Benchmarks: names (aime24, aime25, amc, math500, minerva, olympiadbench) or problem files, several as a list or
-    separated by commas. The first decides on the champion. Empty: the problems of data.heldout."""
+    """Benchmarks: names (aime24, aime25, amc, amc24, math500, minerva, olympiadbench) or problem files, several as a
+    list or separated by commas. The first decides on the champion. Empty: the problems of data.heldout."""
     folder: str = ""
     """Folder with the benchmarks that are given by name. Empty: the folders of data.train and data.heldout. A benchmark
     that is not there is read from the Hugging Face hub."""

@@ -210,6 +210,14 @@ def _check_updates(config: Tree) -> None:
         )
 
 
+def _check_learning_rate(config: Tree) -> None:
+    low = config.train.min_learning_rate
+    if low > config.train.learning_rate:
+        raise ValueError(
+            f"train.min_learning_rate ({low:g}) must be at most train.learning_rate ({config.train.learning_rate:g})"
+        )
+
+
 def _check_warmup(config: Tree) -> None:
     train = config.train
     updates = train.steps * train.updates
@@ -476,7 +484,8 @@ def _check_store(config: Tree) -> None:
 
 RULES: tuple[Callable[[Tree], None], ...] = (
     _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_profile,
-    _check_early_scores, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial, _check_ratio,
+    _check_learning_rate, _check_early_scores, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial,
+    _check_ratio,
     _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_store,
     check_no_password,
 )  # fmt: skip

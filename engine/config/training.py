@@ -67,7 +67,10 @@ class Train(Table):
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
     3e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at the run's last update."""
+    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to min_learning_rate at the
+    run's last update."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of a schedule that falls; at most learning_rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer if the
     schedule then falls. 0: no warm-up."""
@@ -75,6 +78,8 @@ class Train(Table):
     """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's ε, in the denominator of its update."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest norm of an update's whole gradient. A gradient above it is scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -205,12 +210,12 @@ class Algorithm(Table):
     gradient_control: Literal["none", "measure", "gac"] | Own = "none"
     """What is done about the cosine between the gradients of consecutive steps. "measure" reports it, "gac" bounds it
     (GAC, Algorithm 1); both keep one copy of the gradient. A function of your own is "file.py:function"."""
-    gac_low: Threshold = 0.05
+    gac_low: Threshold = 0.1
     """Absolute cosine up to which GAC makes an update as it is. Above it, up to gac_high, the gradient is turned until
     its absolute cosine is gac_low. "auto": taken from the run's first steps (modes "sync" and "periodic")."""
     gac_high: Threshold = 0.3
-    """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The defaults of
-    both are unconfirmed: our copy of the paper lacks its values."""
+    """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The default is
+    unconfirmed: our copy of the paper lacks its values."""
     gac_skips: PositiveInt | Literal["staleness"] = "staleness"
     """Largest number of updates that GAC skips in a row; the next one is made, turned as below gac_high. "staleness":
     train.max_staleness, which is 1 in modes without it. After that many skips the weights have not changed for as long

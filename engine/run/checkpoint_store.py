@@ -216,6 +216,36 @@ def prune_published(place: str, last: int, best: int, scores: Scores, run: str =
             _abort_uploads(store, root, newest)
 
 
+def published_size(place: str, run: str) -> int:
+    """Bytes of a run's checkpoints in a place, with those that were set aside. Raises CheckpointError."""
+    with _named(f"looking for checkpoints in {place}"):
+        store, root = _open(place)
+        store.invalidate_cache()
+        return sum(sum(_sizes(store, f"{root}/{name}").values()) for name in _own(store, root, run))
+
+
+def delete_published(place: str, run: str) -> None:
+    """Delete all checkpoints of a run in a place, with those that were set aside, each marker last: a repeated call
+    finds what an interrupted one has left. Raises CheckpointError."""
+    with _named(f"deleting the checkpoints in {place}"):
+        store, root = _open(place)
+        store.invalidate_cache()
+        for name in _own(store, root, run):
+            files = sorted(_sizes(store, f"{root}/{name}"), key=lambda file: file == MARKER)
+            for file in files:
+                store.rm_file(f"{root}/{name}/{file}")
+            if isinstance(store, LocalFileSystem):
+                store.rm(f"{root}/{name}", recursive=True)
+
+
+def _own(store: Any, root: str, run: str) -> list[str]:  # noqa: ANN401
+    """Names of the folders in a place whose marker has the run's number."""
+    tops = {name.partition("/")[0] for name in _sizes(store, root) if "/" in name}
+    names = sorted(name for name in tops if name.startswith(("step-", f"{DAMAGED}step-")))
+    markers = {name: _marker(store, f"{root}/{name}") for name in names}
+    return [name for name, marker in markers.items() if marker is not None and marker["run"] == run]
+
+
 def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
     """Abort the unfinished multipart uploads of checkpoints up to the newest. No file listing shows their parts."""
     bucket, _, folder = root.partition("/")

@@ -3,11 +3,12 @@
 `python -m engine.run.guard PROGRAM ARGUMENT...`
 
 Servers and workers of other projects outlive a killed parent. The guard leads their process group, watches the lifeline
-(engine.run.process) and returns the program's exit status.
+(engine.run.process) and ends as the program did: with its exit status, or by its signal.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,12 +23,17 @@ def guarded_command(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    """Run the program to its end. Return its exit status, or 128 + number for a signal."""
+    """Run the program to its end. Return its exit status, or die of the signal of which it died, so that the parent can
+    name it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # the program gets the signal as well; the guard ends after it
     watch_lifeline()
     code = subprocess.Popen(sys.argv[1:]).wait()
-    return code if code >= 0 else 128 - code
+    if code < 0:
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return abs(code)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,23 @@ def hold_lock(
         os.close(descriptor)
 
 
+@contextmanager
+def share_lock(file: Path, what: str) -> Iterator[None]:
+    """Hold the lock file during the body together with others that share it, so that `hold_lock` is refused. Does
+    nothing in a folder where this user may not write. Raises BadInput if a process holds the lock alone."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        if not _try(descriptor, fcntl.LOCK_SH):
+            raise BadInput(f"{what} is in use by {_holder(descriptor)}; wait for its end")
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def check_not_held(file: Path, what: str) -> None:
     """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. Writes nothing."""
     if not file.exists():
@@ -99,9 +116,9 @@ def _holder(descriptor: int) -> str:
     return written or "another process"
 
 
-def _try(descriptor: int) -> bool:
+def _try(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

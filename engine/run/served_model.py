@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypedDict
 
@@ -12,12 +13,17 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.checkpoint_files import all_complete, latest_checkpoint, step_of
 from engine.run.files import read_json, read_lines
-from engine.run.folder import RunFolder
+from engine.run.folder import CONFIG, RunFolder
+from engine.run.lock import share_lock
 
 ORIGIN = "checkpoint.json"
 """File in a folder that was exported from a checkpoint: its path, its id and its weight version."""
 EXPORTED = "exported"
 """Folder in a run folder with the policies of its checkpoints, by their names."""
+MODELS = "models"
+"""Folder in `run.output` with the policies that were downloaded from the registry."""
+IN_USE = ".in-use"
+"""End of the names of locks on models."""
 CONTEXT = 4096
 """Largest number of tokens of prompt and response together, unless a recipe sets it. More would take memory that few
 need."""
@@ -73,6 +79,19 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
             "Face folder, or owner/name on the hub (where no folder `owner` is here)"
         )
     return place, run if run.config.is_file() else None
+
+
+def in_use(model: Path) -> AbstractContextManager[None]:
+    """Hold a model's folder during the body, shared with others, so that `metronome prune` leaves it. Models that are
+    neither a run's nor a download are not held: nothing deletes them."""
+    model = model.resolve()
+    ours = (model.parent / CONFIG).is_file() or model.parent.name in (EXPORTED, MODELS)
+    return share_lock(use_lock(model), f"model {model}") if ours else nullcontext()
+
+
+def use_lock(model: Path) -> Path:
+    """The file that `in_use` locks, beside the model's folder."""
+    return model.with_name(f".{model.name}{IN_USE}")
 
 
 def _run_of(place: Path) -> Path:

@@ -13,7 +13,7 @@ import msgspec
 
 from engine.schedule import response_staleness
 from engine.trainer.micro_batches import trained_tokens
-from engine.types import Group, OptionalFigures, TrainingFigures
+from engine.types import Group, LengthSpread, OptionalFigures, TrainingFigures
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
@@ -135,6 +135,7 @@ class StepMetrics:
             "reward_mean": mean,
             "reward_std": deviation,
             "response_length_mean": sum(self.lengths) / count,
+            **_spread(self.lengths),
             "truncated": self.truncated,
             "reward_timeouts": self.statuses.count("timeout"),
             "reward_errors": self.statuses.count("error"),
@@ -205,6 +206,17 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     count = max(1, len(values))
     mean = sum(values) / count
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / count)
+
+
+def _spread(lengths: Sequence[int]) -> LengthSpread:
+    """Return the figures of the spread of responses' lengths, in tokens; zeros without a response."""
+    ordered = sorted(lengths)
+    longest = ordered[len(ordered) - math.ceil(len(ordered) / 10) :]
+    return {
+        "response_length_p90": ordered[math.ceil(0.9 * len(ordered)) - 1] if ordered else 0,
+        "response_length_max": ordered[-1] if ordered else 0,
+        "response_length_tail": sum(longest) / max(1, sum(ordered)),
+    }
 
 
 def _largest_or_nan(values: Iterable[float]) -> float:

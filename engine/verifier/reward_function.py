@@ -75,9 +75,9 @@ def check_built_in(functions: Sequence[RewardFunction]) -> None:
             score = function.call(_prompt(answer), _response(text))
             if score.value != 1.0:
                 raise BadInput(
-                    f'the verifier "{function.spec}" scores {text!r} {score.value:g} for the answer {answer!r}; expected '
-                    f"1: it can't work here. Check the versions of math-verify, latex2sympy2_extended and SymPy "
-                    f"(constraints.txt) and the memory limits of this machine"
+                    f'the verifier "{function.spec}" scores {text!r} {score.value:g} for the answer {answer!r}; '
+                    f"expected 1: it can't work here. Check the versions of math-verify, latex2sympy2_extended and "
+                    f"SymPy (constraints.txt) and the memory limits of this machine"
                 )
 
 

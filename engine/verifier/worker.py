@@ -46,8 +46,8 @@ from engine.wire.verifier_messages import (
 )
 
 MEMORY = 512 * 2**20
-"""Limit in bytes of the address space that the built-in verifiers take after they are loaded, so that a response such as
-9^{9^{9}} can't use up the host's memory."""
+"""Limit in bytes of the address space that the built-in verifiers take after they are loaded, so that a response such
+as 9^{9^{9}} can't use up the host's memory."""
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite number in fp32."""

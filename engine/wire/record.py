@@ -23,7 +23,8 @@ from engine.wire.messages import EarlyResponses, Window
 PLAN = (
     "model.dtype", "model.head_dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature",
     "train.prompts_per_step",
-    "train.updates", "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps",
+    "train.updates", "train.micro_batch_tokens", "train.learning_rate", "train.schedule",
+    "train.min_learning_rate", "train.epsilon", "train.warmup_steps",
     "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.router_dtype", "train.recompute",
     "train.distributed_optimizer", "algorithm", "attention", "parallel", "stages",
 )  # fmt: skip

@@ -1,12 +1,16 @@
-"""Creates work pools, the limit on NPUs, deployments with schedules, and automations on the Prefect server.
+"""Creates work pools, limits on devices, deployments with schedules, and automations on the Prefect server.
 
-A repeated deploy updates all of them; nothing is created twice. Work pools have the base job templates of infra/pools,
+A repeated deploy updates all of them; nothing is created twice. Everything that a person can get wrong is checked
+before the server is changed. Work pools have the base job templates of infra/pools,
 with the defaults of pools.toml and of the user's own file.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,17 +25,21 @@ import httpx
 import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import TypeAdapter, ValidationError
 
 from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
-from engine.errors import BadInput, MetronomeError
+from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
-from tasks.cluster import watchdog
+from tasks.cluster import alerts, watchdog
 from tasks.cluster.deployment_form import show_recipe
-from tasks.cluster.devices import LIMIT
+from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS
+from tasks.cluster.prefect_api import CLIENT_AUTH
+from tasks.console import DEPLOY, named_deployment, own_program
 
 POOLS = HOME / "infra/pools"
 """Folder of the templates and the list of pools."""
@@ -129,6 +137,12 @@ DEPLOY_S = 300.0
 """Time limit of `prefect deploy` in seconds; it takes 2 s on an idle machine."""
 
 
+FLOWS = {"pipeline": "metronome"}
+"""Names of flows that differ from the function's."""
+NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}"
+"""Values of --name."""
+ADDRESSES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL")
+"""Variables that flow runs get from the shell that deploys."""
 NIGHTLY_TRAINING = "0 22 * * *"
 NIGHTLY_EVALUATION = "0 6 * * *"
 """Cron lines of --schedule."""
@@ -138,6 +152,8 @@ NIGHTLY_EVALUATION = "0 6 * * *"
 class Choices:
     """The options of a deploy, in addition to the recipe."""
 
+    name: str = ""
+    """Beginning of the names of these deployments, for several recipes or teams on one server."""
     pool: str = "cpu"
     """Work pool of all training and evaluation."""
     rollout_pool: str = "cpu"
@@ -150,38 +166,60 @@ class Choices:
     """Cron line of the nightly evaluation; empty: no schedule."""
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
+    cuda_devices: int = 0
+    """The same of the limit cuda-devices."""
+    cpu_slots: int = 0
+    """The same of the limit cpu-slots."""
     on_rollout_pool: int = 0
     """Default number of instances that a training or an evaluation takes from the rollout pool, including scheduled
     ones."""
     pools: Path | None = None
     """A list of work pools in addition to that of infra/pools."""
+    notify: str = ""
+    """Address of a webhook for messages about runs; empty: alerts stay as they are; "off": there are none."""
+    notify_format: str = ""
+    """Format of the messages; empty: that of the address's host."""
+    notify_wait: float = alerts.WAIT_MINUTES
+    """Minutes that a run may wait for a worker without a message."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Slots by limit."""
+        return {NPUS: self.npus, CUDA_DEVICES: self.cuda_devices, CPU_SLOTS: self.cpu_slots}
 
 
 def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
-    """Update the server that PREFECT_API_URL names; returns rows for the console. Raises BadInput, MetronomeError."""
+    """Update the server that PREFECT_API_URL names; returns rows for the console, with the schedules that the server
+    then has. Raises BadInput before anything is changed, MetronomeError."""
     tree = read_deployments(recipe, overrides, choices)
     pools = sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     known = read_pools(choices.pools)
     templates = {name: read_template(name, known) for name in pools}
+    config = load_config(recipe, list(overrides))
     server = _server()
     _make_pools(templates)
-    if choices.npus:
-        with get_client(sync_client=True) as client:
-            client.upsert_global_concurrency_limit_by_name(LIMIT, choices.npus)
+    with get_client(sync_client=True) as client:
+        for limit, slots in choices.limits.items():
+            if slots:
+                client.upsert_global_concurrency_limit_by_name(limit, slots)
     _deploy(tree)
-    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load_config(recipe, list(overrides)))
+    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
+    rows = {one["name"]: _row(one) for one in tree["deployments"]}
     watched = watchdog.install_automations()
+    if choices.notify:
+        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
-        **{one["name"]: _row(one) for one in tree["deployments"]},
+        **rows,
         "automations": ", ".join([*_triggers(tree), *watched]),
-        "start a worker": " and ".join(f"prefect worker start --pool {name}" for name in pools),
+        "start a worker": " and ".join(_worker_command(name, templates[name][0], choices) for name in pools),
     }
 
 
 def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:
-    """The content of infra/prefect.yaml, with recipe, pools and schedules filled in."""
+    """The content of infra/prefect.yaml, with name, recipe, pools, schedules and the addresses of this shell's servers
+    filled in. Raises BadInput."""
     _check(choices)
     tree: JsonObject = yaml.safe_load(FILE.read_text())
     crons = {"nightly": choices.training, "nightly-evaluation": choices.evaluation}
@@ -200,32 +238,87 @@ def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) ->
             one["schedules"] = (
                 [schedule | {"cron": crons[name], "timezone": choices.timezone, "active": True}] if crons[name] else []
             )
+        one["work_pool"]["job_variables"] = {"env": _worker_environment(choices, one["work_pool"]["name"])}
+        if choices.name:
+            _rename(one, choices.name)
     return tree
 
 
+def _rename(one: JsonObject, name: str) -> None:
+    """Make a deployment one of `--name`: its name, its tag, and the events of its own trainings only."""
+    one["name"] = named_deployment(one["name"], name)
+    one["tags"] = [*one["tags"], name]
+    for trigger in one.get("triggers", ()):
+        trigger["name"] += f" ({name})"
+        trigger["match"]["metronome.evaluation"] = one["name"]
+
+
+def _worker_environment(choices: Choices, pool: str) -> dict[str, str]:
+    """What flow runs of a deployment need of this shell: addresses, and no secrets, which Prefect would show in clear.
+    The pool's own variables count before it. Pods do not see this machine's loopback."""
+    own = read_pools(choices.pools)
+    known = own[pool].variables.get("env", {}) if pool in own else {}
+    env = {DEPLOY: choices.name} if choices.name else {}
+    for key in ADDRESSES:
+        value = os.environ.get(key, "")
+        local = re.match(r"https?://(localhost|127\.|\[::1\])", value)
+        pods = pool in own and read_template(pool, own)[0] == "kubernetes"
+        plain = value.startswith(("http://", "https://")) and without_password(value) == value
+        if plain and key not in known and not (local and pods):
+            env[key] = value
+    return env
+
+
 def _check(choices: Choices) -> None:
+    if choices.name and not re.fullmatch(NAME, choices.name):
+        raise BadInput(f"--name {choices.name}: expected letters, digits, - and _, beginning with a letter or digit")
     try:
         ZoneInfo(choices.timezone)
     except (ZoneInfoNotFoundError, ValueError):
         raise BadInput(
             f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
         ) from None
-    for option, count in (("--npus", choices.npus), ("--on-rollout-pool", choices.on_rollout_pool)):
+    for option, cron in (("--training", choices.training), ("--evaluation", choices.evaluation)):
+        try:
+            CronSchedule(cron=cron or NIGHTLY_TRAINING)
+        except ValidationError:
+            raise BadInput(
+                f'{option} "{cron}": not a cron line; expected minute, hour, day, month and weekday, for example '
+                f'"{NIGHTLY_TRAINING}" for every day at 22:00'
+            ) from None
+    _notify_format(choices)
+    counts = {OPTIONS[limit]: slots for limit, slots in choices.limits.items()}
+    for option, count in (*counts.items(), ("--on-rollout-pool", choices.on_rollout_pool)):
         if count < 0:
             raise BadInput(f"{option} {count}: expected 0 or more")
 
 
+def _notify_format(choices: Choices) -> str:
+    told = choices.notify not in ("", alerts.OFF)
+    return alerts.choose_format(choices.notify, choices.notify_format) if told else ""
+
+
 def _server() -> str:
-    """URL of the server. Raises BadInput if none is named, or if it does not answer."""
+    """URL of the server. Raises BadInput if none is named, if it does not answer, or if it wants another password."""
     url = get_current_settings().api.url
     if not url:
         raise BadInput(
-            "no Prefect server: set PREFECT_API_URL, for example to http://127.0.0.1:4200/api; `make services` starts "
-            "one there"
+            "no Prefect server: set PREFECT_API_URL; `make services` starts one and writes its address and password to "
+            "runs/services/env: . runs/services/env"
         )
     with get_client(sync_client=True) as client:
         if error := client.api_healthcheck():
             raise BadInput(f"the Prefect server at {url} (PREFECT_API_URL) does not answer: {error}")
+        try:
+            client.read_work_pools(limit=1)
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != httpx.codes.UNAUTHORIZED:
+                raise
+            given = f"the one in {CLIENT_AUTH} is wrong" if os.environ.get(CLIENT_AUTH) else f"set {CLIENT_AUTH}"
+            raise BadInput(
+                f"the Prefect server at {url} wants a user and password: {given} (USER:PASSWORD); `make services` "
+                "writes them to runs/services/env: . runs/services/env"
+            ) from None
     return str(url)
 
 
@@ -255,10 +348,33 @@ def _deploy(tree: Mapping[str, Any]) -> None:
 
 
 def _row(one: Mapping[str, Any]) -> str:
-    when = [f", {each['cron']} {each['timezone']}" for each in one.get("schedules", ())]
-    if "schedules" in one and not when:
-        when = [", no schedule (--schedule adds one)"]
-    return f"{one['entrypoint'].rpartition('.')[2]} on {one['work_pool']['name']}{''.join(when)}"
+    """What a deployment on the server does. Schedules that it should not have are deleted: Prefect's own command leaves
+    earlier ones if there is none now."""
+    flow = one["entrypoint"].rpartition(".")[2]
+    when = []
+    if "schedules" in one:
+        wanted = {each["slug"] for each in one["schedules"]}
+        with get_client(sync_client=True) as client:
+            deployment = client.read_deployment_by_name(f"{FLOWS.get(flow, flow).replace('_', '-')}/{one['name']}").id
+            for found in client.read_deployment_schedules(deployment):
+                if found.slug not in wanted:
+                    client.delete_deployment_schedule(deployment, found.id)
+            for found in client.read_deployment_schedules(deployment):
+                cron = found.schedule
+                what = f"{cron.cron} {cron.timezone}" if isinstance(cron, CronSchedule) else str(cron)
+                when.append(f", {what}{'' if found.active else ' (paused)'}")
+        when = when or [", no schedule (--schedule adds one)"]
+    return f"{flow} on {one['work_pool']['name']}{''.join(when)}"
+
+
+def _worker_command(pool: str, kind: str, choices: Choices) -> str:
+    """The command that starts a worker. A worker of processes takes one flow run at a time, unless NPUs are counted or
+    runs take instances from its own pool."""
+    own_instances = choices.on_rollout_pool and choices.pool == choices.rollout_pool
+    if kind != watchdog.PROCESS:
+        return shlex.join([own_program("prefect"), "worker", "start", "--pool", pool])
+    limit = ["--limit", "1"] if "ascend" not in pool and not own_instances else []
+    return shlex.join([own_program("metronome"), "worker", "--pool", pool, *limit])
 
 
 def _triggers(tree: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,20 +47,30 @@ def with_defaults(schema: Any, values: Mapping[str, Any]) -> JsonObject | None: 
     return whole
 
 
-def shown_values() -> dict[str, Any]:
-    """The values that the form of this flow run's deployment has filled in, by field; empty outside of a deployment.
-
-    A field with such a value was left unchanged. The recipe then decides, because it may have been edited since, or
-    another recipe may be named.
-    """
+def read_form() -> tuple[dict[str, Any], list[str]]:
+    """What the form of this flow run's deployment has filled in: the values by field, and the deploy's overrides,
+    KEY=VALUE each. Both are empty outside of a deployment."""
     if not deployment.id:
-        return {}
+        return {}, []
     with get_client(sync_client=True) as client:
-        schema: Any = client.read_deployment(deployment.id).parameter_openapi_schema
+        found = client.read_deployment(deployment.id)
+    schema: Any = found.parameter_openapi_schema
     whole = schema if isinstance(schema, dict) else schema.model_dump(mode="json")
+    overrides = list(found.parameters.get("overrides", ()))
     if FIELDS not in whole["properties"]:
-        return {}
-    return {name: field["default"] for name, field in _fields(whole).items() if field.get("default") is not None}
+        return {}, overrides
+    shown = {name: field["default"] for name, field in _fields(whole).items() if field.get("default") is not None}
+    return shown, overrides
+
+
+def in_form_words(text: str) -> str:
+    """A message for the command line, in the words of the form of a deployment."""
+    text = re.sub(r"give another --set run\.name=NAME", "give another run.name in settings", text)
+    text = re.sub(r"by --set run\.name=NAME", "by run.name in settings", text)
+    text = re.sub(r"^--set: ", "overrides: ", text)
+    text = re.sub(r"--set (?=\S+=)", "the override ", text)
+    text = text.replace("with --set", "in overrides").replace("--set", "an override")
+    return text.replace("--resume", "resume")
 
 
 def _fields(schema: JsonObject) -> dict[str, Any]:

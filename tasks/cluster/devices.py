@@ -1,7 +1,9 @@
-"""The NPUs of the cluster as one global concurrency limit. A run takes all the NPUs that it needs at once, or waits."""
+"""The devices of the cluster as global concurrency limits, one for each kind. A run takes all the devices that it needs
+at once, or waits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +14,14 @@ from prefect.concurrency.sync import concurrency
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError
 
-LIMIT = "ascend-npus"
-"""Name of the limit; `metronome deploy --npus N` creates it."""
+NPUS = "ascend-npus"
+"""Name of the limit of NPUs; `metronome deploy --npus N` creates it."""
+CUDA_DEVICES = "cuda-devices"
+"""The same for CUDA devices: `--cuda-devices N`. Without the limit they are not counted."""
+CPU_SLOTS = "cpu-slots"
+"""The same for runs on a CPU, each of which takes one: `--cpu-slots N`."""
+OPTIONS = {NPUS: "--npus", CUDA_DEVICES: "--cuda-devices", CPU_SLOTS: "--cpu-slots"}
+"""Options of `metronome deploy` by limit."""
 LEASE_S = 120.0
 """Seconds after which the NPUs of a killed run are free again; Prefect's default is 300 s. A living run renews its
 lease every 90 s, with three attempts within a few seconds. If the server answers none of them, the run loses its lease.
@@ -24,34 +32,48 @@ TOO_MANY = 422
 """HTTP status of Prefect's server for a request of more slots than the limit has in total."""
 NPU_MANAGER = Path("/dev/davinci_manager")
 """Device file of Ascend's driver."""
+CUDA_FILES = Path("/dev")
+"""Folder of NVIDIA's device files, nvidia0 and so on."""
 
 
-def count_npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
-    """The number of NPUs that a run holds: for its trainer ranks, scorers and rollout instances, or for its evaluations
-    if these need more; 0 on other devices.
+def count_devices(config: Config, pool_instances: int = 0, training: bool = True) -> tuple[int, str]:
+    """How many slots of which limit a run holds: NPUs or CUDA devices for its trainer ranks, scorers and rollout
+    instances, or for its evaluations if these need more; one on a CPU.
 
-    `pool_instances`: instances on the rollout pool. Without `training`, the run only evaluates. An evaluation without
-    any instance starts one itself (engine.orchestrator.rollout_service).
+    A run on CUDA holds at least the devices that its nodes show it, because it takes them from the first on: two runs
+    on one machine would share device 0. `pool_instances`: instances on the rollout pool. Without `training`, the run
+    only evaluates. An evaluation without any instance starts one itself (engine.orchestrator.rollout_service).
     """
     device = config.platform.device
-    if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):
-        return 0
+    if device == "auto":
+        device = "npu" if NPU_MANAGER.exists() else "cuda" if visible_cuda_devices() else "cpu"
+    if device == "cpu":
+        return 1, CPU_SLOTS
     instances = config.rollout.instances + pool_instances
     tensor = config.rollout.tensor
-    evaluating = max(1, instances) * tensor
-    return max(evaluating, config.parallel.ranks + config.scorer_ranks + instances * tensor) if training else evaluating
+    needed = max(1, instances) * tensor
+    if training:
+        needed = max(needed, config.parallel.ranks + config.scorer_ranks + instances * tensor)
+    if device == "npu":
+        return needed, NPUS
+    return max(needed, visible_cuda_devices() * (config.parallel.nodes if training else 1)), CUDA_DEVICES
+
+
+def visible_cuda_devices() -> int:
+    """The number of CUDA devices of this machine that a process may use, without loading CUDA."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(list(CUDA_FILES.glob("nvidia[0-9]*")))
+    return there if chosen is None else min(there, len([one for one in chosen.split(",") if one.strip()]))
 
 
 @contextmanager
-def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
+def hold_devices(count: int, limit: str = NPUS, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold `count` slots of a limit during the body. They are all taken at once, so two runs cannot block each other.
 
-    A run that loses its lease is ended, because two runs on one NPU would both fail. Raises DeadlineError after
-    `wait_s`, and BadInput if the limit does not exist or is less than `count`.
+    A run that loses its lease is ended, because two runs on one device would both fail. CUDA devices and CPU slots are
+    not counted if their limit does not exist. Raises DeadlineError after `wait_s`, and BadInput if the limit is less
+    than `count` or, for NPUs, does not exist.
     """
-    if not count:
-        yield
-        return
     slots = concurrency(limit, occupy=count, timeout_seconds=wait_s, strict=True, lease_duration=LEASE_S)
     with ExitStack() as stack:
         try:
@@ -59,15 +81,23 @@ def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterato
         except TimeoutError:
             raise DeadlineError(f"{count} slots of the limit {limit} were not free within {wait_s:.0f} s") from None
         except ConcurrencySlotAcquisitionError as error:
-            if error.__cause__ is None:  # the server has answered, so the limit does not exist
-                raise BadInput(
-                    f"Prefect has no limit {limit}, of which this run takes {count}: create it by `metronome deploy "
-                    "--npus N`, where N is the number of NPUs of the cluster"
-                ) from None
-            if getattr(getattr(error.__cause__, "response", None), "status_code", None) != TOO_MANY:
-                raise
-            raise BadInput(
-                f"this run needs {count} slots of Prefect's limit {limit}, which has fewer in total: use fewer ranks "
-                "and instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs"
-            ) from None
+            _explain(error, count, limit)
         yield
+
+
+def _explain(error: ConcurrencySlotAcquisitionError, count: int, limit: str) -> None:
+    """Raise what kept a run from its slots. Return if they need not be counted, since nobody has made the limit."""
+    option = OPTIONS.get(limit, "OPTION")
+    if error.__cause__ is None:  # the server has answered, so the limit does not exist
+        if limit in (CUDA_DEVICES, CPU_SLOTS):
+            return
+        raise BadInput(
+            f"Prefect has no limit {limit}, of which this run takes {count}: create it by `metronome deploy {option} "
+            "N`, where N is the number of devices of the cluster"
+        ) from None
+    if getattr(getattr(error.__cause__, "response", None), "status_code", None) != TOO_MANY:
+        raise error
+    raise BadInput(
+        f"this run needs {count} slots of Prefect's limit {limit}, which has fewer in total: use fewer ranks "
+        f"and instances, or raise the limit by `metronome deploy {option} N` if the cluster has more devices"
+    ) from None

@@ -17,10 +17,13 @@ import shutil
 import stat
 import subprocess
 import sysconfig
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -29,7 +32,7 @@ from packaging.version import InvalidVersion, Version
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.errors import BadInput
+from engine.errors import BadInput, without_password
 from engine.run import vllm_command
 from engine.run.files import write_atomically
 from engine.run.vllm_command import MARKER, PYTHON, vllm_interpreter
@@ -172,6 +175,8 @@ LIST = (
 LIST_S = 60.0
 """Time limit in seconds for the interpreter of the other environment."""
 
+REACH_S = 5.0
+"""Seconds in which a server must answer."""
 FINE = ("ok", "slow", "hint", "warning")
 """First words of lines that do not prevent a run."""
 
@@ -243,6 +248,38 @@ def _run_folders() -> list[str]:
             f"warning   every user of this machine can read {folder.resolve()}; to keep them out: chmod o-rwx {folder}"
         ]
     return []
+
+
+def check_servers() -> list[str]:
+    """Lines on the servers that this shell's commands use: which, and whether each answers within REACH_S."""
+    servers = (
+        ("Prefect", "PREFECT_API_URL", "/health", "none: `metronome run` starts its own; `. runs/services/env`"),
+        ("MLflow", "MLFLOW_TRACKING_URI", "/health", "the file mlflow.db in run.output"),
+        ("S3", "AWS_ENDPOINT_URL", "", "Amazon's own, for paths s3://"),
+    )
+    lines = []
+    for name, variable, health, otherwise in servers:
+        url = os.environ.get(variable, "")
+        if not url.startswith(("http://", "https://")):
+            lines.append(
+                f"ok        {name}: {variable} is {without_password(url) or 'not set'}: "
+                f"{'no server' if url else otherwise}"
+            )
+            continue
+        parts = urlsplit(url)
+        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        try:
+            urllib.request.urlopen(f"{bare}{health}", timeout=REACH_S).close()
+        except urllib.error.HTTPError as error:
+            lines.append(f"ok        {name}: {bare} ({variable}) answers (HTTP {error.code})")
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            lines.append(
+                f"missing   {name}: {bare} ({variable}) does not answer: {reason}; start it, or correct {variable}"
+            )
+        else:
+            lines.append(f"ok        {name}: {bare} ({variable}) answers")
+    return lines
 
 
 def _nvidia() -> list[str]:

@@ -6,16 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prefect.events import emit_event
+from prefect.runtime import flow_run
+
+from tasks.console import named_deployment
 
 TRAINED = "metronome.training.finished"
 """A policy is trained and published."""
+FINISHED = "metronome.run.finished"
+"""All stages of a run are done."""
+CHAMPION = "metronome.champion.replaced"
+"""A run's policy became champion."""
 
 
 def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[str], pool_instances: int) -> None:
     """Emit the event that triggers the deployment `evaluate`, which reads its parameters from the payload."""
     emit_event(
         TRAINED,
-        resource={"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run},
+        resource={
+            "prefect.resource.id": f"metronome.run.{run}",
+            "prefect.resource.name": run,
+            "metronome.evaluation": named_deployment("evaluate"),
+        },
         payload={
             "recipe": recipe,
             "run": run,
@@ -24,3 +35,12 @@ def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[s
             "on_rollout_pool": pool_instances,
         },
     )
+
+
+def run_finished(run: str, figures: str, champion: str = "") -> None:
+    """Emit the events of which alerts tell. `figures`: what the run reached, in a line. `champion`: the run's
+    registered policy if it became champion."""
+    resource = {"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run}
+    payload = {"run": run, "figures": figures, "flow_run": str(flow_run.id), "policy": champion}
+    for event in (FINISHED, CHAMPION) if champion else (FINISHED,):
+        emit_event(event, resource=resource, payload=payload)

@@ -24,6 +24,15 @@ class _Handler(APILogHandler):
         emit_api_log(self.prepare(record))
 
 
+def shorten_line(record: logging.LogRecord) -> bool:
+    """Filter of Prefect's own lines: without the count of retries, which has no meaningful end, and without "Crash
+    detected!" where a signal ended the run, as a cancellation does; its state says so."""
+    if isinstance(record.msg, str) and "Retry %s/%s" in record.msg and isinstance(record.args, tuple):
+        record.msg = record.msg.replace("Retry %s/%s", "retry %s")
+        record.args = (*record.args[:3], *record.args[4:])
+    return not (str(record.msg).startswith("Crash detected!") and "signal" in str(record.msg))
+
+
 @contextmanager
 def send_output() -> Iterator[None]:
     """During the body, send Prefect everything that is printed, and the error that ends the body. At the end, the rest
@@ -31,6 +40,8 @@ def send_output() -> Iterator[None]:
     if not (number := flow_run.id):
         yield
         return
+    for name in ("prefect.task_runs", "prefect.flow_runs"):
+        logging.getLogger(name).addFilter(shorten_line)
     handler = _Handler()
     handler.setFormatter(logging.Formatter("%(message)s"))
 

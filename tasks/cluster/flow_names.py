@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from uuid import UUID
 
 import httpx
@@ -10,12 +11,17 @@ from prefect.runtime import flow_run
 
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from tasks.console import print_error
+from tasks.console import mark_lines, print_error
+
+WORKED = "PREFECT__FLOW_RUN_ID"
+"""Environment variable that a Prefect worker gives to the process of a flow run."""
 
 
 def name_flow_run(name: str) -> None:
     """Replace the name that Prefect made up for this flow run. If the server does not accept the name, only a warning
     is printed, and the run continues."""
+    if WORKED in os.environ:
+        mark_lines(name)
     if not flow_run.id or flow_run.name == name:
         return
     try:

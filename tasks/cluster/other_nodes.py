@@ -23,7 +23,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
-from tasks.console import print_error
+from tasks.console import named_deployment, print_error
 
 INSTANCES = "serve-rollouts/serve-rollouts"
 """Deployment for a node of the rollout pool (infra/prefect.yaml)."""
@@ -125,6 +125,8 @@ def _flow_run_during(
 ) -> Iterator[None]:
     """Run a deployment during the body. After the body, the flow run has `end_s` seconds to end before it is cancelled.
     If the body raises, it is cancelled immediately."""
+    flow, _, name_in_file = deployment.partition("/")
+    deployment = f"{flow}/{named_deployment(name_in_file)}"
     flow_run = run_deployment(deployment, parameters=dict(parameters), timeout=0, flow_run_name=name)
     try:
         append_line(notes, {"flow_run_id": str(flow_run.id), "name": name})

@@ -17,6 +17,10 @@ ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 """Environment variable of the server: the origins whose pages a browser lets read its replies. Prefect's default is
 all."""
 
+VACUUM = "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED"
+"""Environment variable of the server: what it deletes by itself. Orphans are the logs and artifacts of deleted flow
+runs."""
+
 
 def get_json(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
     """The JSON reply to a GET request."""
@@ -38,4 +42,4 @@ def _ask(request: urllib.request.Request, auth: str | None = None, timeout_s: fl
 def server_environment(auth: str, port: int) -> dict[str, str]:
     """Environment of a Prefect server on a loopback port that serves only its own pages and clients."""
     own = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
-    return {SERVER_AUTH: auth, ORIGINS: own}
+    return {SERVER_AUTH: auth, ORIGINS: own, VACUUM: "events,orphans"}

@@ -40,6 +40,8 @@ BUCKET = "metronome"
 """Bucket that the S3 endpoint has from the start."""
 PASSWORD = "prefect.password"
 """File in the servers' folder with the Prefect server's user and password."""
+ENV = "env"
+"""File in the servers' folder with the variables for other shells: `. runs/services/env`."""
 PORTS = {"prefect": 4200, "mlflow": 5000, "s3": 9000}
 """Default ports of `make services`: the usual ports of these servers."""
 STARTUP_S = 180.0
@@ -185,6 +187,7 @@ class Services:
                 service.wait()
             self.make_bucket()
             self._watch()
+            self._write_environment()
         except BaseException:
             self.stop()
             raise
@@ -227,6 +230,12 @@ class Services:
         if "prefect" in self.services:
             self.services["watchdog"] = Watchdog(self.folder / "watchdog.log", self.environment)
             self.services["watchdog"].start()
+
+    def _write_environment(self) -> None:
+        """Write ENV, readable only by its owner; an earlier start may have had other ports."""
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in self.environment.items()]
+        with open(os.open(self.folder / ENV, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.writelines(lines)
 
     def _environment(self) -> dict[str, str]:
         given = {"PREFECT_HOME": str(self.folder / "prefect")}
@@ -384,11 +393,10 @@ def _serve(services: Services, asked: threading.Event) -> None:
                 for one in services.services.values()
             )
         )
-        print("\nCtrl-C ends them. For other shells:\n")
-        print(
-            "\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True
-        )
-        print(f"\nPrefect's page asks for the user and password in {CLIENT_AUTH}.", flush=True)
+        file = services.folder / ENV
+        shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+        print(f"\nCtrl-C ends them. In each other shell, first:\n\n. {shown}\n")
+        print(f"Prefect's page asks for the user and password in {CLIENT_AUTH}, which that file sets.", flush=True)
         while not asked.wait(1.0):
             rotate_logs(services.folder)
             for service in services.services.values():

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import httpx
 from prefect.automations import Automation
@@ -73,7 +75,7 @@ _BEGUN = {
 }
 """Each of these events says that a run began on its worker, or was taken back. There are several because one may be
 lost."""
-_LEFT = {
+LEFT = {
     f"prefect.flow-run.{state}"
     for state in (
         "Scheduled",
@@ -92,7 +94,11 @@ _LEFT = {
 
 def install_automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[str]:
     """Create or update the automations on the server that PREFECT_API_URL names; returns their names."""
-    wanted = build_automations(delay_s, silence_s, crashes)
+    return install(build_automations(delay_s, silence_s, crashes))
+
+
+def install(wanted: Sequence[Automation]) -> list[str]:
+    """Create or update automations, by their names; returns these."""
     for automation in wanted:
         try:
             automation.id = Automation.read(name=automation.name).id
@@ -126,7 +132,7 @@ def _resume(delay_s: float) -> Automation:
         description="A run whose process died is scheduled again; it continues from its last complete checkpoint.",
         trigger=EventTrigger(
             after={"prefect.flow-run.Crashed"},
-            expect=_LEFT,
+            expect=LEFT,
             match=_RUNS,
             match_related=_OURS,
             for_each={"prefect.resource.id"},
@@ -253,6 +259,9 @@ def main() -> None:
         metavar="SECONDS",
         help="for which a run must have been crashed or late (default: %(default)s, longer than an automation takes)",
     )
+    parser.add_argument(
+        "--alive", type=Path, metavar="FILE", help="touched after each check, by which others see that it works"
+    )
     arguments = parser.parse_args()
     while True:
         try:
@@ -264,6 +273,8 @@ def main() -> None:
         # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between
         except (httpx.HTTPError, ObjectNotFound, ValueError) as error:
             log_line(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}")
+        if arguments.alive is not None:
+            arguments.alive.touch()
         time.sleep(arguments.every)
 
 

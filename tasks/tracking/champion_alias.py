@@ -23,6 +23,7 @@ from tasks.artifact_cells import markdown_text
 from tasks.code_version import code_version
 from tasks.console import print_error
 from tasks.tracking import descriptions
+from tasks.tracking.mirror import TAG_LIMIT
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import first_line
 
@@ -33,8 +34,6 @@ REASON = "metronome.champion"
 """Tag of a version that says why it did or did not become champion."""
 COMPARE_S = 300.0
 """Seconds to wait for another run that compares its policy with the champion."""
-TAG_LIMIT = 5000
-"""MLflow's limit for the value of a tag, in characters."""
 
 
 def update_champion(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:

@@ -14,7 +14,7 @@ from engine.config import Config
 from engine.data.hub import model_name
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
-from tasks.artifact_cells import code_span, markdown_table
+from tasks.artifact_cells import code_span, markdown_table, markdown_text
 from tasks.code_version import code_version
 from tasks.tracking import evaluation_texts
 
@@ -56,7 +56,9 @@ def of_run(config: Config) -> str:
     command = "run" if (folder.path / "flow_run_id").exists() else "train"
     again = shlex.join(["metronome", command, str(folder.config), "--set", f"run.name={name}-again"])
     commands = _commands({"Repeat": again, "Compare": _compare(folder)})
-    return _page([_what(config), *_result(folder), *commands, f"Code: {code_version()}"])
+    told = folder.last_failure()
+    ended = [f"**It ended with an error:** {markdown_text(told[1])}"] if told is not None else []
+    return _page([_what(config), *ended, *_result(folder), *commands, f"Code: {code_version()}"])
 
 
 def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:

@@ -16,6 +16,12 @@ def describe_evaluation(row: Mapping[str, Any]) -> str:
     return f"{kind_of_average(row.get('partial_scores'))} {_figures(row)}"
 
 
+def accuracy_with_interval(row: Mapping[str, Any]) -> dict[str, str]:
+    """Accuracy or reward (avg@k) with its 95 % interval as a row of a table."""
+    text = f"{row['avg_at_k']:.3f} (95 % interval {row['ci_low']:.3f} to {row['ci_high']:.3f})"
+    return {f"{kind_of_average(row.get('partial_scores'))} (avg@{row['samples']})": text}
+
+
 def _figures(row: Mapping[str, Any]) -> str:
     k = row["samples"]
     figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]

@@ -33,8 +33,10 @@ from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
+from engine.run.run_start import read_start
 from tasks.console import print_error
 from tasks.fenced import run_folder
+from tasks.finished_stages import count_resumes, registered_policy
 from tasks.orchestrator_process import LineFollower
 from tasks.tracking import descriptions, view
 from tasks.tracking.metric_names import evaluation_numbers, metric_name, metric_values
@@ -115,6 +117,14 @@ FILES = (
     *("timeline.html", "failure.json"),
 )
 """Files of the run folder that become artifacts at the end, and the folder with the user's code."""
+START = "metronome.start"
+RESUMED = "metronome.resumed"
+FAILURE = "metronome.failure"
+CHAMPION_TAG = "metronome.champion"
+"""Tags of an MLflow run: where it starts (`continue_from`), how often it was resumed, the sentence of its failure, and
+whether and why its policy became champion."""
+TAG_LIMIT = 5000
+"""MLflow's limit for the value of a tag, in characters."""
 REDONE = "metronome.redone_steps"
 """Tag of an MLflow run: the steps whose figures in MLflow come from an attempt that ended before its next checkpoint.
 The figures in steps.jsonl differ, but MLflow never replaces one."""
@@ -223,7 +233,7 @@ class Mirror:
             for params in _parts(fresh, PARAMETERS_AT_ONCE):
                 yield "parameters", partial(self._client.log_batch, self._id, params=params)
                 self._parameters |= {one.key: one.value for one in params}
-        if settled and (tags := self._lacking_tags()):
+        if settled and (tags := self._lacking_tags(whole)):
             yield "tags", partial(self._tag, tags)
         if rows := dict(sorted(self._rows.items())):
             steps = [*rows]
@@ -252,13 +262,14 @@ class Mirror:
             for name, value in flatten_keys(self._config.model_dump(mode="json")).items()
         }
 
-    def _lacking_tags(self) -> dict[str, str]:
+    def _lacking_tags(self, whole: bool) -> dict[str, str]:
         """The tags that MLflow lacks. Parameters cannot change in MLflow, so a value that differs in a resumed run is a
         tag `changed.KEY`."""
         tags = dict(self._given_tags)
         if self._trains:
             changed = {name: value for name, value in self._settings().items() if self._parameters.get(name) != value}
             tags |= {f"changed.{name}": value for name, value in changed.items()}
+            tags |= self._fate(whole)
         return {name: value for name, value in tags.items() if self._tags.get(name) != value}
 
     def _lacking_evaluations(self) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -331,6 +342,16 @@ class Mirror:
         shown = {name: value for name, value in row.items() if name not in ("protocol", "skipped")}
         figures = evaluation_numbers(shown).items()
         self._log([Metric(f"{benchmark}/{name}", value, at, row["step"]) for name, value in figures])
+
+    def _fate(self, whole: bool) -> dict[str, str]:
+        """Tags that say how the run began, how often it was resumed and, if it has ended, how."""
+        tags = {START: read_start(self._folder.path).start, RESUMED: str(count_resumes(self._folder))}
+        told = self._folder.last_failure() if whole else None
+        if told is not None or self._tags.get(FAILURE):
+            tags[FAILURE] = told[1][:TAG_LIMIT] if told is not None else ""
+        if made := registered_policy(self._folder):
+            tags[CHAMPION_TAG] = made.verdict[:TAG_LIMIT]
+        return tags
 
     def _history(self, name: str) -> list[Metric]:
         return list(self._client.get_metric_history(self._id, name))

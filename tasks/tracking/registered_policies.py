@@ -17,13 +17,15 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_start import ContinueFrom, RunStart, read_start
-from tasks.console import say
+from tasks.console import named_deployment, say
 from tasks.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
 from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import quote_name, shown_uri, tracking_uri
 
+REGISTRY = "models:/"
+"""Beginning of the address of a registered model, as MLflow writes it."""
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""
 LATEST = "latest"
@@ -38,10 +40,11 @@ START_TAG = "metronome.start"
 
 
 def registered_name(recipe: str, config: Config) -> str:
-    """The registered model that all runs of a recipe share: metronome-RECIPE. Runs on data other than the recipe's
-    share metronome-RECIPE-DATA. A run's config.toml counts as the run's recipe."""
+    """The registered model that all runs of a recipe share: metronome-RECIPE, or metronome-NAME-RECIPE for those of
+    `metronome deploy --name NAME`. Runs on data other than the recipe's share metronome-RECIPE-DATA. A run's
+    config.toml counts as the run's recipe."""
     begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
-    name = begun.registered or f"metronome-{Path(recipe).stem}"
+    name = begun.registered or f"metronome-{named_deployment(Path(recipe).stem)}"
     data = [one.path for one in config.data.sets]
     if _files(data) == _files([one.path for one in load_config(recipe).data.sets]):
         return name
@@ -128,6 +131,41 @@ def model_folder(config: Config, recipe: str, model: str) -> Config:
             )
         model = str(_fetched(config, found))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})}) if model else config
+
+
+def registered_folder(path: str, output: str) -> str:
+    """The folder of `models:/NAME@ALIAS` or `models:/NAME/VERSION`, downloaded once to `output`/models; any other path
+    as it is. The registry is that of MLFLOW_TRACKING_URI, else the store in `output`.
+
+    Raises BadInput if the registry has no such version, and TrackingAway.
+    """
+    if not path.startswith(REGISTRY):
+        return path
+    name, _, which = path.removeprefix(REGISTRY).replace("@", "/").rpartition("/")
+    if not name or not which or not ("@" in path or which.isdigit()):
+        raise BadInput(
+            f"model {path}: expected models:/NAME@ALIAS, for example models:/NAME@champion, or models:/NAME/3"
+        )
+    config = Config()
+    config = config.model_copy(update={"run": config.run.model_copy(update={"output": output})})
+    store = tracking_uri(config)
+    if store.startswith("sqlite:///") and not Path(store.removeprefix("sqlite:///")).exists():
+        raise BadInput(f"model {path}: no MLflow registry: {shown_uri(config)} does not exist; set MLFLOW_TRACKING_URI")
+
+    def find() -> ModelVersion | None:
+        client = mlflow.MlflowClient(whole_store(store))
+        try:
+            by_alias = client.get_model_version_by_alias if "@" in path else client.get_model_version
+            return by_alias(name, which)
+        except mlflow.MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+
+    found = retry_while_away(path, find)
+    if found is None:
+        raise BadInput(f"model {path}: the registry at {shown_uri(config)} has no such version or alias")
+    return str(_fetched(config, found))
 
 
 def _registered(config: Config, name: str, which: str) -> ModelVersion | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,8 @@ from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.identity import read_run_id
 from engine.run.progress import folder_size
-from tasks.console import print_error
+from tasks.console import own_program, print_error
+from tasks.fenced import run_folder
 from tasks.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_while_away
@@ -73,10 +73,7 @@ def ui_command(config: Config) -> str:
     environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return shown_uri(config)
-    mlflow_command = Path(sys.executable).with_name("mlflow")
-    if mlflow_command.is_relative_to(Path.cwd()):
-        mlflow_command = mlflow_command.relative_to(Path.cwd())
-    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", shown_uri(config)])
+    return shlex.join([own_program("mlflow"), "ui", "--backend-store-uri", shown_uri(config)])
 
 
 @contextmanager
@@ -85,8 +82,9 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
 
     If the folder names no MLflow run but has the run's number, the MLflow run is found by this number: the run folder
     was lost, and the run continues from its checkpoints. Otherwise an MLflow run is created. Its status is FAILED if
-    the body raises, and KILLED if the body is cancelled or interrupted. A run that another process has taken over is
-    left alone, because it continues there. A known run whose input is refused before a step of it is left unchanged.
+    the body raises, and KILLED if the body is cancelled or interrupted. An error is also written to failure.json. A run
+    that another process has taken over is left alone, because it continues there. A known run whose input is refused
+    before a step of it is left unchanged.
 
     Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
     TrackingAway if the store does not answer for long when a run is resumed.
@@ -106,12 +104,11 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
         status = "RUNNING"  # the run continues in another process
         thread.stop()
         raise
-    except BadInput:
+    except Exception as error:
         status = "FAILED"
-        refused = True
-        raise
-    except Exception:
-        status = "FAILED"
+        refused = isinstance(error, BadInput)
+        if not refused or before is None:  # else the run may stay as it is
+            run_folder(config).write_failure(error)
         raise
     finally:
         missing = thread.close(patience, refused)

@@ -6,6 +6,7 @@ The schema is that of 2021, which lacks the key `name` at the top; all else is c
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ ELSEWHERE = {
     "minio": "MINIO_ROOT_USER MINIO_ROOT_PASSWORD MC_CONFIG_DIR",
     "bucket": "MC_HOST_store MLFLOW_KEY CLIENT_KEY MC_CONFIG_DIR",
     "mlflow": "DATABASE ADMIN_PASSWORD",
+    "worker": "HF_HOME",
 }
 """Variables that are the images' own, or are read by the scripts beside the compose file."""
 
@@ -63,6 +65,9 @@ def commands():
     for name, service in SERVICES.items():
         if "command" in service and name != "minio":
             yield name, shlex.split(service["command"])
+    for unit in (ROOT / "infra/systemd").glob("*.service"):
+        (command,) = re.findall(r"^ExecStart=/opt/metronome/.venv/bin/(.*)$", unit.read_text(), re.M)
+        yield unit.name, shlex.split(command)
     script = (FOLDER / "mlflow.sh").read_text().replace("\\\n", "")
     (served,) = re.findall(r"^exec (mlflow server .*)$", script, re.M)
     yield "mlflow.sh", shlex.split(served)
@@ -70,6 +75,7 @@ def commands():
 
 def test_what_is_run_is_there_and_knows_its_options():
     seen = []
+    helps: dict[tuple[str, ...], str] = {}
     for name, words in commands():
         seen.append(words[0])
         if words[0] == "sh":
@@ -81,10 +87,45 @@ def test_what_is_run_is_there_and_knows_its_options():
             options = {word for word in words if word.startswith("--")}
             verbs = [word for word in words[1:3] if re.fullmatch(r"[a-z]+", word)]
             module = "flows.cli" if words[0] == "metronome" else words[0]
-            command = [sys.executable, "-m", module, *verbs, "--help"]
-            said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT).stdout
-            assert options <= set(re.findall(r"--[a-z][a-z-]*", said)), words
+            call = (module, *verbs)
+            if call not in helps:
+                command = [sys.executable, "-m", *call, "--help"]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+                helps[call] = done.stdout
+            assert options <= set(re.findall(r"--[a-z][a-z-]*", helps[call])), words
     assert set(seen) == {"sh", "python", "prefect", "metronome", "mlflow"}
+
+
+LASTING = {"postgres", "minio", "prefect", "mlflow", "watchdog", "worker"}
+
+
+def test_each_server_restarts_by_itself_within_limits_and_tells_its_health():
+    assert {name for name, service in SERVICES.items() if service.get("restart") == "unless-stopped"} == LASTING
+    for name in LASTING:
+        service = SERVICES[name]
+        assert service["mem_limit"], name
+        assert {"max-size", "max-file"} <= service["logging"]["options"].keys()
+        assert service["healthcheck"]["test"], name
+
+
+def test_units_of_systemd_are_valid_and_start_what_is_there(tmp_path):
+    units = sorted((ROOT / "infra/systemd").glob("*.service"))
+    known = {*_get_settings_fields(Settings), *vars(mlflow.environment_variables), "DO_NOT_TRACK"}
+    for line in (ROOT / "infra/systemd/environment.example").read_text().splitlines():
+        assert line.startswith("#") or line.partition("=")[0] in known, line
+    for unit in units:
+        text = unit.read_text()
+        (command,) = re.findall(r"^ExecStart=(.*)$", text, re.M)
+        program = command.split()[0]
+        assert program.startswith("/opt/metronome/.venv/bin/")
+        here = text.replace("/opt/metronome/.venv/bin/", f"{Path(sys.executable).parent}/")
+        (tmp_path / unit.name).write_text(here.replace("/opt/metronome", str(ROOT)))
+        assert {"Restart=always", "User=metronome"} <= set(text.splitlines())
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze here")
+    verify = ["systemd-analyze", "verify", *(str(tmp_path / unit.name) for unit in units)]
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=60, check=False)
+    assert not [line for line in done.stderr.splitlines() if "metronome-" in line], done.stderr
 
 
 def user(name):

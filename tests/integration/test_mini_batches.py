@@ -1,10 +1,13 @@
 """Several updates per batch (`train.updates`) on real processes: the same weights whatever the timing."""
 
-import tomllib
+import subprocess
+import sys
 
 import pytest
 
-from support.runs import ROOT
+from support.commands import sets
+from support.recipe_data import RECIPES, SHIPPED, small
+from support.runs import ROOT, overrides
 from support.whole_runs import kill_a_rank, run, same, spans, steps, weights
 
 REWARDS = ROOT / "tests/support/rewards.py"
@@ -75,20 +78,44 @@ def test_a_record_of_mini_batches_in_order_of_arrival_replays_exactly(three_upda
 
 
 @pytest.mark.slow
-def test_the_one_step_off_recipe_in_small(settings, tmp_path):
+def test_the_one_step_off_recipe_in_small(tiny_model, tmp_path):
     """Two batches of four updates: data one step old, ratios to the policy at the step's start, DAPO with dual clip."""
-    recipe = tomllib.loads((ROOT / "infra/recipes/papers/one-step-off-qwen2.5-math-7b.toml").read_text())
-    taken = {f"algorithm.{key}": value for key, value in recipe["algorithm"].items() if not key.startswith("overlong")}
-    small = {"train.updates": 4, "train.prompts_per_step": 8, "train.steps": 2, "train.mode": recipe["train"]["mode"]}
-    run(settings | taken | small, tmp_path)
-    lines = steps(tmp_path, "run")
+    lines = start_small(
+        RECIPES / "papers/one-step-off-qwen2.5-math-7b.toml",
+        tmp_path,
+        tiny_model,
+        {
+            "train.updates": 4,
+            "train.prompts_per_step": 8,
+            "train.steps": 2,
+            "train.learning_rate": 1e-3,
+            "reward.function": f"{REWARDS}:even",
+        },
+    )
     assert [line["versions_seen"] for line in lines] == [[0], [0]]
     assert [line["staleness_mean"] for line in lines] == [0, 1]
-    assert len(spans(tmp_path, "run", "update", 0)) == 2 * 4
+    assert len(spans(tmp_path, "small", "update", 0)) == 2 * 4
     for line in lines:
         assert line["old_ratio_max"] > 1.0 + 1e-4
         assert line["grad_norm"] > 0
         assert 0 <= line["clip_fraction"] < 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
+def test_a_recipe_starts(recipe, tiny_model, tmp_path):
+    """On rows of its own set's schema, to the end of its first step."""
+    assert len(start_small(recipe, tmp_path, tiny_model)) == 1
+
+
+def start_small(recipe, folder, model, keys=None):
+    """Train a recipe's small copy: the lines of steps.jsonl."""
+    given = sets(*overrides(small(recipe, folder, model) | (keys or {})))
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "train", str(recipe), *given], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return steps(folder, "small")
 
 
 @pytest.mark.nightly

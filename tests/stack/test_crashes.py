@@ -201,6 +201,34 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
 
 
 @pytest.mark.nightly
+def test_a_worker_that_is_stopped_saves_its_run_and_hands_it_on(deployed, start_worker, environment, small, place):
+    api = deployed
+    folder = place / "stopped"
+    worker = subprocess.Popen([*METRONOME, "worker", "--pool", "cpu"], env=environment, cwd=ROOT)
+    try:
+        run = start(api, small | {"run.name": "stopped", "checkpoint.every": 0})
+        wait_for_two_steps(folder, api, run)
+        slow_down(place, SLOW_S)
+        asked = time.monotonic()
+        worker.terminate()
+        assert worker.wait(60) == 0
+        print(f"the worker has ended {time.monotonic() - asked:.1f} s after SIGTERM")
+    finally:
+        worker.kill()
+        worker.wait()
+    assert not processes(run)
+    assert state(api, run)["name"] == "AwaitingRetry"
+    # it is there because of the stop: checkpoint.every is 0
+    assert step_of(latest_checkpoint(folder / "checkpoints")) == last_step(folder) + 1 < STEPS
+    start_worker("cpu", "next")
+    slow_down(place, 0)
+    wait_for(lambda: state(api, run)["type"] == "COMPLETED", "the end of the run", PATIENCE_S)
+    print(f"completed {time.monotonic() - asked:.1f} s after SIGTERM")
+    slow_down(place, HELD_S)
+    assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
+
+
+@pytest.mark.nightly
 def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, place):
     """Its orchestrator is killed whenever it has started; two attempts are allowed, no checkpoint comes of them."""
     settings = small | {"run.name": "hopeless", "run.resumes": 1, "checkpoint.every": 0}

@@ -7,7 +7,9 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -60,7 +62,25 @@ def wait_for_runs(api, deployment, state, timeout_s=240.0, of=None):
 
 
 @pytest.fixture(scope="module")
-def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
+def messages():
+    """(address, bodies) of a webhook and of what it has received."""
+    received = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self):  # noqa: N802
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", received
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory, messages):
     """(API URL, overrides, folder) once a very small recipe is deployed, twice, and a worker serves it."""
     folder = tmp_path_factory.mktemp("runs")
     small = {
@@ -82,8 +102,10 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
     sets = [part for override in overrides(small) for part in ("--set", override)]
     for _ in range(2):
         said = call(
-            [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"], environment
+            [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"],
+            environment | {"METRONOME_NOTIFY": messages[0]},
         )
+        assert messages[0] not in said
         assert "nightly" in said
         assert "Asia/Shanghai" in said
     start_worker("cpu", "day")
@@ -91,7 +113,7 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_a_second_deploy_makes_nothing_twice(deployed):
+def test_a_second_deploy_makes_nothing_twice(deployed, environment):
     api, *_ = deployed
     deployments = [one["name"] for one in post_json(f"{api}/deployments/filter", {})]
     assert sorted(deployments) == sorted(set(deployments))
@@ -110,6 +132,31 @@ def test_a_second_deploy_makes_nothing_twice(deployed):
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
     limits = post_json(f"{api}/v2/concurrency_limits/filter", {})
     assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
+    _check_two_names(api, environment)
+
+
+def _check_two_names(api, environment):
+    """A second name leaves the first alone, and a deploy without a schedule removes its own earlier ones."""
+
+    def crons():
+        found = post_json(f"{api}/deployments/filter", {})
+        return {one["name"]: [each["schedule"]["cron"] for each in one["schedules"]] for one in found}
+
+    before = crons()
+    other = [*METRONOME, "deploy", "--name", "other"]
+    assert "0 6 * * *" in call([*other, "--schedule"], environment)
+    assert crons()["other-nightly"] == ["0 22 * * *"]
+    said = call([*other, "--training", "30 1 * * *"], environment)
+    assert "30 1 * * *" in said
+    assert "0 6 * * *" not in said
+    assert (crons()["other-nightly"], crons()["other-nightly-evaluation"]) == (["30 1 * * *"], [])
+    bad = subprocess.run(
+        [*other, "--evaluation", "0 25 * * *"], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (bad.returncode, "--evaluation" in bad.stderr) == (2, True)
+    assert crons()["other-nightly"] == ["30 1 * * *"]
+    call(other, environment)
+    assert crons() == {**before, **{f"other-{name}": [] for name in before}}
 
 
 def test_the_form_of_a_deployment(deployed):
@@ -140,7 +187,7 @@ def test_the_scheduler_shows_tomorrows_nightly_run(deployed):
     assert times[1] - times[0] == timedelta(days=1)
 
 
-def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model):
+def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model, messages):
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
@@ -164,6 +211,25 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
         assert line in story, line
     assert "\x1b" not in story
     _check_s3(environment, folder)
+    finished = _message(messages, "Metronome: day has finished")
+    for part in ("2 steps; reward", "avg@1 ", "version 1 of ", "champion: ", f"/runs/flow-run/{flow_run}"):
+        assert part in finished
+    assert finished.endswith('metronome logs "day"')
+    refused = start(api, "prepare", {"overrides": ["foo=bar"]})
+    failed = _message(messages, " has failed")
+    assert "foo" in failed
+    assert f"/runs/flow-run/{refused}" in failed
+
+
+def _message(messages, subject):
+    """The body of the message whose subject ends so, once it has come."""
+
+    def found():
+        return [one["body"] for one in messages[1] if one["subject"].endswith(subject)]
+
+    wait_for(found, f"the message {subject}", 120)
+    [body] = found()
+    return body
 
 
 def _check_sockets(seen):
@@ -285,25 +351,28 @@ def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
     that wants more than there are is told so."""
     code = """
 from engine.errors import BadInput, DeadlineError
-from tasks.cluster.devices import hold_npus
-with hold_npus(12):
+from tasks.cluster.devices import hold_devices
+with hold_devices(12):
     try:
-        with hold_npus(6, wait_s=3):
+        with hold_devices(6, wait_s=3):
             print("both")
     except DeadlineError as error:
         print(error)
-    with hold_npus(4, wait_s=30):
+    with hold_devices(4, wait_s=30):
         print("the rest")
+with hold_devices(1, "cuda-devices"), hold_devices(1, "cuda-devices"):
+    print("not counted, as nobody has made the limit")
 for wrong in ((17,), (1, "another")):
     try:
-        with hold_npus(*wrong):
+        with hold_devices(*wrong):
             print("held")
     except BadInput as error:
         print(error)
 """
     said = call([sys.executable, "-c", code], environment).splitlines()
     assert said[:2] == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
-    assert [line[: line.index(":")] for line in said[2:]] == [
+    assert said[2] == "not counted, as nobody has made the limit"
+    assert [line[: line.index(":")] for line in said[3:]] == [
         "this run needs 17 slots of Prefect's limit ascend-npus, which has fewer in total",
         "Prefect has no limit another, of which this run takes 1",
     ]

@@ -31,7 +31,7 @@ OUTPUTS = {
     "tasks/console.py": "the functions that print",
     "engine/instance/command_line.py": "the token that it has made, once",
     "engine/tools/conversion.py": "JSON for the process that asked",
-    "tasks/cluster/services.py": "the variables of its servers, for other shells",
+    "tasks/cluster/services.py": "the addresses of its servers, for a person",
 }
 """Files that call print, by the reason."""
 

@@ -69,11 +69,17 @@ def summary_table(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str
     figures = [f"{name}: {accuracy.kind_of(runs, name)}" for name in names]
     if not all(run.steps for run in runs):
         return ["run", *figures], [[run.name, *(_accuracy(run, name) for name in names)] for run in runs]
-    columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *figures]
-    return columns, [_row(run, names) for run in runs]
+    columns = ["run", "mode", "steps", "wall time", "trained tokens", "devices", "s/step", "tokens/s/device"]
+    aligned = [run_figures.gradient_alignment(run.steps, run.config.get("algorithm.gac_low", "")) for run in runs]
+    cosines = [[str(one or "not measured")] for one in aligned] if any(aligned) else [[] for _ in runs]
+    head = ["|cosine| of gradients"] if any(aligned) else []
+    rows = [
+        [*_row(run), *more, *(_accuracy(run, name) for name in names)] for run, more in zip(runs, cosines, strict=True)
+    ]
+    return [*columns, "reward at the end", *head, *figures], rows
 
 
-def _row(run: ComparedRun, names: Sequence[str]) -> list[str]:
+def _row(run: ComparedRun) -> list[str]:
     seconds = sum(run_figures.elapsed_seconds(run).values(), 0.0) and max(run_figures.elapsed_seconds(run).values())
     rewards = [value for _, value in run_figures.figure_series(run, "reward_mean")]
     end = rewards[-max(1, math.ceil(len(rewards) / 5)) :]
@@ -81,11 +87,12 @@ def _row(run: ComparedRun, names: Sequence[str]) -> list[str]:
         run.name,
         run.mode,
         _steps(run),
-        f"{seconds:,.0f} s",
+        f"{seconds:,.0f} s" if seconds < 3600 else f"{seconds / 3600:,.2f} h",
+        f"{tokens:,.0f}" if (tokens := sum(row.get("trained_tokens", 0) for row in run.steps)) else "unknown",
+        str(run_figures.count_devices(run) or "unknown"),
         _text(run_figures.step_breakdown(run)["step_s"], ".2f"),
         _text(run_figures.mean_speed(run_figures.counted_steps(run)), ",.0f"),
         _text(sum(end) / len(end) if end else math.nan, ".3f"),
-        *(_accuracy(run, name) for name in names),
     ]
 
 
@@ -137,6 +144,7 @@ def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
         _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),
         _chart(runs, "entropy", "Entropy (nats per token)", "step"),
+        _chart(runs, "grad_cosine", "Cosine of consecutive gradients", "step"),
     ]
     return [chart for chart in drawn if chart["lines"]]
 

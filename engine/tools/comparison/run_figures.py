@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.algorithm.alignment import LOW
 from engine.evaluation.intervals import t_interval
 
 Row = Mapping[str, Any]
@@ -24,6 +25,19 @@ short blocks would be correlated like the steps."""
 PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
 """Times of the parts of a trainer's step, which follow one another. Scoring is part of train_s; rollouts run at the
 same time."""
+
+SETTLED = 50
+"""First step whose cosine counts, if later ones are as many (GAC, Table 3: "after step 50")."""
+RECENT = 20
+"""Number of last steps that say whether the cosine is outside its range; the length of a curve that can collapse."""
+SMOOTH = 5
+"""Number of steps over which a point of the reward's curve is the mean."""
+FALL = 0.2
+"""Share of the best reward whose loss is a fall, and least fall of a reward that counts, a quarter of this."""
+UNEQUAL = 1.5
+"""From this ratio of times for equal work on, two runs count as runs under another load."""
+ALONE = ("sync", "periodic")
+"""Modes in which no instance samples during an update, so that its time does not depend on the mode."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,44 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
     return Interval(*(math.exp(value) if value < 700 else math.inf for value in (mean.value, mean.low, mean.high)))
 
 
+def load_ratio(one: ComparedRun, other: ComparedRun) -> tuple[str, float] | None:
+    """(work, ratio of its median seconds in `one` to those in `other`) if equal work took unequal time, `UNEQUAL` or
+    more; None if it did not, or with fewer than `MIN_STEPS` common steps. The runs must be set to do the same work.
+
+    Equal work is a trained token (train_s) within a mode or on accelerators; on shared cores trainer and instances slow
+    each other down in some modes, so there it is the optimizer's update (update_s), which both run alone.
+    """
+    apart = {run.config.get("platform.device", "auto") for run in (one, other)} <= {"cuda", "npu"}
+    found = []
+    if one.mode == other.mode or apart:
+        found.append(("tokens", _time_ratios(one, other, "train_s", per_token=True)))
+    if one.mode == other.mode or {one.mode, other.mode} <= set(ALONE):
+        found.append(("update", _time_ratios(one, other, "update_s")))
+    for work, ratios in found:
+        if len(ratios) >= MIN_STEPS and not 1 / UNEQUAL < (ratio := statistics.median(ratios)) < UNEQUAL:
+            return work, ratio
+    return None
+
+
+def _time_ratios(one: ComparedRun, other: ComparedRun, key: str, per_token: bool = False) -> list[float]:
+    """The ratio of a time in each common step after the warm-up."""
+    return [
+        _time(mine, key, per_token) / _time(theirs, key, per_token)
+        for mine, theirs in common_steps(one, other, key, WARM_UP)
+        if mine[key] > 0 and theirs[key] > 0 and (not per_token or all(map(_tokens, (mine, theirs))))
+    ]
+
+
+def _time(row: Row, key: str, per_token: bool) -> float:
+    return float(row[key]) / (_tokens(row) if per_token else 1.0)
+
+
+def _tokens(row: Row) -> float:
+    """Trained tokens of a step and device; 0 if unknown."""
+    known = _number(row.get("tokens_per_s_per_device")) and _number(row.get("step_s"))
+    return float(row["tokens_per_s_per_device"] * row["step_s"]) if known else 0.0
+
+
 def rewarded_steps(one: ComparedRun, other: ComparedRun) -> tuple[list[tuple[Row, Row]], int]:
     """The last third of the common steps, but at least `MIN_STEPS` if there are as many, and the number of all."""
     pairs = common_steps(one, other, "reward_mean")
@@ -192,3 +244,91 @@ def _number(value: object) -> bool:
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Absolute cosines of consecutive gradients (GAC eq. 1) over a run: the columns of GAC's Table 3."""
+
+    mean: float
+    p90: float
+    """Their 90 % quantile."""
+    share: float
+    """The share of them that is at most `low`."""
+    low: float
+    """c_low: the upper end of the on-policy range."""
+    recent: float
+    """Their mean over the last `RECENT` steps."""
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.3f}, p90 {self.p90:.3f}, {self.share:.0%} up to {self.low:g}"
+
+
+def gradient_alignment(steps: Sequence[Row], low: str = "") -> Alignment | None:
+    """The run's alignment; None if no cosine was measured. `low`: algorithm.gac_low, as text; else the default."""
+    found = [(row["step"], abs(row["grad_cosine"])) for row in steps if row.get("grad_cosine") is not None]
+    later = [value for step, value in found if step >= SETTLED]
+    values = later if len(later) >= SETTLED else [value for _, value in found]
+    if not values:
+        return None
+    limit = LOW if low in ("", "auto") else float(low)
+    return Alignment(
+        mean=statistics.fmean(values),
+        p90=sorted(values)[math.ceil(0.9 * len(values)) - 1],
+        share=sum(value <= limit for value in values) / len(values),
+        low=limit,
+        recent=statistics.fmean(value for _, value in found[-RECENT:]),
+    )
+
+
+def signs_of_instability(steps: Sequence[Row], low: str = "") -> list[str]:
+    """What GAC calls the sign of instability (§3.2: aligned gradients) and collapse (§3.1: a drop of the reward without
+    recovery, or swings), as sentences. The paper gives no numbers; `FALL`, `SMOOTH` and `RECENT` are Metronome's."""
+    found = []
+    alignment = gradient_alignment(steps, low)
+    if alignment is not None and alignment.recent > alignment.low:
+        found.append(
+            f"the |cosine| of consecutive gradients, {alignment.recent:.3f} on average at the end, has left its "
+            f"on-policy range (up to {alignment.low:g}; GAC §3.2)"
+        )
+    rewards = [row["reward_mean"] for row in steps if _number(row.get("reward_mean"))]
+    curve = [statistics.fmean(rewards[at : at + SMOOTH]) for at in range(len(rewards) - SMOOTH + 1)]
+    if len(curve) < RECENT:
+        return found
+    best = max(curve)
+    limit = FALL * max(best, 0.25)
+    last = curve[-max(SMOOTH, len(curve) // 5) :]
+    if max(last) < best - limit:
+        found.append(f"collapse: the reward fell from {best:.3f} to {last[-1]:.3f} and did not recover (GAC §3.1)")
+    elif (falls := _falls(curve, limit)) > 1:
+        found.append(f"the reward swings: {falls} falls of {limit:.3f} or more, each made up for (GAC §3.1)")
+    return found
+
+
+def _falls(curve: Sequence[float], limit: float) -> int:
+    """How often the curve falls by `limit` from its highest value since it last rose by as much."""
+    falls = 0
+    falling = False
+    turn = curve[0]
+    for value in curve:
+        if falling:
+            turn = min(turn, value)
+            if value >= turn + limit:
+                falling = False
+                turn = value
+        else:
+            turn = max(turn, value)
+            if value <= turn - limit:
+                falling = True
+                turn = value
+                falls += 1
+    return falls
+
+
+def count_devices(run: ComparedRun) -> int:
+    """Devices of training and rollouts, as the speed of its steps counts them; 0 if unknown."""
+    rows = [row for row in run.steps if row.get("tokens_per_s_per_device") and row.get("step_s")]
+    if not rows or not rows[-1].get("trained_tokens"):
+        return 0
+    last = rows[-1]
+    return round(last["trained_tokens"] / last["step_s"] / last["tokens_per_s_per_device"])

@@ -19,6 +19,19 @@ MOST_FACTOR = 100
 """If deciding takes more than this many times the steps, no number of steps is given."""
 MODE_KEYS = ("train.mode", "train.max_staleness", "train.exact_lag")
 """Keys that define how a run is asynchronous. Runs in different modes are meant to differ in them."""
+WORK = (
+    "model.",
+    "parallel.",
+    "platform.",
+    "attention.",
+    "algorithm.",
+    "train.",
+    "rollout.instances",
+    "rollout.devices",
+)
+"""How the keys begin that change how long training takes for the same tokens."""
+SAME_WORK = (*MODE_KEYS, "train.steps", "train.learning_rate")
+"""Keys among them that do not."""
 UNKNOWN = Interval(math.nan, -math.inf, math.inf)
 """An unknown figure."""
 GRADES = {
@@ -98,14 +111,16 @@ def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy:
     who = _who(run), _who(base)
     level = format_percent(sure)
     steps = len(run_figures.common_steps(run, base, "tokens_per_s_per_device", run_figures.WARM_UP))
+    load = _load(run, base)
     sentences = [
-        _faster(who, speed, level, steps),
+        _not_compared(who, speed) if load else _faster(who, speed, level, steps),
         *(_as_accurate(who, one) for one in accuracy),
         _as_rewarded(who=who, found=reward, level=level, evaluated=bool(accuracy), which=_rewarded(run, base)),
         *_wall_time(run, base, pairs),
         *_compared(run, base),
     ]
-    answer = _answer(who, speed if steps >= run_figures.MIN_STEPS else UNKNOWN, accuracy, reward)
+    known = UNKNOWN if load or steps < run_figures.MIN_STEPS else speed
+    answer = load + _answer(who=who, speed=known, accuracy=accuracy, reward=reward, loaded=bool(load))
     return Verdict(
         run=run,
         base=base,
@@ -122,7 +137,27 @@ def _who(run: ComparedRun) -> str:
     return run.name if run.name == run.mode else f"{run.name} ({run.mode})"
 
 
-def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
+def _load(run: ComparedRun, base: ComparedRun) -> str:
+    """A sentence that says that the two ran under another load, if equal work took unequal time; else ""."""
+    others = [key for key in config_differences([base, run]) if key.startswith(WORK) and key not in SAME_WORK]
+    found = None if others else run_figures.load_ratio(run, base)
+    if found is None:
+        return ""
+    work, ratio = found
+    slow, fast = (run.name, base.name) if ratio > 1 else (base.name, run.name)
+    return (
+        f"Another load: {slow} took {max(ratio, 1 / ratio):.1f} times as long as {fast} for the same {work}, so the "
+        "machine was busier, or another one, and the speeds say nothing. "
+    )
+
+
+def _not_compared(who: tuple[str, str], ratio: Interval) -> str:
+    return f"Speed: {who[0]} was {ratio.value:.2f} times as fast as {who[1]}, but under another load."
+
+
+def _answer(
+    who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval, loaded: bool
+) -> str:
     """Both questions in one sentence. Without a benchmark, quality is judged by the training reward."""
     unlike = " (evaluated differently)"
     measured = [
@@ -132,7 +167,8 @@ def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference
     sides = [side for _, side in measured]
     against = speed.known and ((speed.low > 1 and "worse" in sides) or (speed.high < 1 and "better" in sides))
     quality = ", ".join(f"{GRADES[side]} {what}" for what, side in measured)
-    return f"{who[0]} was {_pace(speed)}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
+    pace = "of unknown speed" if loaded else _pace(speed)
+    return f"{who[0]} was {pace}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
 
 
 def _pace(speed: Interval) -> str:
@@ -235,6 +271,11 @@ def _wall_time(run: ComparedRun, base: ComparedRun, pairs: Sequence[tuple[Row, R
 
 def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
     told = [_ended(one) for one in (base, run) if not one.complete]
+    told += [
+        f"{one.name}: {sign}."
+        for one in (base, run)
+        for sign in run_figures.signs_of_instability(one.steps, one.config.get("algorithm.gac_low", ""))
+    ]
     _, others = _meant(run, base)
     if others:
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")

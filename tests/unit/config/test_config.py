@@ -119,6 +119,10 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             r'\(120\) must be below train.steps x train.updates \(120\): .* "linear" would never fall',
         ),
         ({"train": {"warmup_steps": 60, "schedule": "cosine"}}, r'\(60\) must be below .*\(60\): .* "cosine"'),
+        (
+            {"train": {"min_learning_rate": 1e-3}},
+            r"min_learning_rate \(0.001\) must be at most train.learning_rate \(1e-06\)",
+        ),
         ({"algorithm": {"gac_low": 0.3, "gac_high": 0.3}}, r"gac_low \(0.3\) must be below algorithm.gac_high \(0.3\)"),
         (
             {"queue": {"store": "transferqueue"}},

@@ -18,6 +18,7 @@ ROWS = {
     "aime_2024.jsonl": {"id": 60, "problem": "Every morning Aya …", "solution": "…", "answer": "204", "year": "2024"},
     "aime25.jsonl": {"problem": "Find the sum of all integer bases …", "answer": "70", "id": "0"},
     "amc23.jsonl": {"id": 0, "question": "Cities $A$ and $B$ are $45$ miles apart …", "answer": 27.0, "url": "…"},
+    "amc24.jsonl": {"problem": "What is the value of …", "answer": "E", "id": 0},
     "gsm8k.jsonl": {"question": "Janet’s ducks lay 16 eggs …", "answer": "Janet sells 16 - 3 - 4 = 9 …\n#### 18"},
     "math500/test.jsonl": {
         "problem": "Convert the point …",
@@ -43,6 +44,7 @@ ANSWERS = {
     "aime24": "204",
     "aime25": "70",
     "amc": "27.0",
+    "amc24": "E",
     "gsm8k": "18",
     "math500": "\\left( 3, \\frac{\\pi}{2} \\right)",
     "minerva": "16",
@@ -123,3 +125,8 @@ def test_the_real_files(tmp_path):
     assert [len(one.problems.rows) for one in found] == [30, 83, 500]
     assert [one.note for one in found if one.note] == ["amc has 83 problems here, 40 on the hub (math-ai/amc23)"]
     assert {Path(one.problems.source).parent for one in found} == {Path(REAL)}  # read as they are, not copied
+
+
+def test_a_benchmark_that_no_hub_has_is_asked_for_as_a_file(tmp_path):
+    with pytest.raises(BadInput, match="amc24, amc_2024, amc2024 as .*no version there is known; put a file"):
+        benchmark_paths(config(tmp_path, benchmark="amc24", folder=str(tmp_path)))

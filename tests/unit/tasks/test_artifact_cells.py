@@ -19,6 +19,7 @@ from tasks.artifact_cells import code_span, format_cell, table_as_markdown, tabl
         ({"too long": 3, "no answer": 0.25}, "too long: 3, no answer: 0.25"),
         ([1, 2.5], "1, 2.5"),
         ("runs/a", "runs/a"),
+        ("0123456789abcdef" * 4, "0123456789ab…"),  # its column is narrow
     ],
 )
 def test_a_value_as_people_read_it(value, text):

@@ -1,19 +1,34 @@
 """What `metronome prune` lists and deletes, and what it never touches."""
 
 import os
+import shutil
+import sqlite3
+import subprocess
+import sys
 import time
+from contextlib import closing
+from pathlib import Path
 
+import mlflow
 import pytest
 
-from engine.config import Config, Model, Run, Train
+from engine.config import Checkpoint, Config, Model, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.run.checkpoint_files import read_marker, step_of
 from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder, dump_config
+from engine.run.identity import claim_run_id, read_run_id
 from engine.run.lock import hold_lock
+from engine.run.run_start import RunStart
+from engine.run.served_model import in_use
 from engine.run.trace import Trace, read_spans
 from support.run_folders import a_checkpoint
+from support.runs import ROOT
+from tasks.old_runs import Retention
 from tasks.prune import prune
+from tasks.publish import copy_checkpoint
+from tasks.tracking import tracked_run
+from tasks.tracking.registered_policies import CHAMPION, NIGHTLY, START_TAG, started_from
 
 STEPS = 20
 
@@ -54,6 +69,9 @@ def run(tmp_path):
     (folder.checkpoints / ".step-000016.partial").mkdir()
     aged(folder.checkpoints / ".step-000016.partial")
     (folder.logs / ".young.partial").touch()
+    for name in ("checkpoints/damaged-step-000005", "profile"):
+        (folder.path / name).mkdir()
+        aged(folder.path / name)
     (folder.path / "record.msgpack").touch()
     folder.policy.mkdir()
     for name in ("used-1", "other-2"):
@@ -76,6 +94,8 @@ GONE = {
     *(f"mine/evaluations/heldout-v{version}.jsonl" for version in (5, 10)),
     *(f"mine/exported/step-{step:06d}{file}" for step in (10, 20) for file in ("", "/checkpoint.json")),
     "mine/checkpoints/.step-000016.partial",
+    "mine/checkpoints/damaged-step-000005",
+    "mine/profile",
     "models/other-2",
 }
 
@@ -87,11 +107,11 @@ def test_what_can_go_is_listed_and_goes_when_it_is_asked(run, tmp_path):
     assert all_files(output) == before
     assert len(read_spans(run.trace)) == STEPS
     assert "12 samples of steps before 12" in told
-    assert told.endswith("in all; with --yes it is deleted")
-    assert prune([run.path], keep_steps=8, records=False, apply=True).endswith("MiB deleted")
+    assert "in all; with --yes it is deleted" in told
+    assert "MiB deleted" in prune([run.path], keep_steps=8, records=False, apply=True)
     assert before - all_files(output) == GONE
     assert [span["step"] for span in read_spans(run.trace)] == list(range(12, STEPS))
-    assert prune([run.path], keep_steps=8, records=False, apply=True) == "nothing can go"
+    assert "nothing can go" in prune([run.path], keep_steps=8, records=False, apply=True)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -117,16 +137,146 @@ def test_a_run_that_is_running_is_left_as_it_is(run, tmp_path, capsys, lock, app
     (tmp_path / "runs/models/other-2").rmdir()
     before = all_files(run.path)
     with hold_lock(run.path / lock, "", 0.0):
-        assert prune([run.path], keep_steps=0, records=True, apply=apply) == "nothing can go"
+        assert "nothing can go" in prune([run.path], keep_steps=0, records=True, apply=apply)
     assert all_files(run.path) == before
     assert "is in use by process" in capsys.readouterr().err
 
 
 def test_nothing_is_deleted_for_a_wrong_folder_or_beside_a_damaged_config(run, tmp_path):
     before = all_files(run.path)
-    with pytest.raises(BadInput, match="not a run folder"):
+    with pytest.raises(BadInput, match="neither a run folder"):
         prune([run.path, tmp_path], keep_steps=0, records=True, apply=True)
     (tmp_path / "runs/later/config.toml").write_text("[model")
     with pytest.raises(BadInput, match="damaged, so what the run needs is unknown"):
         prune([run.path], keep_steps=0, records=True, apply=True)
     assert all_files(run.path) == before
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """An MLflow store whose migrations are made once."""
+    before = mlflow.get_tracking_uri()
+    yield f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+    tracked_run._use(before)
+
+
+def a_night(output, store, number, age_days, policy=None):
+    """A run that has registered its policy, `age_days` ago, with its checkpoint in checkpoint.path too."""
+    config = Config(
+        run=Run(name=f"night-{number}", output=str(output / "runs")),
+        model=Model(path=str(output / "base")),
+        checkpoint=Checkpoint(path=str(output / "published")),
+        tracking=Tracking(uri=store, experiment=output.name),
+    )
+    folder = RunFolder(config.folder)
+    config.folder.mkdir(parents=True)
+    RunStart(start="nightly", registered=f"metronome-{output.name}").write(config.folder)
+    folder.create(config, resume=False)
+    claim_run_id(config.folder, config, resume=False)
+    kept = a_checkpoint(folder.checkpoints, 5, run=read_run_id(config.folder))
+    if policy is None:
+        folder.policy.mkdir()
+        (folder.policy / "config.json").write_text("{}")
+        (folder.policy / "model.safetensors").write_bytes(b"%d" % number * 1000)
+    else:
+        shutil.copytree(policy, folder.policy)
+    copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{config.run.name}/{kept.name}")
+    with tracked_run.track_run(config):
+        version = tracked_run.register_version(f"metronome-{output.name}", folder.policy)
+    mlflow.MlflowClient().set_model_version_tag(f"metronome-{output.name}", version, START_TAG, NIGHTLY)
+    for file in (folder.config, folder.evaluations):
+        file.touch()
+        os.utime(file, (time.time() - age_days * 86400,) * 2)
+    return folder
+
+
+def everywhere(output, store):
+    """(run folders, published checkpoints, registered versions, policies in MLflow) that are there."""
+    client = mlflow.MlflowClient(store)
+    versions = client.search_model_versions(f"name = 'metronome-{output.name}'")
+    runs = client.search_runs([client.get_experiment_by_name(output.name).experiment_id])
+    return (
+        sorted(path.parent.name for path in output.glob("runs/*/config.toml")),
+        sorted(path.parent.parent.name for path in output.glob("published/*/*/_SUCCESS.json")),
+        sorted(int(one.version) for one in versions),
+        sorted(run.info.run_name for run in runs if client.list_artifacts(run.info.run_id, "policy")),
+    )
+
+
+def test_whole_runs_go_by_a_rule_wherever_they_left_something_but_no_run_that_is_needed(tmp_path, store, capsys):
+    nights = [a_night(tmp_path, store, number, age_days=50 - 10 * number) for number in range(5)]
+    name = f"metronome-{tmp_path.name}"
+    mlflow.MlflowClient(store).set_registered_model_alias(name, CHAMPION, "2")
+    before = everywhere(tmp_path, store)
+    assert before == ([f"night-{n}" for n in range(5)],) * 2 + ([1, 2, 3, 4, 5], [f"night-{n}" for n in range(5)])
+    rule = Retention(last=1, days=15)  # 4 stays by both, 1 is the champion's, 0 is served
+    given = {"runs": [tmp_path / "runs"], "keep_steps": 100, "records": False}
+
+    with in_use(nights[0].policy):  # `metronome serve --model runs/night-0`
+        told = prune(**given, apply=False, rule=rule)
+        assert everywhere(tmp_path, store) == before
+        assert [line for line in told.splitlines() if "an old run" in line and "night-0" in line] == []
+        assert f"version 2 of {name} is its champion" in (said := capsys.readouterr().err)
+        assert f"run folder {nights[0].path} is in use by process" in said
+        prune(**given, apply=True, rule=rule)
+        left = [0, 1, 4]
+        assert everywhere(tmp_path, store) == (
+            [f"night-{n}" for n in left],
+            [f"night-{n}" for n in left],
+            [n + 1 for n in left],
+            [f"night-{n}" for n in left],
+        )
+    prune(**given, apply=True, rule=rule)
+    assert everywhere(tmp_path, store)[0] == ["night-1", "night-4"]
+    client = mlflow.MlflowClient(store)
+    assert len(client.search_runs([client.get_experiment_by_name(tmp_path.name).experiment_id])) == 5  # their figures
+
+
+def test_a_run_from_whose_policy_another_starts_stays_and_so_does_the_newest_night(tmp_path, store, capsys):
+    first, second = (a_night(tmp_path, store, number, age_days=40) for number in (0, 1))
+    config = first.read_config()
+    other = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"name": "by-day"}),
+            "model": Model(path=str(Path("runs") / first.path.name / "policy")),
+        }
+    )
+    (tmp_path / "runs/by-day").mkdir()
+    dump_config(other, tmp_path / "runs/by-day/config.toml")
+    given = {"runs": [tmp_path / "runs"], "keep_steps": 100, "records": False, "apply": True}
+    assert "nothing can go" in prune(**given, rule=Retention(days=1))
+    said = capsys.readouterr().err
+    assert f"{first.path} stays: a run that stays starts from its policy" in said
+    assert f"{second.path} stays: version 2 of metronome-{tmp_path.name} is its newest version" in said
+
+
+def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, store, tiny_model):
+    """With Prefect's and MLflow's kind of database open and in use."""
+    night = a_night(tmp_path, store, 1, age_days=1, policy=tiny_model)
+    runs = tmp_path / "runs"
+    shutil.copy(store.removeprefix("sqlite:///"), runs / "mlflow.db")
+    backup = tmp_path / "backup"
+    copy = [sys.executable, str(ROOT / "infra/backup.py")]
+    with closing(sqlite3.connect(runs / "prefect.db")) as prefect:
+        prefect.execute("PRAGMA journal_mode = WAL")
+        prefect.execute("CREATE TABLE flow_run (name TEXT)")
+        prefect.execute("INSERT INTO flow_run VALUES ('night-1')")
+        prefect.commit()
+        prefect.execute("INSERT INTO flow_run VALUES ('half')")  # under way
+        subprocess.run([*copy, str(runs), str(backup)], check=True)
+    shutil.rmtree(runs)
+    subprocess.run([*copy, str(backup), str(runs)], check=True)
+    assert subprocess.run([*copy, str(backup), str(runs)], capture_output=True, check=False).returncode == 1
+    with closing(sqlite3.connect(runs / "prefect.db")) as prefect:
+        assert prefect.execute("SELECT name FROM flow_run").fetchall() == [("night-1",)]
+    assert night.path.stat().st_mode & 0o777 == 0o700
+    recipe = tmp_path / f"{tmp_path.name}.toml"
+    recipe.touch()
+    wanted = {"name": "night-2", "output": str(runs), "seed": 0}
+    config = Config(run=Run(**wanted), tracking=Tracking(uri=f"sqlite:///{runs / 'mlflow.db'}"))
+    tonight, begun = started_from(config, str(recipe), "nightly")
+    assert begun.continued_from == f"models:/metronome-{tmp_path.name}/1"
+    assert (Path(tonight.model.path) / "model.safetensors").read_bytes() == (
+        tiny_model / "model.safetensors"
+    ).read_bytes()
+    assert tonight.run.seed == 1

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from engine.config import Config
 from engine.run.files import append_line, seal
 from engine.run.folder import RunFolder
@@ -20,6 +22,29 @@ def test_the_rows_of_a_training(tmp_path):
     rows = training_rows(config)
     assert rows["reward"] == "0.250 (step 0) to 0.750 (step 2)"
     assert rows["speed"] == "0.50 steps/s, 150 trained tokens/s/device"  # without the first step
+
+
+@pytest.mark.parametrize(
+    ("tail", "wait_s", "said"),
+    [
+        (0.6, 1.0, "long-tailed; the trainer waited 50% of the time, and more instances help little"),
+        (0.12, 1.0, "of like length; the trainer waited 50% of the time, and more instances help"),
+        (0.6, 0.1, "longest 900: long-tailed"),
+    ],
+)
+def test_the_lengths_say_whether_more_instances_help(tail, wait_s, said, tmp_path):
+    config = Config(run={"name": "mine", "output": str(tmp_path)})
+    config.folder.mkdir()
+    for step in range(3):
+        figures = {"step": step, "reward_mean": 0.5, "step_s": 2.0, "tokens_per_s_per_device": 1.0, "wait_s": wait_s}
+        lengths = {"mean": 100.0, "p90": 300, "max": 900, "tail": tail}
+        line = figures | {f"response_length_{name}": value for name, value in lengths.items()} | {"grad_cosine": 0.02}
+        append_line(RunFolder(config.folder).steps, line)
+    rows = training_rows(config)
+    assert rows["responses"].startswith("mean 100 tokens, 90 % up to 300, longest 900")
+    assert said in rows["responses"]
+    assert rows["|cosine|"] == "mean 0.020, p90 0.020, 100% up to 0.1"
+    assert "warning" not in rows
 
 
 def test_a_run_whose_folder_was_lost_when_it_had_trained(tmp_path):

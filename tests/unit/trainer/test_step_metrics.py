@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from support.groups import group
 
@@ -102,3 +104,13 @@ def test_a_response_with_tokens_of_two_versions_counts_as_continued():
     metrics.add_group(group(5, 5), 2, True)
     figures = StepMetrics.merged([RankMetrics(metrics, True, 1)], [3])
     assert (figures["continued"], figures["versions_seen"]) == (2, [3, 5])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "p90", "longest", "tail"),
+    [([10] * 20, 10, 10, 0.1), ([1] * 18 + [41] * 2, 1, 41, 0.82), ([7], 7, 7, 1.0), ([], 0, 0, 0.0)],
+)
+def test_the_spread_of_lengths_is_over_the_responses_of_all_ranks(lengths, p90, longest, tail):
+    halves = [StepMetrics(lengths=lengths[::2]), StepMetrics(lengths=lengths[1::2])]
+    figures = StepMetrics.merged([RankMetrics(half, True, 1) for half in halves], [4])
+    assert [figures[f"response_length_{name}"] for name in ("p90", "max", "tail")] == [p90, longest, tail]

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from engine.config.recipe import load_config
 from engine.errors import BadInput
 from tasks.cluster.deploy import FILE, Choices, read_deployments
 from tasks.cluster.watchdog import TAG
@@ -90,10 +91,50 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
     ("choices", "said"),
     [
         (Choices(timezone="Mars/Olympus"), "Mars/Olympus"),
+        (Choices(training="0 25 * * *"), "--training"),
+        (Choices(evaluation="every day"), "--evaluation"),
+        (Choices(name="a/b"), "--name a/b"),
         (Choices(npus=-1), "--npus -1"),
+        (Choices(cuda_devices=-1), "--cuda-devices -1"),
         (Choices(on_rollout_pool=-2), "--on-rollout-pool -2"),
     ],
 )
 def test_bad_choices_are_refused(choices, said):
     with pytest.raises(BadInput, match=said):
         read_deployments(RECIPE, [], choices)
+
+
+def test_a_named_deploy_has_deployments_events_and_policies_of_its_own(monkeypatch):
+    from tasks.tracking.registered_policies import registered_name
+
+    found = {one["name"]: one for one in read_deployments(RECIPE, [], Choices(name="math"))["deployments"]}
+    assert {"math-pipeline", "math-nightly", "math-serve-rollouts"} <= set(found)
+    assert all("math" in one["tags"] for one in found.values())
+    [trigger] = found["math-evaluate"]["triggers"]
+    assert trigger["match"]["metronome.evaluation"] == "math-evaluate"
+    [default] = [one for one in read_deployments(RECIPE, [], Choices())["deployments"] if one["name"] == "evaluate"]
+    assert default["triggers"][0]["match"]["metronome.evaluation"] == "evaluate"
+    env = found["math-nightly"]["work_pool"]["job_variables"]["env"]
+    assert env["METRONOME_DEPLOY"] == "math"
+    config = load_config(RECIPE)
+    assert registered_name(RECIPE, config) == "metronome-quickstart"
+    monkeypatch.setenv("METRONOME_DEPLOY", env["METRONOME_DEPLOY"])
+    assert registered_name(RECIPE, config) == "metronome-math-quickstart"
+
+
+def test_flow_runs_get_the_addresses_of_the_shell_but_no_secret(monkeypatch, tmp_path):
+    """Pods do not see this machine's loopback, and the pool's own file counts."""
+
+    def env(**choices):
+        tree = read_deployments(RECIPE, [], Choices(**choices))
+        [nightly] = [one for one in tree["deployments"] if one["name"] == "nightly"]
+        return nightly["work_pool"]["job_variables"]["env"]
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    assert env() == {"MLFLOW_TRACKING_URI": "http://127.0.0.1:5000"}
+    assert env(pool="kubernetes-cuda") == {}
+    (tmp_path / "pools.toml").write_text('[cpu.variables.env]\nMLFLOW_TRACKING_URI = "http://pool:5000"\n')
+    assert env(pools=tmp_path / "pools.toml") == {}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:word@mlflow:5000")
+    assert env() == {}

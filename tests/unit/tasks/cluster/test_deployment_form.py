@@ -5,11 +5,12 @@ from prefect.utilities.callables import parameter_schema
 
 from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config
+from engine.errors import BadInput
 from flows import settings as flow_settings
 from flows.pipeline import pipeline
-from flows.settings import Settings
+from flows.settings import Given, Settings, given_keys
 from flows.stages import join_training
-from tasks.cluster.deployment_form import with_defaults
+from tasks.cluster.deployment_form import in_form_words, with_defaults
 
 VALUES = flatten_keys(load_config("infra/recipes/quickstart.toml", ["train.steps=7"]).model_dump(mode="json"))
 
@@ -29,9 +30,38 @@ def test_the_form_shows_the_recipes_values():
     assert with_defaults(parameter_schema(join_training), VALUES) is None
 
 
-def test_what_the_form_has_filled_in_is_as_in_the_recipe(monkeypatch):
-    """So a recipe that was edited since, another recipe, and a resumed run are not overridden by the form."""
-    sent = Settings(name="try", steps=7, group_size=4, mode="periodic")
-    assert sent.overrides() == ["run.name=try", "train.mode=periodic", "train.steps=7", "rollout.group_size=4"]
-    monkeypatch.setattr(flow_settings, "shown_values", lambda: {"steps": 7, "group_size": 8, "mode": "periodic"})
-    assert sent.overrides() == ["run.name=try", "rollout.group_size=4"]
+def test_a_setting_that_is_given_counts(monkeypatch):
+    """A form sends all fields, and those that nobody changed are as in the recipe, which may have been edited since. A
+    caller sends only its own, which count even if the form shows the same. The deploy's overrides stay below both."""
+    shown = {"steps": 7, "group_size": 8}
+    monkeypatch.setattr(flow_settings, "read_form", lambda: (shown, ["train.steps=7"]))
+    caller = given_keys(Settings(name="try", steps=7), ["evaluate.problems=64"])
+    assert caller.deploy == ["train.steps=7"]
+    assert caller.run == ["run.name=try", "train.steps=7", "evaluate.problems=64"]
+    form = given_keys(Settings(name=None, steps=7, group_size=4), [])
+    assert form.all == ["train.steps=7", "rollout.group_size=4"]  # also with the deploy's list emptied
+    changed = given_keys(Settings(steps=9, group_size=8), ["train.steps=7"])
+    assert changed.all == ["train.steps=7", "train.steps=9"]
+    assert load_config("infra/recipes/quickstart.toml", changed.all).train.steps == 9
+
+
+def test_a_run_says_where_its_settings_come_from(monkeypatch, capsys):
+    monkeypatch.setattr(flow_settings.deployment, "id", "some", raising=False)
+    given = Given(["train.steps=7", "evaluate.problems=8"], ["train.steps=9"])
+    recipe = "infra/recipes/quickstart.toml"
+    given.tell(load_config(recipe, given.all), recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    for text in ("train.steps 9 (run)", "evaluate.problems 8 (deploy)", "rollout.group_size 8 (recipe)"):
+        assert text in said, said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [(["foo=bar"], "the override foo=bar"), (["train.stepz=3"], "an override: unknown key train.stepz")],
+)
+def test_a_refusal_speaks_of_the_form(overrides, said):
+    with pytest.raises(BadInput) as refused:
+        load_config(None, overrides)
+    told = in_form_words(str(refused.value))
+    assert said.replace("an override:", "overrides:") in told
+    assert "--" not in told

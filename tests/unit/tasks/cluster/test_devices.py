@@ -1,4 +1,4 @@
-"""How many NPUs a run takes from the limit, without a server; tests/stack/test_deployments.py takes them."""
+"""How many devices a run takes from their limit, without a server; tests/stack/test_deployments.py takes them."""
 
 import pytest
 
@@ -29,20 +29,28 @@ def test_npus_of_a_run(instances, tensor, pool, ranks, kind, wanted):
         parallel={"data": ranks},
         platform={"device": "npu"},
     )
-    assert devices.count_npus(config, pool, training=kind) == wanted
+    assert devices.count_devices(config, pool, training=kind) == (wanted, devices.NPUS)
 
 
 @pytest.mark.parametrize(
-    ("device", "driver", "wanted"),
+    ("device", "npus", "cuda", "wanted"),
     [
-        ("npu", False, 3),
-        ("auto", True, 3),
-        ("auto", False, 0),
-        ("cpu", True, 0),
-        ("cuda", True, 0),
+        ("npu", False, 0, (3, devices.NPUS)),
+        ("auto", True, 8, (3, devices.NPUS)),
+        ("auto", False, 0, (1, devices.CPU_SLOTS)),
+        ("auto", False, 2, (3, devices.CUDA_DEVICES)),
+        ("cuda", True, 8, (8, devices.CUDA_DEVICES)),  # all of the machine: else another would take device 0, too
+        ("cpu", True, 8, (1, devices.CPU_SLOTS)),
     ],
 )
-def test_npus_are_counted_where_there_are_some(device, driver, wanted, tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "NPU_MANAGER", tmp_path if driver else tmp_path / "none")
+def test_each_kind_of_device_is_counted_by_its_own_limit(device, npus, cuda, wanted, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidiactl", *(f"nvidia{number}" for number in range(cuda))):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "CUDA_FILES", tmp_path)
+    monkeypatch.setattr(devices, "NPU_MANAGER", tmp_path if npus else tmp_path / "none")
     config = Config(rollout={"instances": 2}, platform={"device": device})
-    assert devices.count_npus(config) == wanted
+    assert devices.count_devices(config) == wanted
+    if wanted[0] == 8:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        assert devices.count_devices(config) == (4, devices.CUDA_DEVICES)

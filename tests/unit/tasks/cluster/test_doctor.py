@@ -218,3 +218,18 @@ def test_a_folder_of_runs_that_others_can_read_gets_a_warning(monkeypatch, tmp_p
     assert line.startswith("warning   every user of this machine can read")
     (tmp_path / "runs").chmod(0o750)
     assert doctor._run_folders() == []
+
+
+def test_the_servers_of_a_shell_are_named_and_asked(monkeypatch):
+    from tasks.cluster.doctor import check_servers
+    from tasks.cluster.services import free_port
+
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:word@127.0.0.1:{free_port()}")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    prefect, mlflow, s3 = check_servers()
+    assert prefect.startswith("ok        Prefect: PREFECT_API_URL is not set")
+    assert mlflow.startswith("missing   MLflow: http://127.0.0.1:")
+    assert "does not answer" in mlflow
+    assert "word" not in mlflow
+    assert s3.startswith("ok        S3: AWS_ENDPOINT_URL is not set")

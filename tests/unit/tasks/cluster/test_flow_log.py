@@ -41,3 +41,21 @@ def test_the_logs_tab_says_why_a_run_failed(monkeypatch):
     assert [(one["message"], one["level"]) for one in sent] == [
         ("error: the trainer was ended by SIGKILL", logging.ERROR)
     ]
+
+
+def test_prefects_lines_about_retries_and_cancelled_runs():
+    import logging
+
+    from tasks.cluster.flow_log import shorten_line
+
+    record = logging.makeLogRecord(
+        {
+            "msg": "Task run failed with %s: %r - Retry %s/%s will start %s",
+            "args": ("exception", "x", 1, 1_000_000, "immediately"),
+        }
+    )
+    assert shorten_line(record)
+    assert record.getMessage() == "Task run failed with exception: 'x' - retry 1 will start immediately"
+    ended = {"msg": "Crash detected! Execution was aborted by a termination signal."}
+    assert not shorten_line(logging.makeLogRecord(ended))
+    assert shorten_line(logging.makeLogRecord({"msg": "Crash detected! Out of memory."}))

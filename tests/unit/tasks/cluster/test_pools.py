@@ -25,7 +25,7 @@ def own(folder, text):
 
 
 def test_an_unknown_pool_is_refused():
-    with pytest.raises(BadInput, match="expected one of ascend-rollout, ascend-train, cpu"):
+    with pytest.raises(BadInput, match="expected one of ascend-rollout, ascend-train, ascend-train-16, cpu"):
         read_template("ascend")
 
 

@@ -57,4 +57,5 @@ def test_a_server_on_this_machine_has_a_password_and_is_read_by_its_own_pages_on
     assert prefect_api.server_environment(AUTH, 4200) == {
         "PREFECT_SERVER_API_AUTH_STRING": AUTH,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": "http://127.0.0.1:4200,http://localhost:4200",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,orphans",
     }

@@ -69,8 +69,10 @@ def test_a_killed_service_comes_back_on_its_port(tmp_path):
     try:
         service.start()
         service.wait(30)
-        service.kill()
-        with pytest.raises(ProcessDied, match="file server"):
+        [program] = psutil.Process(service.child.pid).children()
+        program.kill()
+        service.child.process.wait(10)
+        with pytest.raises(ProcessDied, match="file server was ended by SIGKILL"):
             service.check()
         service.start()
         service.wait(30)
@@ -143,8 +145,9 @@ def test_a_guarded_program_ends_with_its_parent(tmp_path):
         parent.wait()
 
 
-def test_a_guard_passes_the_exit_status_on():
-    assert (
-        subprocess.run(guarded_command([sys.executable, "-c", "raise SystemExit(7)"]), cwd=ROOT, timeout=30).returncode
-        == 7
-    )
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("raise SystemExit(7)", 7), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)],
+)
+def test_a_guard_ends_as_its_program_did(code, status):
+    assert subprocess.run(guarded_command([sys.executable, "-c", code]), cwd=ROOT, timeout=30).returncode == status

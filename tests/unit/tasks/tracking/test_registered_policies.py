@@ -18,6 +18,7 @@ from engine.run.run_start import RunStart
 from engine.types import Prompt
 from flows.cli import app
 from support.runs import config_of
+from tasks.input_checks import local_model
 from tasks.tracking import tracked_run
 from tasks.tracking.registered_policies import START_TAG, check_names, model_folder, registered_name, started_from
 
@@ -201,3 +202,24 @@ def test_a_name_that_mlflow_refuses_is_found_before_the_start(config, tmp_path, 
     assert found.exit_code == 2
     assert re.search(wrong, found.stderr)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_registered_model_is_a_model_path(config):
+    """By alias or version, downloaded once; what is not there is refused with the registry's address."""
+    output = config.run.output
+    with pytest.raises(BadInput, match=r"no MLflow registry: .*set MLFLOW_TRACKING_URI"):
+        local_model("models:/metronome-nightly@champion", output)
+    register(config, alias="champion")
+    for path in ("models:/metronome-nightly@champion", "models:/metronome-nightly/1"):
+        found = Path(local_model(path, output))
+        assert found == Path(output).resolve() / "models/metronome-nightly-1"
+    weights = next(Path(config.model.path).glob("*.safetensors"))
+    assert (found / weights.name).read_bytes() == weights.read_bytes()
+    for path, said in (
+        ("models:/metronome-nightly@nobody", "no such version or alias"),
+        ("models:/metronome-nightly/9", "no such version or alias"),
+        ("models:/none@champion", "no such version or alias"),
+        ("models:/metronome-nightly", "expected models:/NAME@ALIAS"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            local_model(path, output)

@@ -1,19 +1,20 @@
 import shutil
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import mlflow
 import pytest
 
 from engine.config import Checkpoint, Config, Run, Tracking, Train
-from engine.errors import BadInput
+from engine.errors import BadInput, RewardError
 from engine.run.files import append_line, seal, write_json
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
 from engine.run.lock import hold_lock
 from engine.types import StepReport
 from flows.local import train_here
+from tasks.finished_stages import RegisteredPolicy
 from tasks.tracking import evaluations, mirror, retry, tracked_run
 from tasks.tracking.metric_names import metric_name
 
@@ -98,6 +99,30 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
     with pytest.raises(error), tracked_run.track_run(other) as number:
         raise error
     assert mlflow.get_run(number).info.status == status
+
+
+def test_the_reason_of_a_failure_is_the_same_sentence_everywhere_until_the_run_goes_on(config):
+    """Also of a stage that no process of the orchestrator runs, such as the first evaluation."""
+    night = config.model_copy(update={"run": Run(name="night", output=config.run.output)})
+    reason = "reward.function, prompt 7: ZeroDivisionError in bad_reward.py, line 3"
+    with pytest.raises(RewardError), tracked_run.track_run(night) as number:
+        raise RewardError(reason)
+    assert RunFolder(night.folder).last_failure() == ("RewardError", reason)
+    tags = mlflow.get_run(number).data.tags
+    assert tags["metronome.failure"] == reason
+    assert reason in tags["mlflow.note.content"]
+    RunFolder(night.folder).failure.unlink()  # as a resume does
+    with tracked_run.track_run(night):
+        append_line(night.folder / "attempts.jsonl", {"what": "flow", "progress": [0, -1], "why": "", "by_hand": True})
+        append_line(night.folder / "attempts.jsonl", {"what": "flow", "progress": [0, -1], "why": "", "by_hand": True})
+        made = RegisteredPolicy("nights", "3", wins=False, reason="not better than version 2")
+        write_json(night.folder / "stages.json", seal({"register": asdict(made)}))
+    tags = mlflow.get_run(number).data.tags
+    assert tags["metronome.failure"] == ""
+    assert reason not in tags["mlflow.note.content"]
+    assert tags["metronome.resumed"] == "1"
+    assert tags["metronome.start"] == "base"
+    assert tags["metronome.champion"] == "not champion: not better than version 2"
 
 
 def test_a_resumed_run_whose_input_is_refused_keeps_status_and_tags(config):

@@ -86,6 +86,33 @@ def test_the_verdict_on_speed(seconds, word):
     assert "periodic" in found.sentences[0]
 
 
+def loaded(name, factor, mode="periodic", **config):
+    """A run whose machine was busier: training and updates take `factor` times as long for the same tokens."""
+    rows = [step(n, 10.0 * factor, train_s=4.0 * factor, update_s=0.5 * factor) for n in range(20)]
+    return ComparedRun(name, name, {"train.mode": mode, **config}, rows)
+
+
+@pytest.mark.parametrize(
+    ("mode", "config", "work"),
+    [("periodic", {}, "tokens"), ("sync", {}, "update"), ("sync", {"platform.device": "npu"}, "tokens")],
+)
+def test_another_load_is_said_before_any_verdict_on_speed(mode, config, work):
+    runs = [loaded("calm", 1.0, mode, **config), loaded("busy", 2.5, **config)]
+    for pair, value in ((runs, 0.4), (runs[::-1], 2.5)):
+        found = judge_runs(pair)[0]
+        assert found.answer.startswith(f"Another load: busy took 2.5 times as long as calm for the same {work}, ")
+        assert "of unknown speed, and" in found.answer
+        assert f"{value:.2f} times as fast" in found.sentences[0]
+        assert not re.search(r"was (faster|slower)", " ".join([found.answer, *found.sentences]))
+
+
+def test_times_that_may_differ_for_another_reason_are_no_other_load():
+    shared = ComparedRun("sync", "s", {"train.mode": "sync"}, [step(n, 16.0, train_s=10.0) for n in range(20)])
+    assert judge_runs([shared, run("periodic", steps=20)])[0].answer.startswith("periodic was faster")
+    small = loaded("small", 1.0, **{"parallel.data": "2"})
+    assert judge_runs([small, loaded("large", 2.5)])[0].answer.startswith("large (periodic) was slower")
+
+
 def test_few_steps_and_no_common_steps_give_no_interval():
     few = judge_runs([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
     assert "4 common steps after the warm-up are too few" in few.sentences[0]
@@ -98,7 +125,7 @@ def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
     bare = ComparedRun("bare", "bare", {}, [{"step": n} for n in range(20)])
     found = page.write_page([run("sync"), bare], tmp_path / "page.html")
     assert "no steps in common" in found[0].sentences[0]
-    assert page.summary_table([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
+    assert page.summary_table([bare])[1][0][4:9] == ["unknown"] * 5
 
 
 def test_a_paired_difference_sees_what_the_intervals_do_not():
@@ -287,3 +314,42 @@ def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
 def test_the_reward_says_over_which_steps_it_is(steps, which):
     found = judge_runs([run(name="a", steps=steps), run(name="b", steps=steps, seed=1)])[0]
     assert any(sentence.startswith(f"Reward in training ({which}): ") for sentence in found.sentences)
+
+
+def controlled(rewards, cosines=()):
+    rows = [step(number) | {"reward_mean": reward} for number, reward in enumerate(rewards)]
+    for row, cosine in zip(rows[1:], cosines, strict=False):
+        row["grad_cosine"] = cosine
+    return ComparedRun("stale", "stale", {"algorithm.gac_low": "0.1"}, rows)
+
+
+def test_the_columns_of_gacs_table_3_count_from_step_50():
+    run = controlled([0.5] * 151, [0.9] * 49 + [0.02, -0.04] * 45 + [0.2] * 11)
+    found = run_figures.gradient_alignment(run.steps)
+    assert found.mean == pytest.approx((45 * 0.06 + 11 * 0.2) / 101)
+    assert (found.p90, found.share, found.low) == (0.2, 90 / 101, 0.1)
+    assert run_figures.gradient_alignment(controlled([0.5] * 9).steps) is None
+    columns, rows = page.summary_table([run, controlled([0.5] * 9)])
+    place = columns.index("|cosine| of gradients")
+    assert [row[place] for row in rows] == ["mean 0.049, p90 0.200, 89% up to 0.1", "not measured"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "cosines", "said"),
+    [
+        ([0.2 + 0.01 * n for n in range(40)], [0.03] * 39, []),
+        ([0.5] * 40, [0.03] * 19 + [0.5] * 20, ["left its on-policy range (up to 0.1; GAC §3.2)"]),
+        ([0.8] * 20 + [0.3] * 20, [], ["collapse: the reward fell from 0.800 to 0.300 and did not recover"]),
+        (([0.8] * 10 + [0.3] * 10) * 3 + [0.8] * 10, [], ["the reward swings: 3 falls"]),
+        ([0.8, 0.3] * 30, [], []),
+        ([0.8] * 3 + [0.1] * 3, [], []),
+    ],
+    ids=["sound", "aligned", "collapsed", "swinging", "noise", "short"],
+)
+def test_instability_is_named_as_gac_defines_it(rewards, cosines, said):
+    run = controlled(rewards, cosines)
+    found = run_figures.signs_of_instability(run.steps, "0.1")
+    assert len(found) == len(said)
+    assert all(part in sign for part, sign in zip(said, found, strict=True))
+    cautions = " ".join(judge_runs([run, run])[0].cautions)
+    assert all(part in cautions for part in said)

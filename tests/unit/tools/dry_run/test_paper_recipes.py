@@ -1,9 +1,13 @@
 """The recipes hold what the papers state, value by value; each table says where it stands."""
 
+import subprocess
+
 import pytest
 
 from engine.config.recipe import load_config
+from engine.tools.dry_run import plan_run
 from support.paper_recipes import DEVICES
+from support.runs import ROOT
 
 # Periodic Asynchrony §6.2: "evaluated 8 times", "temperature = 0.7, top_p = 0.95, and top_k = 20", "limit of 32k"
 AIME24 = {
@@ -158,3 +162,18 @@ def test_what_a_paper_states_is_what_its_recipe_says(name):
 
 def test_the_table_has_every_paper_recipe():
     assert set(STATED) == set(DEVICES)
+
+
+LINES = [line for line in (ROOT / "docs/papers.md").read_text().splitlines() if "metronome run $P" in line]
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_the_commands_of_a_papers_rows_pass_the_dry_run(line, tmp_path):
+    """As a shell expands them."""
+    echo = line.replace("metronome run", "echo run")
+    told = subprocess.run(["bash", "-euc", f"P=infra/recipes/papers\n{echo}"], capture_output=True, text=True)
+    commands = told.stdout.splitlines()
+    assert len(commands) == (len(line.partition("; do")[0].split()) - 3 if line.startswith("for") else 1)
+    for command in commands:
+        keys = [part for part in command.split() if "=" in part]
+        plan_run(load_config(command.split()[1], [*keys, f"run.output={tmp_path}", "run.dry=true"]))

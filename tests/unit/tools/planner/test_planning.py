@@ -226,13 +226,32 @@ def test_what_a_plan_needs_is_said():
         make_plan(config, [], kind="910b", lengths="long", **nothing)
 
 
-def test_a_recipe_for_any_machine_is_planned_for_the_device_that_is_named(recipe, tmp_path):
-    anywhere = change_config(recipe, {"platform.device": "auto", "platform.memory_gib": 1.0})
+def test_a_recipe_for_any_machine_is_planned_for_the_device_that_is_named(recipe, tmp_path, capsys):
+    anywhere = change_config(
+        recipe, {"platform.device": "auto", "platform.memory_gib": 1.0, "run.name": "night-7", "run.seed": 7}
+    )
     out = tmp_path / "plan.toml"
     make_plan(anywhere, [], count=16, kind="h200", lengths="300,900", out=out)
     made = load_config(out)
     assert (made.platform.device, made.platform.memory_gib) == ("cuda", 141.0)
     assert made.parallel.ranks + made.dry_run.joining * made.rollout.tensor <= 16
+    assert made.run.seed == 0
+    assert made.run.name.startswith("plan-2")  # after the file and the time, another one each night
+    for part in ("run", "model", "data", "train", "rollout", "algorithm", "evaluate"):
+        changed = {"mode", "concurrency", "micro_batch_tokens", "tensor", "instances", "name", "seed"}
+        ours, theirs = (getattr(one, part).model_dump(exclude=changed) for one in (made, anywhere))
+        assert ours == theirs, part
+    lines = out.read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if re.match(r"[a-z_]+ = ", line)]
+    assert all(lines[number - 1].startswith("# ") for number in keys)
+    assert "# planned; the recipe has " in out.read_text()
+    assert lines[lines.index('device = "cuda"') - 1] == "# of the device that is planned for (--device)"
+    assert len(keys) < 60
+    printed = capsys.readouterr().out.splitlines()
+    [whole] = [number for number, line in enumerate(printed) if line.startswith("the whole run")]
+    hours, low, high, device_hours = map(float, printed[whole + 2].removeprefix("the best setting").split()[:4])
+    assert low <= hours <= high
+    assert device_hours == pytest.approx(16 * hours, rel=0.01)
 
 
 def test_the_plan_says_what_it_rests_on_and_what_else_would_be_best(recipe):

@@ -1,0 +1,201 @@
+"""What an operator asks of runs: the newest ones, one's state, its logs; from run folders and the Prefect server."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from engine.errors import BadInput
+from engine.evaluation.tables import rows_of
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from engine.run.lock import check_not_held
+from engine.run.logs import log_line
+from engine.run.progress import read_progress
+from engine.types import JsonObject
+from tasks.cluster.prefect_api import post_json
+from tasks.console import format_duration, print_error
+from tasks.finished_stages import Stages, count_resumes, registered_policy
+from tasks.tracking.evaluation_texts import describe_evaluation
+
+FLOW_RUNS = 100
+"""Number of newest flow runs that the server is asked for."""
+LOOK_S = 0.5
+"""Seconds between two looks at the logs that are followed."""
+_RECENT = 20
+"""Number of steps whose mean time predicts the time left."""
+_FLOW_NAME = re.compile(r"^(?:evaluation of )?(.*?)(?: \(try \d+\))?$")
+
+
+def find_folder(run: str, output: Path) -> RunFolder:
+    """The folder of a run: its path, its name in `output` or the name of its flow run; "" is the newest run. Raises
+    BadInput."""
+    if not run:
+        folders = _folders(output)
+        if not folders:
+            raise BadInput(f"{output} has no run; name the folder of runs by --output")
+        return folders[0]
+    name = _FLOW_NAME.sub(r"\1", run)
+    for path in (Path(run), output / name):
+        if (path / "config.toml").is_file():
+            return RunFolder(path)
+    raise BadInput(f"{run}: no such run in {output}; metronome runs lists them")
+
+
+def list_rows(output: Path, count: int) -> list[list[str]]:
+    """The newest runs as rows of a table, the newest first. Runs that have not reached a folder come before them."""
+    folders = _folders(output)[:count]
+    states = _flow_states()
+    known = {folder.path.name for folder in _folders(output)}
+    waiting = [
+        [row["name"], row["state_name"], "", "", "", "", "", (row["state"] or {}).get("message") or ""]
+        for row in states.values()
+        if _FLOW_NAME.sub(r"\1", row["name"]) not in known and row["state_name"] not in ("Scheduled", "Completed")
+    ]
+    head = ["run", "state", "steps", "accuracy", "champion", "resumed", "device-hours", "where"]
+    return [head, *waiting[:count], *(_row(folder, states) for folder in folders)]
+
+
+def status_rows(folder: RunFolder) -> dict[str, str]:
+    """The state of a run as rows of a table."""
+    config = folder.read_config()
+    steps = list(read_lines(folder.steps))
+    done = steps[-1]["step"] + 1 if steps else 0
+    left = config.train.steps - done
+    recent = steps[-_RECENT:]
+    progress = read_progress(folder.progress)
+    stages = list(Stages(folder).done)
+    told = folder.last_failure()
+    whys = [row["why"] for row in read_lines(folder.attempts)]
+    resumed = count_resumes(folder)
+    rows = {
+        "run": str(folder.path),
+        "state": _state(folder, _flow_states()),
+        "finished stages": ", ".join(stages) or "none",
+        "steps": f"{done} of {config.train.steps}",
+        "now": progress.text if progress is not None else "",
+        "time left": format_duration(left * mean(row["step_s"] for row in recent)) if recent and left else "",
+        "accuracy": _accuracy(folder, describe=True),
+        "champion": made.verdict if (made := registered_policy(folder)) is not None else "",
+        "resumed": f"{resumed} times" if resumed else "",
+        "last failure": told[1] if told is not None else (whys[-1] if resumed else ""),
+        "logs": f"metronome logs {folder.path.name}",
+    }
+    return {name: text for name, text in rows.items() if text}
+
+
+def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None:
+    """Print the last lines of the logs of a run's processes, each after the name of its process; the log that was
+    written last comes last. `follow`: then print new lines until the run has ended. Raises BadInput for an unknown
+    process."""
+    positions: dict[Path, int] = {}
+    for file in _logs(folder, process):
+        text = file.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        positions[file] = len(whole)
+        _print(file, whole.splitlines()[-lines:])
+    while follow:
+        ended = not _is_running(folder)
+        for file in _logs(folder, process):
+            size = file.stat().st_size
+            start = positions.get(file, 0)
+            start = start if start <= size else 0  # it was moved aside
+            with file.open("rb") as opened:
+                opened.seek(start)
+                whole = opened.read().rpartition(b"\n")[0]
+            positions[file] = start + len(whole) + 1 if whole else start
+            _print(file, whole.splitlines())
+        if ended:
+            return
+        time.sleep(LOOK_S)
+
+
+def _logs(folder: RunFolder, process: str) -> list[Path]:
+    logs = sorted(folder.logs.glob("*.log"), key=lambda file: file.stat().st_mtime)
+    if process and process not in [file.stem for file in logs]:
+        names = ", ".join(sorted(file.stem for file in logs)) or "none yet"
+        raise BadInput(f"--process {process}: no such log in {folder.logs}; there are {names}")
+    return [file for file in logs if process in ("", file.stem)]
+
+
+def _print(file: Path, lines: Sequence[bytes]) -> None:
+    for line in lines:
+        log_line(f"{file.stem:<14} {line.decode(errors='replace')}")
+
+
+def _folders(output: Path) -> list[RunFolder]:
+    """The run folders in a folder, the newest first."""
+    configs = sorted(output.glob("*/config.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return [RunFolder(file.parent) for file in configs]
+
+
+def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
+    steps = list(read_lines(folder.steps))
+    made = registered_policy(folder)
+    return [
+        folder.path.name,
+        _state(folder, states),
+        f"{steps[-1]['step'] + 1 if steps else 0}/{folder.read_config().train.steps}",
+        _accuracy(folder),
+        made.verdict if made is not None else "",
+        str(count_resumes(folder)),
+        f"{device_hours(steps):.2f}",
+        str(folder.path),
+    ]
+
+
+def device_hours(steps: Sequence[JsonObject]) -> float:
+    """Hours times devices that the steps took (lines of steps.jsonl)."""
+    rates = ((row["trained_tokens"], row["tokens_per_s_per_device"]) for row in steps)
+    return sum(tokens / rate for tokens, rate in rates if rate) / 3600
+
+
+def _accuracy(folder: RunFolder, describe: bool = False) -> str:
+    """Of the last evaluation, with its interval."""
+    if not (rows := rows_of(folder)):
+        return ""
+    last = rows[-1]
+    if describe:
+        return describe_evaluation(last)
+    return f"{last['avg_at_k']:.3f} [{last['ci_low']:.3f}, {last['ci_high']:.3f}]"
+
+
+def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
+    """The state of the run's flow on the server, else what its folder shows."""
+    file = folder.path / "flow_run_id"
+    flow = states.get(file.read_text(errors="replace")) if file.exists() else None
+    if flow is not None:
+        return str(flow["state_name"])
+    if _is_running(folder):
+        return "Running"
+    if (told := folder.last_failure()) is not None:
+        return "Stopped" if told[0] == "Stopped" else "Failed"
+    return "Finished" if folder.policy.is_dir() else "Died"
+
+
+def _is_running(folder: RunFolder) -> bool:
+    try:
+        check_not_held(folder.lock, "it")
+    except BadInput:
+        return True
+    return False
+
+
+def _flow_states() -> dict[str, JsonObject]:
+    """The newest flow runs by id; none without PREFECT_API_URL, or if the server does not answer."""
+    if not (url := os.environ.get("PREFECT_API_URL")):
+        return {}
+    wanted = {
+        "flow_runs": {"tags": {"all_": ["metronome"]}},
+        "sort": "EXPECTED_START_TIME_DESC",
+        "limit": FLOW_RUNS,
+    }
+    try:
+        return {row["id"]: row for row in post_json(f"{url}/flow_runs/filter", wanted)}
+    except OSError as error:
+        print_error(f"warning: the Prefect server {url} does not answer, so states are those of the folders: {error}")
+        return {}

@@ -1,0 +1,52 @@
+from uuid import UUID
+
+import pytest
+
+from engine.errors import BadInput
+from tasks.cluster import alerts
+
+SECRET = "https://hooks.example.com/services/T0/secret"
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "kind"),
+    [
+        ("https://hooks.slack.com/services/T/B/x", "", "slack"),
+        ("https://open.feishu.cn/open-apis/bot/v2/hook/x", "", "feishu"),
+        ("https://open.larksuite.com/open-apis/bot/v2/hook/x", "", "feishu"),
+        ("https://oapi.dingtalk.com/robot/send?access_token=x", "", "dingtalk"),
+        ("https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key=x", "", "wecom"),
+        ("http://127.0.0.1:9/hook", "", "json"),
+        ("http://proxy.internal/hook", "wecom", "wecom"),
+    ],
+)
+def test_the_format_is_that_of_the_host_unless_one_is_given(url, given, kind):
+    assert alerts.choose_format(url, given) == kind
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "said"), [("hooks.slack.com/x", "", "--notify"), (SECRET, "teams", "--notify-format teams")]
+)
+def test_a_bad_address_or_format_is_refused_without_repeating_the_address(url, given, said):
+    with pytest.raises(BadInput, match=said) as refused:
+        alerts.choose_format(url, given)
+    assert url not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", alerts.FORMATS)
+def test_the_address_is_a_secret_of_the_block(kind):
+    block = alerts.webhook_block(SECRET, kind)
+    assert SECRET not in block.model_dump_json()
+    assert block.secrets.get_secret_value() == {"address": SECRET}
+
+
+def test_each_message_has_the_reason_the_link_and_the_command():
+    made = alerts.build_alerts(UUID(int=1), "http://ui", 20)
+    assert len({one.name for one in made}) == 5
+    for automation in made:
+        [action] = automation.actions
+        assert action.subject.startswith("Metronome: {{ ")
+        what, link, command = action.body.splitlines()
+        assert what in ("{{ flow_run.state.message }}", "{{ event.payload.figures }}")
+        assert link.startswith("http://ui/runs/flow-run/{{ ")
+        assert command.startswith('metronome logs "{{ ')

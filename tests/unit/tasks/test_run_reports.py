@@ -1,0 +1,68 @@
+"""What an operator reads about runs without a UI."""
+
+import os
+from dataclasses import asdict
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.config import Config
+from engine.errors import RewardError
+from engine.run.files import append_line, seal, write_json
+from engine.run.folder import RunFolder
+from engine.run.lock import hold_lock
+from flows.cli import app
+from tasks.finished_stages import RegisteredPolicy
+
+REASON = "reward.function, prompt 7: it raised ZeroDivisionError"
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch):
+    """What a command prints about two runs: `bad` has failed, `night` goes on."""
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    for age, name in enumerate(("night", "bad")):
+        config = Config(run={"name": name, "output": str(tmp_path)}, train={"steps": 4})
+        folder = RunFolder(config.folder)
+        folder.create(config, resume=False)
+        os.utime(folder.config, (1000 - age, 1000 - age))
+        (folder.logs / "trainer.log").write_text(f"{name} step 1\n{name} step 2\n")
+        (folder.logs / "orchestrator.log").write_text("listens\n")
+    folder.write_failure(RewardError(REASON))
+    night = RunFolder(tmp_path / "night")
+    figures = {"step_s": 1800.0, "trained_tokens": 7200, "tokens_per_s_per_device": 2.0, "reward_mean": 0.5}
+    for step in range(2):
+        append_line(night.steps, {"step": step} | figures)
+    made = RegisteredPolicy("nights", "3", wins=False, reason="not better than version 2")
+    write_json(night.stages, seal({"prepare data": {}, "register": asdict(made)}))
+
+    def run(*command, code=0):
+        with hold_lock(night.lock, "night", 0.0):
+            done = CliRunner().invoke(app, [*command, "--output", str(tmp_path)])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    return run
+
+
+def test_a_night_is_one_line(said):
+    head, night, bad = said("runs").splitlines()[:3]
+    for part in ("night", "Running", "2/4", "not champion: not better than version 2", "2.00"):
+        assert part in night
+    assert "Failed" in bad
+
+
+def test_the_status_says_how_far_a_run_is_and_why_it_failed(said):
+    assert "2 of 4" in said("status")
+    assert REASON in said("status", "bad (try 2)").replace("\n", " ")
+    assert "no such run" in said("status", "other", code=2)
+
+
+def test_the_logs_of_all_processes_are_merged(said):
+    told = said("logs", "night", "--lines", "1")
+    assert "trainer        night step 2" in told
+    assert "night step 1" not in told
+    assert "listens" in told
+    assert "listens" not in said("logs", "night", "--process", "trainer")
+    assert "orchestrator, trainer" in said("logs", "night", "--process", "rank", code=2)
+    assert "bad step 2" in said("logs", "bad", "--follow")
