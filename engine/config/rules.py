@@ -284,6 +284,11 @@ def _check_dynamic_sampling(config: Tree) -> None:
 
 def _check_partial(config: Tree) -> None:
     mode = config.train.mode
+    if config.rollout.partial and config.rollout.program:
+        raise ValueError(
+            "rollout.partial can't be combined with rollout.program: all turns of a response come from the same "
+            "weights. Remove one of the two keys"
+        )
     if config.rollout.partial and mode in ("sync", "periodic"):
         raise ValueError(
             f"rollout.partial continues responses under newer weights than they began with, which train.mode = "

@@ -78,6 +78,7 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ({"rollout": {"instances": 0, "devices": [0]}}, "0 instances can't share"),
         ({"rollout": {"partial": True}}, 'train.mode = "periodic" forbids'),
         ({"rollout": {"partial": True}, "train": {"mode": "sync"}}, 'needs "one_step_off" or "bounded"'),
+        ({"rollout": {"partial": True, "program": "a.py:f"}}, "all turns of a response come from the same weights"),
         ({"rollout": {"partial": True}, "train": {"mode": "bounded", "exact_lag": True}}, "so none is ever cut"),
         ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it arrives"),
         (
