@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error
-from engine.types import Group, StepReport
+from engine.types import Group, Response, StepReport
 
 FIXED = (
     "run.seed",
@@ -148,9 +149,16 @@ class RunFolder:
         """The file with the response samples of a step."""
         return self.responses / f"step-{step:06d}.jsonl"
 
-    def add_samples(self, step: int, groups: Sequence[Group], keep_steps: int = 0) -> None:
+    def add_samples(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        keep_steps: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response, and delete the file that is
-        now older than the newest `keep_steps` (0: none). Raises TakenOver."""
+        now older than the newest `keep_steps` (0: none). `decode`: gives the texts of a conversation's parts. Raises
+        TakenOver."""
         self.fence.check_attempt()
         rows = [
             {
@@ -159,6 +167,7 @@ class RunFolder:
                 "problem": group.prompt.problem,
                 "answer": group.prompt.answer,
                 "response": response.text,
+                **({} if decode is None or all(response.loss_mask) else {"turns": _turns(response, decode)}),
                 "finish_reason": response.finish_reason,
                 "score": score.value,
                 "status": score.status,
@@ -240,3 +249,9 @@ def _from_here(config: Config) -> str:
 def dump_config(config: Config, path: Path) -> None:
     """Write the resolved config as TOML, atomically. `load_config(path)` gives an equal config."""
     write_atomically(path, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+
+
+def _turns(response: Response, decode: Callable[[Sequence[int]], str]) -> list[list[str]]:
+    """The parts of a conversation as [role, text]. Those of the model are trained, those of the environment are not."""
+    parts = groupby(zip(response.loss_mask, response.token_ids, strict=True), key=lambda pair: bool(pair[0]))
+    return [["model" if own else "environment", decode([token for _, token in part])] for own, part in parts]

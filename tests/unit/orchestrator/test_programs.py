@@ -1,6 +1,9 @@
 """Rollouts of several turns: real program processes, scripted instances."""
 
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -12,6 +15,7 @@ from engine.orchestrator.pool import health
 from engine.orchestrator.producer import Producer
 from engine.orchestrator.program_pool import ProgramPool
 from engine.types import Prompt
+from support import scripted
 from support.pool_world import PROMPTS, World
 from support.runs import ROOT
 from support.scripted import Scores, tokens_of
@@ -20,9 +24,9 @@ FILE = f"{ROOT}/tests/support/programs.py"
 
 
 @asynccontextmanager
-async def world(folder, tiny_model, program, reward=None, group_size=4, **rollout):
-    """A world whose producer runs a program; its responses have up to 16 tokens."""
-    rollout = {"program": f"{FILE}:{program}", **rollout}
+async def world(folder, tiny_model, program, reward=None, group_size=4, room=16, **rollout):
+    """A world whose producer runs a program; its responses have up to `room` tokens."""
+    rollout = {"program": program if ":" in program else f"{FILE}:{program}", **rollout}
     async with AsyncExitStack() as stack:
         made = World(folder, stack, synced=False, **rollout)
         config = made.pool.config.model_copy(update={"reward": Config(reward=reward or {}).reward})
@@ -32,7 +36,7 @@ async def world(folder, tiny_model, program, reward=None, group_size=4, **rollou
         made.producer = Producer(
             pool=made.pool,
             verifier=Scores(),
-            sampling=made.producer._sampling,
+            sampling=replace(made.producer._sampling, max_new_tokens=room),
             group_size=group_size,
             seed=0,
             trace=made.trace,
@@ -122,3 +126,45 @@ async def test_a_function_that_is_no_program_is_refused(tmp_path, tiny_model):
             await pool.start(Tokenizer(tiny_model).for_verifiers)
     finally:
         pool.close()
+
+
+def documented(folder):
+    """A file with the examples of docs/programs.md."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/programs.md").read_text(), re.DOTALL)
+    (folder / "examples.py").write_text("\n".join(blocks))
+    return folder / "examples.py"
+
+
+NUMBER = Random("p1").randrange(100)
+DIGITS = "59041;14160;38011#"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "answers", "environment", "score"),
+    [
+        ("program", "1+1=", ["3", "2"], [" Check it, then write the result again: "], 1.0),
+        ("retry", "1+1=", ["3\n", "1\n", "2\n"], ["Wrong. Try again: "] * 2, 0.4),
+        ("game", "guess", ["-\n", f"{NUMBER - 1}\n", f"{NUMBER}\n"], ["less\n", "more\n"], 0.75),
+        ("calculator", "315+849=*", [DIGITS, "."], ["267435"], None),
+        ("calculator", "315+849=*", [DIGITS[1:]], [], None),
+    ],
+)
+async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name, problem, answers, environment, score):
+    prompt = Prompt("p1", problem, "2", (1, 2, 3))
+
+    def answer(conversation, _):
+        text = bytes(conversation[3:]).decode()
+        said = sum(text.count(one) for one in set(environment))
+        return list(answers[said].encode())
+
+    monkeypatch.setattr(scripted, "tokens_of", answer)
+    file = ROOT / "data/calculator.py" if name == "calculator" else documented(tmp_path)
+    async with world(tmp_path, tiny_model, f"{file}:{name}", group_size=1, room=80) as w:
+        await w.run([prompt])
+    (group,) = w.groups
+    parts = [part for pair in zip(answers, [*environment, ""], strict=True) for part in pair]
+    assert bytes(group.responses[0].token_ids).decode() == "".join(parts)
+    mask = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
+    assert list(map(bool, group.responses[0].loss_mask)) == mask
+    if score is not None:
+        assert group.scores[0].value == pytest.approx(score)
