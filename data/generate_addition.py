@@ -1,8 +1,6 @@
-"""Writes the problem sets of the quickstart and of infra/recipes/calculator.toml, the same bytes each time:
-`python data/generate_addition.py [FOLDER]`.
+"""Writes the quickstart's problem sets, the same bytes each time: `python data/generate_addition.py [FOLDER]`.
 
-A problem is a three-digit addition, its solution the addition worked column by column. For the calculator, a "*" behind
-the same problem asks for the product.
+A problem is a three-digit addition, its solution the addition worked column by column.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from pathlib import Path
 SEED = 2025
 TRAIN_ROWS = 4_500
 HELDOUT_ROWS = 512
-PRODUCT_ROWS = 1_000
-"""Rows for the calculator to train on; 256 are held out."""
 COLUMNS = 3
 """Number of digits of each summand. Columns are worked from the units upwards."""
 
@@ -61,25 +57,12 @@ def rows() -> list[dict[str, str]]:
     return [{"problem": f"{a}+{b}=", "answer": str(a + b), "solution": worked(a, b)} for a, b in pairs]
 
 
-def products(additions: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The products of the same numbers: "315+849=*"."""
-    pairs = [row["problem"].rstrip("=").split("+") for row in additions]
-    return [{"problem": f"{a}+{b}=*", "answer": str(int(a) * int(b))} for a, b in pairs]
-
-
 def write(folder: Path) -> None:
-    """Write addition_train.jsonl, addition_heldout.jsonl, product_train.jsonl and product_heldout.jsonl into `folder`."""
+    """Write addition_train.jsonl and addition_heldout.jsonl into `folder`."""
     everything = rows()
-    train, heldout = everything[:TRAIN_ROWS], everything[TRAIN_ROWS:]
-    sets = {
-        "addition_train": train,
-        "addition_heldout": heldout,
-        "product_train": products(train[:PRODUCT_ROWS]),
-        "product_heldout": products(heldout[:256]),
-    }
-    for name, part in sets.items():
+    for name, part in (("train", everything[:TRAIN_ROWS]), ("heldout", everything[TRAIN_ROWS:])):
         text = "".join(f"{json.dumps(row)}\n" for row in part)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
+        (folder / f"addition_{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
 
 
 def _digit(number: int, column: int) -> int:

@@ -391,7 +391,7 @@ class Plane:
         self.last = dataclasses.asdict(report)
         samples = await self._texts(batch.samples if batch is not None else [])
         decode = self.service.tokenizer.decode if self.service is not None else None
-        self.folder.add_samples(step, samples, self.config.run.keep_steps, decode)
+        self.folder.add_samples(step, samples, keep_steps=self.config.run.keep_steps, decode=decode)
         if self._evaluation is not None and step == self.config.train.steps - 1:
             await self._evaluation.finish_evaluations()
         if self._leases.recorder is not None:

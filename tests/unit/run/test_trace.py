@@ -4,9 +4,10 @@ import pytest
 
 from engine.config import Config
 from engine.evaluation.tables import old_tables
-from engine.run.files import append_line
+from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace, cut_spans, read_spans
+from engine.types import Group, Prompt, Response, Score
 
 
 def write(folder, steps, keep):
@@ -70,3 +71,15 @@ def test_tables_of_old_versions_go_but_not_those_that_others_are_compared_with(t
             append_line(folder.evaluations, row | {"benchmark": "aime", "table": table})
     names = {path.name for path in old_tables(folder, 40)}
     assert names == {f"aime-v{version}-{samples}.jsonl" for version in (10, 30) for samples in (1, 8)}
+
+
+def test_the_samples_of_a_conversation_have_its_turns(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.create(Config(), resume=False)
+    ids = tuple(b"2+2=<4>So 4")
+    mask = (True,) * 4 + (False,) * 3 + (True,) * 4
+    sampled = Response(ids, (0.0,) * len(ids), ((0, 0),), mask, "stop", "", None, "a")
+    group = Group(0, 0, Prompt("p", "", "4", ()), (sampled,), (Score(1.0),))
+    folder.add_samples(step=0, groups=[group], decode=lambda part: bytes(part).decode())
+    (sample,) = read_lines(folder.samples_of(0))
+    assert sample["turns"] == [["model", "2+2="], ["environment", "<4>"], ["model", "So 4"]]
