@@ -267,34 +267,36 @@ def an_old_run(output, name, model="base"):
     return folder
 
 
-def one_of_its_folder(output, first):
+def one_of_its_folder(output, first, store):
     an_old_run(output, "second", str(first.policy))
     return [first.path], Retention(days=1), "a run that stays starts from its policy"
 
 
-def given_twice(output, first):
+def given_twice(output, first, store):
     return [output, first.path], Retention(last=1), ""
 
 
-def with_a_link(output, first):
+def with_a_link(output, first, store):
     (output / "latest").symlink_to(first.path)
     return [output], Retention(last=1), ""
 
 
-def with_a_copy(output, first):
+def with_a_copy(output, first, store):
     shutil.copytree(first.path, output.parent / "elsewhere/first")
     return [output.parent / "elsewhere"], Retention(days=1), f"by its config.toml it belongs at {first.path}"
 
 
-def without_its_store(output, first):
+def without_its_store(output, first, store):
     (first.path / tracked_run.RUN_ID).write_text("0" * 32)
     return [output], Retention(days=1), "does not know it: set MLFLOW_TRACKING_URI"
 
 
-def in_another_store(output, first):
-    without_its_store(output, first)
-    config = Config(run=Run(name="second", output=str(output)))
-    tracked_run.find_run(config)  # makes the store
+def in_another_store(output, first, store):
+    (first.path / tracked_run.RUN_ID).write_text("0" * 32)
+    config = first.read_config().model_copy(update={"tracking": Tracking(uri=store)})
+    tracked_run.find_run(config.model_copy(update={"run": Run(name="other", output=str(output))}))  # makes the store
+    dump_config(config, first.config)
+    aged(first.config)
     return [output], Retention(days=1), "does not know it: set MLFLOW_TRACKING_URI"
 
 
@@ -306,7 +308,7 @@ def test_a_whole_run_stays_if_it_may_be_needed_or_may_not_be_the_one_that_is_mea
 ):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     first = an_old_run(tmp_path / "runs", "first")
-    places, rule, why = case(tmp_path / "runs", first)
+    places, rule, why = case(tmp_path / "runs", first, store)
     before = all_files(tmp_path)
     prune(places, keep_steps=100, records=False, apply=True, rule=rule)
     assert all_files(tmp_path) == before
