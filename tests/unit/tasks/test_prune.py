@@ -369,3 +369,19 @@ def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, store, tiny_m
         tiny_model / "model.safetensors"
     ).read_bytes()
     assert tonight.run.seed == 1
+
+
+def test_a_backup_is_as_private_as_the_folder_and_is_never_in_it(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "services").mkdir(parents=True)
+    (runs / "services/prefect.password").write_text("secret")
+    with closing(sqlite3.connect(runs / "services/prefect.db")) as prefect:
+        prefect.execute("CREATE TABLE flow_run (name TEXT)")
+    modes = {"": 0o700, "services": 0o750, "services/prefect.password": 0o600, "services/prefect.db": 0o640}
+    for name, mode in modes.items():
+        (runs / name).chmod(mode)
+    copy = [sys.executable, str(ROOT / "infra/backup.py"), str(runs)]
+    refused = subprocess.run([*copy, str(runs / "backup")], capture_output=True, text=True, check=False)
+    assert "would be copied into itself" in refused.stderr
+    subprocess.run([*copy, str(tmp_path / "backup")], check=True)
+    assert {name: (tmp_path / "backup" / name).stat().st_mode & 0o777 for name in modes} == modes
