@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import time
@@ -200,6 +201,6 @@ def _flow_states() -> dict[str, JsonObject]:
     }
     try:
         return {row["id"]: row for row in post_json(f"{url}/flow_runs/filter", wanted)}
-    except OSError as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # also no HTTP, or a proxy's page
         print_error(f"warning: the Prefect server {url} does not answer, so states are those of the folders: {error}")
         return {}

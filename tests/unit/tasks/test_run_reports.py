@@ -52,6 +52,12 @@ def test_a_night_is_one_line(said):
     assert "Failed" in bad
 
 
+def test_without_a_right_answer_of_the_server_the_states_are_those_of_the_folders(said, monkeypatch):
+    for wrong in ("http://127.0.0.1:port/api", "http://[::1/api"):
+        monkeypatch.setenv("PREFECT_API_URL", wrong)
+        assert "Running" in said("runs")
+
+
 @pytest.mark.parametrize("name", ["stages.json", "config.toml"])
 def test_a_damaged_run_is_told_and_hides_no_other(said, tmp_path, name):
     (tmp_path / "bad" / name).write_text("{")
