@@ -10,6 +10,7 @@ first: what they name is then among the files, which are copied after them. The 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import sys
@@ -21,11 +22,15 @@ JOURNALS = ("-wal", "-shm", "-journal")
 
 def copy_folder(source: Path, target: Path) -> None:
     """Copy `source` to the new folder `target`. A file that vanishes meanwhile is left out. Ends with a message if
-    `source` is no folder or if `target` exists."""
+    `source` is no folder, or if `target` exists or is in it. Until they have the modes of `source`, the copies are
+    readable only by their owner."""
     if not source.is_dir():
         sys.exit(f"error: {source}: no such folder")
     if target.exists():
         sys.exit(f"error: {target} exists; give a new folder, or move this one away")
+    if target.resolve().is_relative_to(source.resolve()):
+        sys.exit(f"error: {target} is in {source}, and would be copied into itself; give a folder outside of it")
+    os.umask(0o077)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -48,6 +53,7 @@ def copy_folder(source: Path, target: Path) -> None:
             elif path.is_file() and path not in done:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, copy)
+    shutil.copymode(source, partial)
     partial.rename(target)
 
 

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import Config
 from engine.errors import BadInput
 from engine.run.checkpoint_store import delete_published, place_of, published_size
 from engine.run.folder import RunFolder
@@ -61,21 +60,26 @@ class Retention:
         return bool(self.last or self.days)
 
 
-def find_old(folders: Sequence[RunFolder], rule: Retention, say: Callable[[str], None]) -> dict[Path, list[Removable]]:
+def find_old(
+    folders: Sequence[RunFolder], rule: Retention, say: Callable[[str], None], beside: Sequence[Path]
+) -> dict[Path, list[Removable]]:
     """What can go of each run that the rule does not keep, by run folder; the folder itself comes last, so that an
     interrupted deletion can be repeated.
 
-    A run also stays if it changed within the last hour, if another run that stays starts from its policy, if its
+    A run also stays if it changed within the last hour, if it is a copy of a run, if another run that stays starts from
+    its policy (`beside`: the folders of all runs that may), if MLflow does not know it, if its
     registered version has an alias (such as champion) or is the newest of its model or of the nights, or if Prefect has
     yet to resume it; `say` gets the reason. Raises BadInput if MLflow or Prefect does not answer, since what they know
     may keep a run.
     """
     old = _by_rule(folders, rule)
-    models = [_base(folder) for folder in folders if folder not in old]
+    going = {folder.path for folder in old}
+    models = [_base(RunFolder(path)) for path in beside if path not in going]
     found: dict[Path, list[Removable]] = {}
     for folder in old:  # newest first: a run starts from an older one
         own: list[Removable] = []
         why = "a run that stays starts from its policy" if any(_within(one, folder.path) for one in models) else ""
+        why = why or _is_copy(folder)
         for part in (_in_mlflow, _in_prefect) if not why else ():
             reason, parts = part(folder)
             why = why or reason
@@ -116,6 +120,14 @@ def _within(model: Path, run: Path) -> bool:
     return run.name in model.parts[:-1]
 
 
+def _is_copy(folder: RunFolder) -> str:
+    """Why a folder may not be the one that its run wrote. What the run left elsewhere is then not this folder's."""
+    own = folder.read_config().folder
+    if own.resolve() == folder.path:
+        return ""
+    return f"by its config.toml it belongs at {own}; if it is no copy, prune where `metronome run` was called"
+
+
 def _folder(folder: RunFolder) -> Removable:
     def remove() -> None:
         for path in folder.path.iterdir():
@@ -146,19 +158,28 @@ def _in_mlflow(folder: RunFolder) -> tuple[str, list[Removable]]:
     file = folder.path / tracked_run.RUN_ID
     uri = tracked_run.tracking_uri(config)
     store = sqlite_file(uri)
-    if not file.is_file() or (store is not None and not store.is_file()):
+    if not file.is_file():
         return "", []
+    unknown = (
+        f"MLflow ({tracked_run.shown_uri(config)}) does not know it: set MLFLOW_TRACKING_URI to the store that does, "
+        f"or delete {file} if there is none any more"
+    )
+    if store is not None and not store.is_file():
+        return unknown, []
     client = mlflow.MlflowClient(uri)
     try:
-        return _in_store(client, file.read_text().strip(), config)
+        return _in_store(client, file.read_text().strip())
     except STORE_ERRORS as error:
+        if getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST":
+            return unknown, []
         raise BadInput(
             f"MLflow ({tracked_run.shown_uri(config)}) does not say which runs it needs, so none is deleted: "
             f"{first_line(error)}"
         ) from None
 
 
-def _in_store(client: MlflowClient, run_id: str, config: Config) -> tuple[str, list[Removable]]:
+def _in_store(client: MlflowClient, run_id: str) -> tuple[str, list[Removable]]:
+    client.get_run(run_id)  # a store that does not know the run says nothing about its versions
     versions = list(client.search_model_versions(f"run_id = '{run_id}'"))
     for version in versions:
         if why := _needed(client, version):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ from tasks.old_runs import YOUNG_S, Removable, Retention, find_old
 PLACES = ("", "checkpoints", EXPORTED, "evaluations", "logs", "responses", "trace")
 """Folders of a run folder in which a killed process may leave something half written."""
 
+DOWNLOAD = re.compile(r"\.fetch-.*|[^.].*-\d+")
+"""Names of policies from the registry (tasks.tracking.registered_policies). Models of other names are the user's."""
+
 
 def prune(
     runs: Sequence[Path],
@@ -44,18 +48,21 @@ def prune(
     elsewhere (`tasks.old_runs`). Raises BadInput, before anything is deleted, if a folder is no run folder, if a config
     beside it is damaged, or if a server that is needed does not answer.
     """
-    folders = list(_run_folders(runs))
+    folders = _run_folders(runs)
     outputs = dict.fromkeys(folder.path.parent for folder in folders)
+    beside = [config.parent for output in outputs for config in output.glob("*/config.toml")]
     for output in outputs:
         list(_models_of_runs(output))  # a damaged config is refused first
-    old = find_old(folders, rule, print_error) if rule else {}
+    free = [folder for folder in folders if _is_free(f"run folder {folder.path}", _locks(folder))]
+    unread = [folder for folder in free if rule and _is_free(f"run folder {folder.path}", _read_locks(folder))]
+    old = find_old(unread, rule, print_error, beside) if rule else {}
     found = []
-    for folder in folders:
+    for folder in free:
         whole = folder.path in old
         models = list(_models_of_runs(folder.path.parent, old))
         try:
             with ExitStack() as held:
-                for lock in _locks(folder, whole):
+                for lock in (*_locks(folder), *(_read_locks(folder) if whole else ())):
                     if not apply:
                         check_not_held(lock, f"run folder {folder.path}")
                     elif lock.parent.is_dir():
@@ -74,20 +81,38 @@ def prune(
     return "\n".join([_table(found, apply), *_hub_cache()])
 
 
-def _run_folders(given: Sequence[Path]) -> Iterator[RunFolder]:
-    for place in dict.fromkeys(path.resolve() for path in given):
+def _run_folders(given: Sequence[Path]) -> list[RunFolder]:
+    """Each run once, also if a link beside it leads to it or if it is given twice."""
+    found: dict[Path, RunFolder] = {}
+    for place in (path.resolve() for path in given):
         folder = RunFolder(place)
         inside = [] if folder.config.is_file() else sorted(place.glob("*/config.toml"))
         if not inside and not folder.config.is_file():
             raise BadInput(f"{place}: neither a run folder (it has no config.toml) nor a folder of run folders")
-        yield from (RunFolder(config.parent) for config in inside) if inside else [folder]
+        for path in sorted((config.parent for config in inside), key=Path.is_symlink) or [place]:
+            found.setdefault(path.resolve(), RunFolder(path))
+    return list(found.values())
 
 
-def _locks(folder: RunFolder, whole: bool) -> Iterator[Path]:
-    """What those hold who write the run or, for a run that goes as a whole, who read its policies."""
-    yield from (folder.lock, folder.orchestrator_lock, folder.path / EXPORTED / ".lock")
-    if whole:
-        yield from (path for place in ("", EXPORTED) for path in (folder.path / place).glob(f".*{IN_USE}"))
+def _locks(folder: RunFolder) -> tuple[Path, ...]:
+    """What those hold who write the run."""
+    return folder.lock, folder.orchestrator_lock, folder.path / EXPORTED / ".lock"
+
+
+def _read_locks(folder: RunFolder) -> Iterator[Path]:
+    """What those hold who read the run's policies."""
+    yield from (path for place in ("", EXPORTED) for path in (folder.path / place).glob(f".*{IN_USE}"))
+
+
+def _is_free(what: str, locks: Iterable[Path]) -> bool:
+    """Whether nobody holds a lock; otherwise says who does."""
+    try:
+        for lock in locks:
+            check_not_held(lock, what)
+    except BadInput as error:
+        print_error(f"warning: {error}. It is left as it is")
+        return False
+    return True
 
 
 def _hub_cache() -> list[str]:
@@ -128,7 +153,8 @@ def _of_run(folder: RunFolder, keep_steps: int, records: bool, models: Sequence[
     yield from _together(folder.path / "evaluations", tables, f"tables of versions before {before}")
     for checkpoint in sorted(folder.checkpoints.glob("step-*")):
         copy = folder.path / EXPORTED / checkpoint.name
-        if not _is_model(copy, models) and fault_of(checkpoint) is None and is_exported(checkpoint, copy):
+        needless = not _is_model(copy, models) and fault_of(checkpoint) is None and is_exported(checkpoint, copy)
+        if needless and _is_free(f"model {copy}", [use_lock(copy)]):
             yield from _together(copy, [copy], "copy of a checkpoint; metronome export makes it again")
     for path in sorted(path for place in PLACES for path in (folder.path / place).glob("*.partial")):
         whole = path.parent == folder.checkpoints and fault_of(path) is None
@@ -164,14 +190,10 @@ def _together(place: Path, paths: Sequence[Path], why: str) -> Iterator[Removabl
 def _downloads(output: Path, models: Sequence[Path]) -> Iterator[Removable]:
     """The policies that were fetched from the registry, and from which no run in `output` started."""
     for path in sorted((output / MODELS).glob("*")):
-        if path.name.endswith(IN_USE) or not _is_old(path) or _is_model(path, models):
+        if not DOWNLOAD.fullmatch(path.name) or not _is_old(path) or _is_model(path, models):
             continue
-        try:
-            check_not_held(use_lock(path), f"model {path}")
-        except BadInput as error:
-            print_error(f"warning: {error}. It is left as it is")
-            continue
-        yield from _together(path, [path], "download from the registry that is no run's model.path here")
+        if _is_free(f"model {path}", [use_lock(path)]):
+            yield from _together(path, [path], "download from the registry that is no run's model.path here")
 
 
 def _models_of_runs(output: Path, without: Collection[Path] = ()) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import time
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from engine.errors import BadInput
+from engine.errors import BadInput, clean_line
 from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -52,7 +53,7 @@ def list_rows(output: Path, count: int) -> list[list[str]]:
     states = _flow_states()
     known = {folder.path.name for folder in _folders(output)}
     waiting = [
-        [row["name"], row["state_name"], "", "", "", "", "", (row["state"] or {}).get("message") or ""]
+        [row["name"], row["state_name"], "", "", "", "", "", clean_line((row["state"] or {}).get("message") or "")]
         for row in states.values()
         if _FLOW_NAME.sub(r"\1", row["name"]) not in known and row["state_name"] not in ("Scheduled", "Completed")
     ]
@@ -134,12 +135,16 @@ def _folders(output: Path) -> list[RunFolder]:
 
 
 def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
-    steps = list(read_lines(folder.steps))
-    made = registered_policy(folder)
+    try:
+        steps = list(read_lines(folder.steps))
+        made = registered_policy(folder)
+        of = folder.read_config().train.steps
+    except BadInput as error:  # the other runs are shown all the same
+        return [folder.path.name, "Damaged", "", "", "", "", "", clean_line(str(error))]
     return [
         folder.path.name,
         _state(folder, states),
-        f"{steps[-1]['step'] + 1 if steps else 0}/{folder.read_config().train.steps}",
+        f"{steps[-1]['step'] + 1 if steps else 0}/{of}",
         _accuracy(folder),
         made.verdict if made is not None else "",
         str(count_resumes(folder)),
@@ -196,6 +201,6 @@ def _flow_states() -> dict[str, JsonObject]:
     }
     try:
         return {row["id"]: row for row in post_json(f"{url}/flow_runs/filter", wanted)}
-    except OSError as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # also no HTTP, or a proxy's page
         print_error(f"warning: the Prefect server {url} does not answer, so states are those of the folders: {error}")
         return {}

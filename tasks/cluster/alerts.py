@@ -46,6 +46,17 @@ HOSTS = {
     "qyapi.weixin.qq.com": "wecom",
 }
 """The formats of known hosts; any other host gets plain JSON."""
+LONGEST = 500
+"""Characters of a reason in a message to people: WeCom takes 2,048 bytes."""
+_SHORT = f"|string|truncate({LONGEST}, true)"
+_PLAIN = "|replace('<', '‹')"
+_SAFE: Mapping[str, str] = {
+    "slack": "|replace('&', '&amp;')|replace('<', '&lt;')|replace('>', '&gt;')",
+    "feishu": _PLAIN,
+    "dingtalk": _PLAIN,
+    "wecom": _PLAIN,
+}
+"""Filters by format. The text of an error may be a model's, and <!channel> or <at user_id="all"> calls everybody."""
 
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.metronome"}
 _WAITS = {"prefect.flow-run.Late", "prefect.flow-run.AwaitingRetry"}
@@ -82,17 +93,21 @@ def install_alerts(url: str, kind: str, wait_minutes: float) -> list[str]:
                 continue
         return []
     block = webhook_block(url, kind).save(BLOCK, overwrite=True)
-    return watchdog.install(build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes))
+    return watchdog.install(build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes, kind))
 
 
-def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES) -> list[Automation]:
+def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind: str = "json") -> list[Automation]:
     """The automations. `block`: id of the block that sends; `ui`: address of the Prefect UI, "" if unknown; a run waits
-    for a worker for `wait_minutes` without a message."""
-    run = "{{ flow_run.name }}"
-    flow = _body("{{ flow_run.state.message }}", f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "", run)
-    own_run = "{{ event.payload.run }}"
+    for a worker for `wait_minutes` without a message. `kind`: format of the messages."""
+    safe = _SAFE.get(kind, "")
+    short = _SHORT + safe if safe else ""
+    run = f"{{{{ flow_run.name{safe} }}}}"
+    flow = _body(
+        f"{{{{ flow_run.state.message{short} }}}}", f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "", run
+    )
+    own_run = f"{{{{ event.payload.run{safe} }}}}"
     link = f"{ui}/runs/flow-run/{{{{ event.payload.flow_run }}}}" if ui else ""
-    own = _body("{{ event.payload.figures }}", link, own_run)
+    own = _body(f"{{{{ event.payload.figures{short} }}}}", link, own_run)
     flow_alerts = {
         ("a run has failed", f"{run} has failed"): _follows("prefect.flow-run.Failed", "prefect.flow-run.*", _OURS),
         ("a crashed run is not resumed", f"{run} crashed and is not resumed"): _missing(
@@ -104,7 +119,7 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES) -> li
     }
     own_alerts = {
         ("a run has finished", f"{own_run} has finished"): _follows(events.FINISHED, "metronome.run.*"),
-        ("a new champion", "{{ event.payload.policy }} is the new champion"): _follows(
+        ("a new champion", f"{{{{ event.payload.policy{safe} }}}} is the new champion"): _follows(
             events.CHAMPION, "metronome.run.*"
         ),
     }

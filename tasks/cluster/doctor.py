@@ -9,6 +9,7 @@ source; it is reported as a warning.
 from __future__ import annotations
 
 import datetime
+import http.client
 import json
 import os
 import platform
@@ -266,13 +267,14 @@ def check_servers() -> list[str]:
                 f"{'no server' if url else otherwise}"
             )
             continue
-        parts = urlsplit(url)
-        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        bare = without_password(url)
         try:
+            parts = urlsplit(url)
+            bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
             urllib.request.urlopen(f"{bare}{health}", timeout=REACH_S).close()
         except urllib.error.HTTPError as error:
             lines.append(f"ok        {name}: {bare} ({variable}) answers (HTTP {error.code})")
-        except OSError as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # also no HTTP, or no address
             reason = getattr(error, "reason", error)
             lines.append(
                 f"missing   {name}: {bare} ({variable}) does not answer: {reason}; start it, or correct {variable}"

@@ -250,6 +250,95 @@ def test_a_run_from_whose_policy_another_starts_stays_and_so_does_the_newest_nig
     assert f"{second.path} stays: version 2 of metronome-{tmp_path.name} is its newest version" in said
 
 
+def an_old_run(output, name, model="base"):
+    """A run that changed long ago."""
+    config = Config(
+        run=Run(name=name, output=str(output)),
+        model=Model(path=model),
+        checkpoint=Checkpoint(path=str(output.parent / "published")),
+    )
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    claim_run_id(folder.path, config, resume=False)
+    (folder.policy).mkdir()
+    kept = a_checkpoint(folder.checkpoints, 5, run=read_run_id(folder.path))
+    copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{name}/{kept.name}")
+    aged(folder.config)
+    return folder
+
+
+def one_of_its_folder(output, first, store):
+    an_old_run(output, "second", str(first.policy))
+    return [first.path], Retention(days=1), "a run that stays starts from its policy"
+
+
+def given_twice(output, first, store):
+    return [output, first.path], Retention(last=1), ""
+
+
+def with_a_link(output, first, store):
+    (output / "latest").symlink_to(first.path)
+    return [output], Retention(last=1), ""
+
+
+def with_a_copy(output, first, store):
+    shutil.copytree(first.path, output.parent / "elsewhere/first")
+    return [output.parent / "elsewhere"], Retention(days=1), f"by its config.toml it belongs at {first.path}"
+
+
+def without_its_store(output, first, store):
+    (first.path / tracked_run.RUN_ID).write_text("0" * 32)
+    return [output], Retention(days=1), "does not know it: set MLFLOW_TRACKING_URI"
+
+
+def in_another_store(output, first, store):
+    (first.path / tracked_run.RUN_ID).write_text("0" * 32)
+    config = first.read_config().model_copy(update={"tracking": Tracking(uri=store)})
+    tracked_run.find_run(config.model_copy(update={"run": Run(name="other", output=str(output))}))  # makes the store
+    dump_config(config, first.config)
+    aged(first.config)
+    return [output], Retention(days=1), "does not know it: set MLFLOW_TRACKING_URI"
+
+
+@pytest.mark.parametrize(
+    "case", [one_of_its_folder, given_twice, with_a_link, with_a_copy, without_its_store, in_another_store]
+)
+def test_a_whole_run_stays_if_it_may_be_needed_or_may_not_be_the_one_that_is_meant(
+    tmp_path, monkeypatch, capsys, store, case
+):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    first = an_old_run(tmp_path / "runs", "first")
+    places, rule, why = case(tmp_path / "runs", first, store)
+    before = all_files(tmp_path)
+    prune(places, keep_steps=100, records=False, apply=True, rule=rule)
+    assert all_files(tmp_path) == before
+    assert why in capsys.readouterr().err
+
+
+def test_the_start_of_a_run_that_is_under_way_stays(tmp_path):
+    first = an_old_run(tmp_path / "runs", "first")
+    second = an_old_run(tmp_path / "runs", "second", str(first.policy))
+    before = all_files(tmp_path)
+    with hold_lock(second.lock, "", 0.0):
+        prune([tmp_path / "runs"], keep_steps=100, records=False, apply=True, rule=Retention(days=1))
+    assert all_files(tmp_path) == before
+
+
+def test_models_that_are_in_use_or_of_the_users_own_stay(run, tmp_path, capsys):
+    own = aged_folder(tmp_path / "runs/models/Qwen2.5-7B")
+    served = run.path / "exported/step-000010"
+    with in_use(served):
+        prune([run.path], keep_steps=100, records=False, apply=True)
+    assert own.is_dir()
+    assert [path.name for path in run.path.glob("exported/step-*")] == [served.name]
+    assert f"model {served} is in use by process" in capsys.readouterr().err
+
+
+def aged_folder(path):
+    path.mkdir()
+    return aged(path)
+
+
 def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, store, tiny_model):
     """With Prefect's and MLflow's kind of database open and in use."""
     night = a_night(tmp_path, store, 1, age_days=1, policy=tiny_model)
@@ -280,3 +369,19 @@ def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, store, tiny_m
         tiny_model / "model.safetensors"
     ).read_bytes()
     assert tonight.run.seed == 1
+
+
+def test_a_backup_is_as_private_as_the_folder_and_is_never_in_it(tmp_path):
+    runs = tmp_path / "runs"
+    (runs / "services").mkdir(parents=True)
+    (runs / "services/prefect.password").write_text("secret")
+    with closing(sqlite3.connect(runs / "services/prefect.db")) as prefect:
+        prefect.execute("CREATE TABLE flow_run (name TEXT)")
+    modes = {"": 0o700, "services": 0o750, "services/prefect.password": 0o600, "services/prefect.db": 0o640}
+    for name, mode in modes.items():
+        (runs / name).chmod(mode)
+    copy = [sys.executable, str(ROOT / "infra/backup.py"), str(runs)]
+    refused = subprocess.run([*copy, str(runs / "backup")], capture_output=True, text=True, check=False)
+    assert "would be copied into itself" in refused.stderr
+    subprocess.run([*copy, str(tmp_path / "backup")], check=True)
+    assert {name: (tmp_path / "backup" / name).stat().st_mode & 0o777 for name in modes} == modes

@@ -52,6 +52,20 @@ def test_a_night_is_one_line(said):
     assert "Failed" in bad
 
 
+def test_without_a_right_answer_of_the_server_the_states_are_those_of_the_folders(said, monkeypatch):
+    for wrong in ("http://127.0.0.1:port/api", "http://[::1/api"):
+        monkeypatch.setenv("PREFECT_API_URL", wrong)
+        assert "Running" in said("runs")
+
+
+@pytest.mark.parametrize("name", ["stages.json", "config.toml"])
+def test_a_damaged_run_is_told_and_hides_no_other(said, tmp_path, name):
+    (tmp_path / "bad" / name).write_text("{")
+    listed = said("runs")
+    assert "2/4" in listed
+    assert [line for line in listed.splitlines() if line.startswith("bad ") and "Damaged" in line and name in line]
+
+
 def test_the_status_says_how_far_a_run_is_and_why_it_failed(said):
     assert "2 of 4" in said("status")
     assert REASON in said("status", "bad (try 2)").replace("\n", " ")

@@ -1,6 +1,7 @@
 from uuid import UUID
 
 import pytest
+from prefect.server.utilities.user_templates import render_user_template_sync
 
 from engine.errors import BadInput
 from tasks.cluster import alerts
@@ -50,3 +51,17 @@ def test_each_message_has_the_reason_the_link_and_the_command():
         assert what in ("{{ flow_run.state.message }}", "{{ event.payload.figures }}")
         assert link.startswith("http://ui/runs/flow-run/{{ ")
         assert command.startswith('metronome logs "{{ ')
+
+
+@pytest.mark.parametrize("kind", [kind for kind in alerts.FORMATS if kind != "json"])
+def test_the_text_of_an_error_calls_nobody_and_is_not_too_long_for_the_receiver(kind):
+    text = '<!channel> & <at user_id="all"></at> <@all> ' + "x" * 5000
+    state = {"name": text[:40], "state": {"message": text}, "id": 1}
+    payload = {"run": text[:40], "figures": text, "policy": text[:40], "flow_run": 1}
+    for automation in alerts.build_alerts(UUID(int=1), "http://ui", 20, kind):
+        [action] = automation.actions
+        given = {"flow_run": state, "event": {"payload": payload}}
+        body, subject = (render_user_template_sync(part, given) for part in (action.body, action.subject))
+        assert "<" not in body + subject
+        assert "channel" in body + subject
+        assert len(f"{subject}\n{body}".encode()) < 2048

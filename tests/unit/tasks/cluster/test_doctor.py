@@ -233,3 +233,6 @@ def test_the_servers_of_a_shell_are_named_and_asked(monkeypatch):
     assert "does not answer" in mlflow
     assert "word" not in mlflow
     assert s3.startswith("ok        S3: AWS_ENDPOINT_URL is not set")
+    for wrong in ("http://127.0.0.1:port", "http://[::1"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", wrong)
+        assert check_servers()[1].startswith(f"missing   MLflow: {wrong}")
