@@ -13,6 +13,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.config import Config
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.model.shape import content_hash, read_shape
 from engine.run.commands import conversion_command
@@ -70,7 +71,7 @@ def convert_model(config: Config) -> JsonObject:
     """
     model = Path(config.model.path)
     if config.model.convert == "skip":
-        load_tokenizer(model)
+        Tokenizer(model, config.rollout.stop)
         return {"parameters": total_parameters(read_shape(model))}
     with show_progress("convert", since_now("reading the model's files")):
         digest = content_hash(model)
