@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config, Evaluate, Rollout
@@ -28,6 +28,7 @@ class RolloutService:
     producer: Producer
     tokenizer: Tokenizer
     verifier: VerifierPool
+    notices: RunEvents = field(default_factory=RunEvents)
 
 
 @asynccontextmanager
@@ -82,7 +83,7 @@ async def rollout_service(
                 trace=trace,
                 notices=notices,
             )
-            yield RolloutService(pool, producer, tokenizer, verifier)
+            yield RolloutService(pool, producer, tokenizer, verifier, notices or RunEvents())
     finally:
         verifier.close()
         await pool.close()

@@ -82,7 +82,8 @@ def search_settings(
 ) -> tuple[list[Ranked], int]:
     """Return the best settings for at most `count` devices, fastest first, and the number of settings considered.
 
-    Raises BadInput if none fits, with the last one's reason.
+    If none fits into memory, the settings are tried with recomputation and offload too (SPARING). Raises BadInput if
+    none fits then, with the last one's reason.
     """
     best: list[tuple[float, int, Candidate]] = []
     of_layout: dict[tuple[object, ...], tuple[float, int, Candidate]] = {}

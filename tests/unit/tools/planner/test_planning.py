@@ -72,6 +72,7 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     assert len(best) == 6
     assert all(one.devices <= 16 for one in best)
     assert all(one.candidate.bound_s <= one.step_s * 1.1 for one in best)
+    assert not any({"train.recompute", "train.offload"} & set(one.candidate.changes) for one in best)
     with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: no layout fits that few"):
         search_settings(recipe, shape, 1, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS)
 
@@ -102,18 +103,13 @@ def test_a_layout_that_does_not_fit_into_memory_is_left_out(recipe, shape):
         )
 
 
-def test_recomputation_and_offload_are_planned_only_where_nothing_fits_without(recipe, shape):
-    for gib, said in ((64.0, ()), (56.0, ("train.recompute",))):
-        small = change_config(recipe, {"platform.memory_gib": gib, "rollout.max_context": 4096})
-        best, _ = search_settings(
-            small,
-            shape,
-            9,
-            costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]),
-            lengths=LENGTHS,
-            kept=2,
-        )
-        print(gib, [str(one.candidate) for one in best])
+def test_where_nothing_fits_recomputation_and_offload_are_planned_and_said(recipe, shape):
+    small = change_config(recipe, {"platform.memory_gib": 175.0})
+    [best], _ = search_settings(
+        small, shape, 2, costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]), lengths=LENGTHS, kept=1
+    )
+    assert str(best.candidate).endswith("train.recompute=true train.offload=true")
+    assert (best.candidate.config.train.recompute, best.candidate.config.train.offload) == (True, True)
 
 
 def test_the_bound_is_below_the_simulation(recipe, shape):
