@@ -107,6 +107,11 @@ class RewardError(MetronomeError):
     """A reward function raised, or did not return a score for each response."""
 
 
+class OutOfRoom(MetronomeError):
+    """A rollout program asks for a turn, but its response has no token or no turn left (rollout.max_new_tokens,
+    rollout.max_context, rollout.max_turns). A program that does not catch it ends there."""
+
+
 class CheckpointError(MetronomeError):
     """A checkpoint could not be written, published, read or deleted; the message names it, its place and the reason."""
 

@@ -58,6 +58,7 @@ PATHS = ("model.path", "data.train", "data.heldout", "evaluate.folder", "evaluat
 FUNCTIONS = (
     "reward.function",
     "reward.functions",
+    "rollout.program",
     "algorithm.advantage",
     "algorithm.loss",
     "algorithm.gradient_control",

@@ -119,6 +119,15 @@ class Rollout(Table):
     batches of a fixed shape (benchmarks/determinism.py prints what it costs). vLLM gets VLLM_BATCH_INVARIANT=1 on CUDA
     and NPU; an instance that does not give the same bits alone and in a full batch refuses to start
     (docs/rollouts.md)."""
+    program: str = ""
+    """Rollouts of several turns: a function of your own, "file.py:function" or "package.module:function", that samples
+    each response in turns and says what stands between them (docs/programs.md). It runs in `reward.workers` processes
+    of its own, and fails as a reward does (`reward.on_error`, `reward.on_timeout`). Empty: a response is one turn."""
+    program_timeout_s: PositiveFloat = 60.0
+    """Seconds that a program may take for one response, without the time in which its turns are sampled."""
+    max_turns: PositiveInt = 16
+    """Largest number of turns of a response of a program. `max_new_tokens` counts all of its turns and what the program
+    has put between them."""
     partial: bool = False
     """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""

@@ -83,6 +83,11 @@ def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int
     return _hash("response", run_seed, epoch, prompt_id, response_index)
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of one turn of a response, 0 ≤ seed < 2^63. The first turn has the response's own."""
+    return _hash("turn", seed, turn) if turn else seed
+
+
 def load_prompts(encoded: EncodedPrompts, config: Config) -> PromptLoader:
     """The loader of a run's prompts. Raises BadInput if a set with a weight has none."""
     sets = config.data.sets

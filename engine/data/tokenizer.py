@@ -49,6 +49,7 @@ class Tokenizer:
             json=fast.to_str().encode() if fast else b"",
             model="" if fast else str(model),
             left_out=self._left_out(stops),
+            folder=str(model),
         )
         """A message from which a verifier process builds the same decoder as `decode`."""
         self.decode: Decode = make_decoder(self.for_verifiers)

@@ -255,6 +255,7 @@ class InRunEvaluation:
             group_size=settings.samples,
             seed=self._config.run.seed,
             trace=self._trace,
+            programs=self._service.programs,
             deadlines_count=False,  # responses of an evaluation may be longer than those of a step
         )
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.data.loader import sampling_seed
 from engine.errors import DeadlineError, MetronomeError
@@ -21,6 +21,7 @@ from engine.orchestrator.pool.instance_client import (
     SamplingSettings,
 )
 from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.program_pool import Episode, ProgramPool
 from engine.orchestrator.run_events import RunEvents
 from engine.reward.scorer import ResponseScorer
 from engine.run.trace import Trace
@@ -59,8 +60,10 @@ class _PendingGroup:
     """Whether its responses are scored."""
     done: dict[int, tuple[PackedResponse, ScoreTask | None]] = field(default_factory=dict)
     """By number: the finished responses, with their scoring task if the reward takes one response per call."""
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    """By number: the responses that a program samples in turns (rollout.program)."""
     so_far: dict[int, PackedResponse] = field(default_factory=dict)
-    """By number: the first parts of responses that a weight update interrupted (rollout.partial)."""
+    """By number: the first parts of responses or turns that a weight update interrupted (rollout.partial)."""
     faults: Counter[int] = field(default_factory=Counter)
     """By number: how often instances have failed on the response."""
     failed_on: tuple[Instance, ...] = ()
@@ -110,9 +113,11 @@ class Producer:
         trace: Trace,
         deadlines_count: bool = True,
         notices: RunEvents | None = None,
+        programs: ProgramPool | None = None,
     ) -> None:
         """`deadlines_count`: whether a response that takes longer than rollout.timeout_s counts as a failure of the
-        instance. `notices`: receives problems with responses and scores."""
+        instance. `notices`: receives problems with responses and scores. `programs`: samples responses in turns
+        (rollout.program)."""
         self._pool = pool
         self._verifier = verifier
         self._sampling = sampling
@@ -121,6 +126,7 @@ class Producer:
         self._trace = trace
         self._deadlines_count = deadlines_count
         self._notices = notices or RunEvents()
+        self._programs = programs
 
     async def run(
         self,
@@ -223,20 +229,41 @@ class Producer:
             work = _PendingGroup(
                 step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, on_finished=on_finished
             )
-            while missing := work.missing:  # retries what an instance did not finish, with the same seeds
-                await self._send_missing(work, missing)
+            try:
+                while missing := work.missing:  # retries what an instance did not finish, with the same seeds
+                    await self._send_missing(work, missing)
+            finally:
+                for episode in work.episodes.values():
+                    episode.close()
             responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
             row = pack_row(step, index, prompt, responses)
             if (experts := self._sampling.experts) is not None:
                 row = row.with_columns([pack_routes(len(prompt.token_ids), responses, experts)])
             if sampled is not None:
                 await sampled(row)
-        if self._verifier.per_response:
-            scores = [score for verdict in verdicts for score in verdict.result()]
-        else:
-            scores = await self._score(step, index, prompt, responses)
+        scores = await self._scores(work, responses, verdicts)
         self._notices.count_group(responses, scores, self._sampling.max_new_tokens)
         await put(row.with_columns([pack_scores(scores)]))
+
+    async def _scores(
+        self, work: _PendingGroup, responses: Sequence[PackedResponse], verdicts: Sequence[ScoreTask | None]
+    ) -> list[Score]:
+        """Return the group's scores: those of its programs, and the reward's for the others."""
+        own = [work.episodes[number].score if work.episodes else None for number in range(len(responses))]
+        if self._verifier.per_response:
+            found = [verdict.result()[0] if verdict is not None else None for verdict in verdicts]
+        elif None in own:
+            found = list(await self._score(work.step, work.index, work.prompt, responses))
+        else:
+            found = [None] * len(own)
+        scores = [mine or given for mine, given in zip(own, found, strict=True)]
+        if not work.episodes:
+            return [score for score in scores if score is not None]
+        return [
+            replace(score, metrics={**score.metrics, **work.episodes[number].figures()})
+            for number, score in enumerate(scores)
+            if score is not None
+        ]
 
     def _seed_of(self, epoch: int, prompt: Prompt, number: int) -> int | None:
         return sampling_seed(self._seed, epoch, prompt.id, number) if self._sampling.seeded else None
@@ -263,7 +290,9 @@ class Producer:
         An instance that failed last time is avoided if another one serves. An instance on trial gets only one request.
         """
         asked_at = time.monotonic()
-        async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest_version(work.step)) as place:
+        async with self._pool.borrow(
+            work.failed_on, bool(work.so_far or work.episodes), self._oldest_version(work.step)
+        ) as place:
             if work.refused_since is not None:
                 work.refused_since += time.monotonic() - asked_at
             work.failed_on = ()
@@ -294,18 +323,78 @@ class Producer:
 
         A reward that takes one response per call starts at once. This method does not wait for it.
         """
-        started = time.time()
-        prompt = work.prompt
-        try:
-            sampled = await instance.client.complete(
-                prompt, self._sampling, work.seeds[number], work.so_far.get(number)
+        own = None
+        if self._programs is not None and work.scored:
+            found = await self._run_program(self._programs, work, number, instance)
+            own = work.episodes[number].score
+        else:
+            found = await self._sample_turn(
+                work=work,
+                number=number,
+                instance=instance,
+                prompt=work.prompt,
+                sampling=self._sampling,
+                seed=work.seeds[number],
             )
+        if found is None:
+            return
+        if work.on_finished is not None:
+            await work.on_finished(
+                PackedFinished(
+                    step=work.step,
+                    group=work.index,
+                    number=number,
+                    prompt=pack_ids(work.prompt.token_ids),
+                    token_ids=found.token_ids,
+                )
+            )
+        verify = work.scored and self._verifier.per_response and own is None
+        score = self._score(work.step, work.index, work.prompt, (found,)) if verify else None
+        work.done[number] = found, work.verifying.create_task(score) if score is not None else None
+
+    async def _run_program(
+        self, programs: ProgramPool, work: _PendingGroup, number: int, instance: Instance
+    ) -> PackedResponse | None:
+        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: all turns are
+        then sampled again with the same seeds, elsewhere if another instance serves."""
+        if number not in work.episodes:
+            work.episodes[number] = programs.begin_episode(work.prompt, work.seeds[number], self._sampling)
+        episode = work.episodes[number]
+        while (turn := await episode.next_turn()) is not None:
+            sampled = await self._sample_turn(
+                work=work,
+                number=number,
+                instance=instance,
+                prompt=turn.prompt,
+                sampling=turn.sampling,
+                seed=turn.seed,
+            )
+            if sampled is None:  # its process may be needed by an episode of the same group that goes on
+                work.so_far.pop(number, None)
+                episode.repeat()
+                return None
+            episode.add_turn(sampled)
+        return episode.response()
+
+    async def _sample_turn(
+        self,
+        work: _PendingGroup,
+        number: int,
+        instance: Instance,
+        prompt: Prompt,
+        sampling: SamplingSettings,
+        seed: int | None,
+    ) -> PackedResponse | None:
+        """Sample one response or one turn of it. Return None if the instance failed on it or a pause cut it."""
+        started = time.time()
+        try:
+            sampled = await instance.client.complete(prompt, sampling, seed, work.so_far.get(number))
         except Busy as error:
             self._pool.record_refusal(instance)
             work.busy = True
             work.failed_on = (instance,)
             work.check_refusals(number, error, self._pool.config.rollout.timeout_s)
-            return
+            return None
         except (InstanceGone, InstanceFault, DeadlineError) as error:
             if isinstance(error, BrokenReply):
                 self._pool.broke_protocol(instance, str(error))
@@ -314,7 +403,7 @@ class Producer:
             work.failed_on = (instance,)
             work.refused_since = None
             work.count_failure(number, error)
-            return
+            return None
         except Refused as error:
             raise Refused(f"{work.where(number)}: {error}") from error
         self._pool.record_success(instance)
@@ -334,20 +423,8 @@ class Producer:
         )
         if sampled.finish_reason == "abort":
             work.so_far[number] = sampled  # the next attempt continues from it
-            return
-        if work.on_finished is not None:
-            await work.on_finished(
-                PackedFinished(
-                    step=work.step,
-                    group=work.index,
-                    number=number,
-                    prompt=pack_ids(prompt.token_ids),
-                    token_ids=sampled.token_ids,
-                )
-            )
-        verify = work.scored and self._verifier.per_response
-        verdict = work.verifying.create_task(self._score(work.step, work.index, prompt, (sampled,))) if verify else None
-        work.done[number] = sampled, verdict
+            return None
+        return sampled
 
     async def _score(self, step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> list[Score]:
         started = time.time()

@@ -14,6 +14,7 @@ from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.producer import Producer
+from engine.orchestrator.program_pool import ProgramPool
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.run.trace import Trace
@@ -28,6 +29,7 @@ class RolloutService:
     producer: Producer
     tokenizer: Tokenizer
     verifier: VerifierPool
+    programs: ProgramPool | None = None
     notices: RunEvents = field(default_factory=RunEvents)
 
 
@@ -60,12 +62,15 @@ async def rollout_service(
         group_size=group_size,
     )
     verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
+    programs = ProgramPool(config, folder / "logs" / "program.log") if config.rollout.program else None
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model, config.rollout.stop))
             await verifier.start(_for_verifiers(loading))
             tokenizer = await loading
+            if programs is not None:
+                await programs.start(tokenizer.for_verifiers)
             partial = synced and config.rollout.partial
             producer = Producer(
                 pool=pool,
@@ -82,9 +87,19 @@ async def rollout_service(
                 seed=config.run.seed,
                 trace=trace,
                 notices=notices,
+                programs=programs,
             )
-            yield RolloutService(pool, producer, tokenizer, verifier, notices or RunEvents())
+            yield RolloutService(
+                pool=pool,
+                producer=producer,
+                tokenizer=tokenizer,
+                verifier=verifier,
+                programs=programs,
+                notices=notices or RunEvents(),
+            )
     finally:
+        if programs is not None:
+            programs.close()
         verifier.close()
         await pool.close()
         trace.flush()

@@ -75,6 +75,7 @@ DEATHS = 3
 reward."""
 
 
+REWARD_KEY = "reward.function"
 WROTE = "wrote something other than its"
 
 NO_TOKENIZER = LoadTokenizer()
@@ -85,7 +86,7 @@ TICK_S = 0.5
 does not time out because the orchestrator was suspended."""
 
 
-class _WorkerDied(RewardError):
+class WorkerDied(RewardError):
     """A verifier process ended before it answered; the message says how."""
 
 
@@ -121,7 +122,7 @@ class VerifierPool:
         self._on_timeout = on_timeout
         environment = verifier_environment(variables)
         self._workers = [
-            _VerifierProcess(
+            VerifierProcess(
                 name=f"verifier {index}",
                 functions=self._functions,
                 start_timeout_s=start_timeout_s,
@@ -132,7 +133,7 @@ class VerifierPool:
             )
             for index in range(workers)
         ]
-        self._idle: asyncio.Queue[_VerifierProcess] = asyncio.Queue()
+        self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()
 
     @classmethod
     def of(cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0) -> VerifierPool:
@@ -209,7 +210,7 @@ class VerifierPool:
         return [score] * len(responses)
 
     def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
-        what = f"reward.function{_shown(self._functions)}, prompt {prompt.id}: {why}"
+        what = f"reward.function{_shown(self._functions).removeprefix(REWARD_KEY)}, prompt {prompt.id}: {why}"
         if choice == "stop" and not (status == "error" and self._built_in):  # only a response makes it fail
             raise RewardError(what)
         return Score(0.0, status, what, excluded=choice == "exclude")
@@ -217,11 +218,11 @@ class VerifierPool:
     async def _ask_until_answered(self, call: ScoreCall) -> list[Score]:
         """Ask idle workers one after the other until one survives, at most DEATHS times."""
         for _ in range(DEATHS - 1):
-            with contextlib.suppress(_WorkerDied):
+            with contextlib.suppress(WorkerDied):
                 return await self._ask_idle_worker(call)
         try:
             return await self._ask_idle_worker(call)
-        except _WorkerDied as error:
+        except WorkerDied as error:
             raise RewardError(f"{DEATHS} processes died of it; last error: {error}") from None
 
     async def _ask_idle_worker(self, call: ScoreCall) -> list[Score]:
@@ -233,7 +234,7 @@ class VerifierPool:
             self._idle.put_nowait(worker)
 
 
-class _VerifierProcess:
+class VerifierProcess:
     """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
 
     def __init__(
@@ -294,7 +295,7 @@ class _VerifierProcess:
     async def ask(self, call: ScoreCall, timeout_s: float) -> list[Score]:
         """Send a call and return its scores, one for each response.
 
-        Raises TimeoutError after `timeout_s`, RewardError if the reward fails, _WorkerDied if the process ends or
+        Raises TimeoutError after `timeout_s`, RewardError if the reward fails, WorkerDied if the process ends or
         answers with something else, ProcessDied if the pool was closed, and what `ready` raises.
         """
         self._check_open()
@@ -307,9 +308,9 @@ class _VerifierProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
             how = self._how_it_ended()
-            raise (RewardError if self._had_too_many() else _WorkerDied)(f"its process {how}") from None
+            raise (RewardError if self._had_too_many() else WorkerDied)(f"its process {how}") from None
         except ValueError as error:
-            raise _WorkerDied(f"its process {WROTE} scores to the orchestrator's socket: {error!s:.200}") from None
+            raise WorkerDied(f"its process {WROTE} scores to the orchestrator's socket: {error!s:.200}") from None
         finally:
             if answer is None and not self._closed:
                 # It timed out, died or was cancelled: a late answer would be mistaken for the answer to the next call.
@@ -318,6 +319,30 @@ class _VerifierProcess:
         if isinstance(answer, RewardFailed):
             raise RewardError(answer.message)
         return answer
+
+    def send(self, message: VerifierMessage) -> None:
+        """Send a message to the process, which `ready` has awaited. One that has ended gets nothing."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(verifier_messages.frame_message(message))
+
+    async def receive(self) -> VerifierMessage:
+        """Return the process's next message.
+
+        Raises WorkerDied if the process ends or sends something else, ProcessDied if it was closed.
+        """
+        try:
+            return await self._receive()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
+            raise WorkerDied(f"its process {self._how_it_ended()}") from None
+        except ValueError as error:
+            raise WorkerDied(f"its process {WROTE} messages to the orchestrator's socket: {error!s:.200}") from None
+
+    def restart(self) -> None:
+        """Kill the process and start another in its place, unless it was closed."""
+        if not self._closed:
+            self._kill()
+            self.launch()
 
     def close(self) -> None:
         """Kill the process and start no new one."""
@@ -349,14 +374,14 @@ class _VerifierProcess:
     async def _load(self, connection: socket.socket) -> None:
         """Wait until the process has loaded the reward. If it is killed while loading, it is restarted."""
         for _ in range(DEATHS - 1):
-            with contextlib.suppress(_WorkerDied):
+            with contextlib.suppress(WorkerDied):
                 return await self._wait_until_loaded(connection)
             self._check_open()
             self._kill()
             connection = self._start_process()
         try:
             await self._wait_until_loaded(connection)
-        except _WorkerDied as error:
+        except WorkerDied as error:
             raise BadInput(str(error)) from None
 
     async def _wait_until_loaded(self, connection: socket.socket) -> None:
@@ -371,16 +396,15 @@ class _VerifierProcess:
                     raise ValueError(f"it sent {type(hello).__name__}")
         except TimeoutError:
             raise DeadlineError(
-                f"{self._name}: reward.function{_shown(self._functions)} was not loaded within "
-                f"{self._start_timeout_s:g} s"
+                f"{self._name}: {_shown(self._functions)} was not loaded within {self._start_timeout_s:g} s"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            what = f"reward.function{_shown(self._functions)}: while loading it, its process {self._how_it_ended()}"
+            what = f"{_shown(self._functions)}: while loading it, its process {self._how_it_ended()}"
             assert self._child is not None, "it is set until `_kill`"
-            raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
+            raise (WorkerDied if self._child.was_killed else BadInput)(what) from None
         except ValueError as error:
-            what = f"reward.function{_shown(self._functions)}: while loading it, its process {WROTE} RewardLoaded"
+            what = f"{_shown(self._functions)}: while loading it, its process {WROTE} RewardLoaded"
             raise BadInput(f"{what} to the orchestrator's socket: {error!s:.200}") from None
         if isinstance(hello, RewardRefused):
             raise BadInput(hello.message)
@@ -445,10 +469,10 @@ def _checked_answer(call: ScoreCall, answer: VerifierMessage) -> RewardFailed | 
 
 
 def _shown(functions: Sequence[WeightedFunction]) -> str:
-    """Return what follows "reward.function" in a message: its value, or the names of reward.functions."""
+    """Return the key and its value for messages, or the names of reward.functions."""
     if functions[0].name:
-        return f"s = {', '.join(one.name for one in functions)}"
-    return f' = "{functions[0].function}"'
+        return f"reward.functions = {', '.join(one.name for one in functions)}"
+    return f'{"rollout.program" if functions[0].program else "reward.function"} = "{functions[0].function}"'
 
 
 async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:

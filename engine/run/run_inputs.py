@@ -26,7 +26,7 @@ CODE = "code"
 PARTS = {
     "weights": "the weights or the config.json of the base model (model.path)",
     "tokenizer": "the tokenizer of model.path, its chat template or its end-of-sequence tokens",
-    "reward": "the code of the reward",
+    "reward": "the code of the reward or of the program",
     "algorithms": "the code of the advantage, the loss or the gradient control",
 }
 """What each part is, for messages."""
@@ -131,7 +131,7 @@ def _specs(config: Config, part: str) -> list[str]:
     """The functions of one's own that belong to a part."""
     algorithm = config.algorithm
     named = {
-        "reward": [one.function for one in config.reward.named],
+        "reward": [*(one.function for one in config.reward.named), config.rollout.program],
         "algorithms": [algorithm.advantage, algorithm.loss, algorithm.gradient_control],
     }
     return [spec for spec in named.get(part, []) if ":" in spec]

@@ -26,6 +26,8 @@ class MicroBatch(PackedRow):
     """Each token's weight in the loss (`GroupAdvantages.weights`)."""
     response: Tensor
     """Index in `members` of each token's response."""
+    sampled: Tensor
+    """Whether the token was sampled. One that a rollout program appended has no log-probability to compare with."""
     behind: Tensor
     """Whether the token was sampled by weights older than the step's."""
     reference: Tensor | None = None
@@ -88,6 +90,7 @@ def _micro_batch(
         advantages=row.joined(value.repeat(length) for value, length in zip(own, lengths, strict=True)),
         weights=row.joined(group_advantages.weights(group, number) for group, number in row.members),
         response=row.joined((torch.full((n,), i) for i, n in enumerate(lengths)), torch.long),
+        sampled=row.joined((tensor_of(response.loss_mask, torch.bool) for response in responses), torch.bool),
         behind=row.joined((_sampled_by_older(group, number) for group, number in row.members), torch.bool),
         reference=row.joined(_reference(row)) if has_reference else None,
     )

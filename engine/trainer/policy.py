@@ -403,7 +403,9 @@ class Policy(Trainer):
         batch = scored.batch
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
-        old = self._old_logprobs(batch, logprobs, scored.old)
+        now = logprobs.detach()
+        # a token that was not sampled has ratio 1, so that it counts in no figure
+        old = torch.where(batch.sampled, self._old_logprobs(batch, logprobs, scored.old), now)
         terms = Terms(
             logprobs=logprobs,
             old=old,
@@ -411,16 +413,16 @@ class Policy(Trainer):
             entropy=entropy,
             advantages=batch.advantages,
             weights=batch.weights,
-            rollout=batch.rollout,
+            rollout=torch.where(batch.sampled, batch.rollout, now),
             response=batch.response,
             responses=len(batch.members),
             whole=sum_over_context,
             statistics=self._statistics,
-            sampled=self._sampled_logprobs(batch, logprobs.detach(), old),
+            sampled=self._sampled_logprobs(batch, now, old),
         )
         loss = self._loss(terms, self._coefficients)
         if not scored.compared:
-            self.sums.compare_logprobs(batch, logprobs.detach())
+            self.sums.compare_logprobs(batch, now)
         self.sums.add_loss(batch, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 

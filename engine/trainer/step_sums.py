@@ -56,8 +56,8 @@ class StepSums:
 
     def compare_logprobs(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """Schedule the comparison of the trainer's [T] log-probabilities with the instances' for the end of the
-        window."""
-        self._on_device.append(torch.cat([logprobs, batch.rollout]))
+        window. Tokens that were not sampled are left out."""
+        self._on_device.append(torch.cat([logprobs, batch.rollout, batch.sampled.to(logprobs.dtype)]))
         self._when_copied.append(partial(self._add_comparison, batch))
 
     def add_loss(self, batch: MicroBatch, loss: Loss) -> None:
@@ -80,15 +80,18 @@ class StepSums:
         self._on_device.clear()
         self._when_copied.clear()
 
-    def _add_comparison(self, batch: MicroBatch, both: Tensor) -> None:
-        """`both`: [2·T] log-probabilities, first the trainer's, then the instances'."""
-        gap, divergence = mismatch_figures(*both.chunk(2))
+    def _add_comparison(self, batch: MicroBatch, compared: Tensor) -> None:
+        """`compared`: [3·T] log-probabilities, first the trainer's, then the instances', and whether the token was
+        sampled."""
+        ours, theirs, sampled = compared.chunk(3)
+        kept = sampled > 0
+        gap, divergence = mismatch_figures(ours[kept], theirs[kept])
         self.metrics.worst_gap(gap)
         if not self._ranks.judges:
             return
         self._note_unsound(batch, (gap, divergence))
         self.metrics.mismatch_kl += divergence
-        self.metrics.scored_tokens += both.numel() // 2
+        self.metrics.scored_tokens += int(kept.sum())
 
     def _add_figures(self, batch: MicroBatch, update: int, figures: Tensor) -> None:
         total, kl, entropy, ratio_max, clipped, dropped = map(float, figures.tolist())

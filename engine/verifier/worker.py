@@ -28,6 +28,7 @@ from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe_error
 from engine.types import Prompt, Response, Score
 from engine.verifier.guardian import start_guardian
+from engine.verifier.program import load_program, serve_episodes
 from engine.verifier.reward_function import RewardFunction, check_built_in, load_rewards
 from engine.wire import verifier_messages
 from engine.wire.columns import Decode
@@ -78,7 +79,8 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, function
             built_in = all(one.function in BUILT_IN for one in functions)
             if not built_in:
                 limit_memory(False, memory, took)
-            rewards = load_rewards(functions)
+            program = load_program(functions[0].function) if functions[0].program else None
+            rewards = load_rewards(functions) if program is None else []
             if built_in:
                 limit_memory(True, memory, MemoryUse.now())  # what the libraries reserve grows with the CPU cores
             check_built_in(rewards)
@@ -86,6 +88,9 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, function
             orchestrator.send(RewardRefused(cut_text(str(error))))
             return
         orchestrator.send(RewardLoaded(all(reward.per_response for reward in rewards)))
+        if program is not None:
+            asyncio.run(serve_episodes(orchestrator, program, message, _checked_score))
+            return
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
             _serve_calls(orchestrator, rewards, runner, decode)
 

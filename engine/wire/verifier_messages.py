@@ -37,6 +37,8 @@ class WeightedFunction(msgspec.Struct, frozen=True, array_like=True):
     weight: float = 1.0
     name: str = ""
     """Name of its values among the score's metrics; empty for `reward.function`, whose value is the score."""
+    program: bool = False
+    """Whether it is `rollout.program` instead of a reward."""
 
 
 def pack_functions(functions: Sequence[WeightedFunction]) -> str:
@@ -62,6 +64,8 @@ class LoadTokenizer(VerifierMessage):
     """The model's folder, for a tokenizer that the library does not support."""
     left_out: tuple[int, ...] = ()
     """Tokens left out of a response's text."""
+    folder: str = ""
+    """The model's folder, for the chat template."""
 
 
 class RewardLoaded(VerifierMessage):
@@ -133,7 +137,61 @@ class RewardFailed(VerifierMessage):
     """The call's."""
 
 
-AnyVerifierMessage = LoadTokenizer | RewardLoaded | RewardRefused | ScoreCall | Scores | RewardFailed
+class BeginEpisode(VerifierMessage):
+    """Run the program for one response. `prompt` is a call without responses."""
+
+    number: int
+    prompt: ScoreCall
+
+
+class SampleTurn(VerifierMessage):
+    """The program asks for a turn, after it has appended tokens."""
+
+    number: int
+    appended: bytes
+    """int32."""
+    stop: tuple[int, ...]
+    """Tokens that end this turn, besides those that end every response."""
+    max_new_tokens: int
+    """0: as many as there is room for."""
+
+
+class TurnSampled(VerifierMessage):
+    """The turn. Without tokens there was no room for it."""
+
+    number: int
+    token_ids: bytes
+    """int32."""
+    finish_reason: str
+
+
+class StopEpisode(VerifierMessage):
+    """The response is no longer wanted."""
+
+    number: int
+
+
+class EpisodeOver(VerifierMessage):
+    """The program has returned, or raised `error`. Without a score the reward scores the response."""
+
+    number: int
+    scores: Scores | None
+    error: str
+
+
+AnyVerifierMessage = (
+    LoadTokenizer
+    | RewardLoaded
+    | RewardRefused
+    | ScoreCall
+    | Scores
+    | RewardFailed
+    | BeginEpisode
+    | SampleTurn
+    | TurnSampled
+    | StopEpisode
+    | EpisodeOver
+)
 
 _DECODER: msgspec.msgpack.Decoder[AnyVerifierMessage] = msgspec.msgpack.Decoder(AnyVerifierMessage)
 

@@ -74,6 +74,7 @@ class Scripted:
                 return web.Response(status=self.status, text=self.body or '{"error": {"message": "scripted"}}')
             begun = body.get("continued", 0)
             tokens = tokens_of(body["prompt"][: len(body["prompt"]) - begun], body.get("seed"))[begun:]
+            tokens = tokens[: body.get("max_tokens", len(tokens))]
             cut = self.cuts > 0 and len(tokens) > 1
             self.cuts -= cut
             tokens = tokens[:1] if cut else tokens

@@ -43,7 +43,7 @@ MESSAGES = {
     "no prompt is left of …": (UNIT + "data/test_prompts.py", ": no prompt is left of"),
     "the chat template of … fails": (UNIT + "data/test_prompts.py", "the chat template of models/gemma"),
     "the tokenizer has no chat template": (UNIT + "data/test_prompts.py", "no chat template"),
-    "reward.function…: while loading it, its process …": (
+    "…: while loading it, its process …": (
         UNIT + "orchestrator/test_verifier_pool.py",
         "while loading it, its process",
     ),

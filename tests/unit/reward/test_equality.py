@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import resource
 import sys
 import time
@@ -283,9 +284,11 @@ async def test_built_in_verifiers_have_a_limit_of_memory_and_a_users_reward_has_
         # the process that the pool knows guards the one that computes, which has the limit
         guards = [worker._child.pid for worker in pool._workers]
         computing = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in guards]
-        limits = [Path(f"/proc/{each[0]}/limits").read_text().splitlines() for each in computing]
-    for lines in limits:
-        assert any(line.startswith("Max address space") and line.split()[3] == str(MEMORY) for line in lines)
+        processes = [Path("/proc", each[0]) for each in computing]
+        limits = [re.search(r"Max address space +(\d+)", (one / "limits").read_text())[1] for one in processes]
+        peaks = [re.search(r"VmPeak:\s+(\d+) kB", (one / "status").read_text())[1] for one in processes]
+    for limit, peak in zip(limits, peaks, strict=True):  # of what is taken after the libraries are loaded
+        assert MEMORY + 2**20 < int(limit) <= MEMORY + int(peak) * 1024
 
 
 def test_a_response_that_takes_all_memory_scores_zero(monkeypatch):

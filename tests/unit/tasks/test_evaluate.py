@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monk
     monkeypatch.setattr(
         evaluate, "evaluate", lambda config, model, version, pool: done.append(model.name) or {"avg_at_k": 0.5}
     )
+    held = []
+    monkeypatch.setattr(evaluate, "hold_devices", lambda *devices: held.append(devices) or nullcontext())
     for number, expected in (("first", ["m"]), ("first", ["m"]), ("second", ["m", "m"])):
         monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", number)
         assert evaluate.evaluate_once(config, Path("m"), 3) == {"avg_at_k": 0.5}
         assert done == expected
+    assert held == [(1, "cpu-slots")] * 2  # only what samples holds a slot
 
 
 def test_a_deployed_flow_run_ends_as_crashed_without_mlflow(monkeypatch):

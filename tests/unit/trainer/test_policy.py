@@ -79,6 +79,24 @@ def test_masked_tokens_leave_the_gradient(settings, tiny_model):
     assert_same(gradients(policy, 4), hf_gradients(tiny_model, [masked]))
 
 
+def test_tokens_of_the_environment_are_in_no_figure(settings, tiny_model):
+    """Whatever stands in the place of their log-probabilities: they have none."""
+    found = []
+    for logprob in (-1.0, 0.0):
+        policy = a_policy(settings, algorithm__old_policy="rollout", algorithm__kl_coef=0.1)
+        plain = a_group()
+        first = response(plain.responses[0].token_ids, mask=[True, False, False] + [True] * 4)
+        logprobs = [own if kept else logprob for own, kept in zip(first.logprobs, first.loss_mask, strict=True)]
+        group = replace(plain, responses=(replace(first, logprobs=tuple(logprobs)), *plain.responses[1:]))
+        policy.start_step()
+        policy.accumulate([group])
+        metrics = policy.metrics
+        found.append((gradients(policy, 4), metrics.max_ratio_gap, metrics.mismatch_kl, metrics.old_ratio_max))
+        assert metrics.scored_tokens == sum(sum(one.loss_mask) for one in group.responses)
+    assert found[0][1:] == found[1][1:]
+    assert_same(found[0][0], found[1][0])
+
+
 def test_order_and_split_change_nothing_but_rounding(settings):
     groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
     found = []

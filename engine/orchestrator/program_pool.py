@@ -1,0 +1,409 @@
+"""Runs rollout programs in verifier processes: an episode for each response, many at once in each process.
+
+The conversation is kept here. The process gets each turn that was sampled and sends what the program appends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from engine.config import Config
+from engine.data.loader import turn_seed
+from engine.errors import MetronomeError, ProcessDied, RewardError
+from engine.orchestrator.pool.instance_client import SamplingSettings
+from engine.orchestrator.pool.reply_check import problem_of_tokens
+from engine.orchestrator.verifier_pool import (
+    DEATHS,
+    MOST_PROCESSES,
+    TICK_S,
+    VerifierProcess,
+    WorkerDied,
+    verifier_environment,
+)
+from engine.types import Prompt, Score
+from engine.wire import verifier_messages
+from engine.wire.columns import PackedResponse, open_ids
+from engine.wire.verifier_messages import (
+    BeginEpisode,
+    EpisodeOver,
+    LoadTokenizer,
+    SampleTurn,
+    StopEpisode,
+    TurnSampled,
+    VerifierMessage,
+    WeightedFunction,
+)
+
+START_S = 120.0
+"""Seconds in which a process must have loaded the program."""
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """What an instance is asked for."""
+
+    prompt: Prompt
+    """Its `token_ids` are the conversation so far."""
+    sampling: SamplingSettings
+    seed: int | None
+
+
+@dataclass(eq=False)
+class _ProgramWorker:
+    """A process and the episodes in it."""
+
+    process: VerifierProcess
+    inboxes: dict[int, asyncio.Queue[VerifierMessage | MetronomeError]] = field(default_factory=dict)
+    """By number of the attempt: what its process has sent, or how it ended."""
+    alone: bool = False
+    """Whether its episode must have the process for itself."""
+
+    reader: asyncio.Task[None] | None = None
+
+    def begin_reading(self) -> None:
+        """Read the messages of the process in the background."""
+        self.reader = asyncio.create_task(self._read_messages())
+
+    def end_reading(self) -> None:
+        """Read no more."""
+        if self.reader is not None:
+            self.reader.cancel()
+
+    async def _read_messages(self) -> None:
+        """Give each message to its episode. If the process dies, all episodes in it get the error, and another
+        starts."""
+        while True:
+            try:
+                await self.process.ready()
+                while True:
+                    message = await self.process.receive()
+                    inbox = self.inboxes.get(getattr(message, "number", -1))
+                    if inbox is not None and isinstance(message, SampleTurn | EpisodeOver):
+                        inbox.put_nowait(message)
+            except WorkerDied as error:
+                self.end_episodes(error)
+                self.process.restart()
+            except MetronomeError as error:  # it can't be loaded, or was closed
+                self.end_episodes(error)
+                return
+
+    def end_episodes(self, error: MetronomeError) -> None:
+        """Give all episodes in the process this error."""
+        for inbox in self.inboxes.values():
+            inbox.put_nowait(error)
+        self.inboxes.clear()
+
+
+class ProgramPool:
+    """Runs `rollout.program`. Bound to the event loop that calls `start`.
+
+    Every episode that begins ends with a response, with an error that is raised, or by `Episode.close`.
+    """
+
+    def __init__(self, config: Config, log: Path | None = None) -> None:
+        """`log`: file for what the program prints."""
+        self.config = config
+        reward = config.reward
+        self._workers = [
+            _ProgramWorker(
+                VerifierProcess(
+                    name=f"program {index}",
+                    functions=(WeightedFunction(config.rollout.program, program=True),),
+                    start_timeout_s=START_S,
+                    log=log,
+                    environment=verifier_environment(reward.environment),
+                    memory=int(reward.memory_gb * 2**30),
+                    processes=MOST_PROCESSES,
+                )
+            )
+            for index in range(reward.workers)
+        ]
+        self._freed = asyncio.Event()
+        self._wanted_alone = 0
+        self._attempts = 0
+
+    async def start(self, tokenizer: LoadTokenizer) -> None:
+        """Start all processes. Raises BadInput if the program can't be loaded."""
+        for worker in self._workers:
+            worker.process.launch()
+            worker.process.begin(tokenizer)
+        for worker in self._workers:
+            await worker.process.ready()
+            worker.begin_reading()
+
+    def close(self) -> None:
+        """Kill all processes. Episodes under way raise ProcessDied."""
+        for worker in self._workers:
+            worker.end_reading()
+            worker.process.close()
+            worker.end_episodes(ProcessDied("the programs were closed before the response was complete"))
+
+    def begin_episode(self, prompt: Prompt, seed: int | None, sampling: SamplingSettings) -> Episode:
+        """Begin a response. It takes a process when its first turn is asked for."""
+        return Episode(self, prompt, seed, sampling)
+
+    async def take_worker(self, alone: bool) -> tuple[_ProgramWorker, int]:
+        """Return the process with the fewest episodes, and a number for the attempt. `alone`: wait for a process
+        without any."""
+        self._wanted_alone += alone
+        try:
+            while (found := self._pick(alone)) is None:
+                self._freed.clear()
+                await self._freed.wait()
+        finally:
+            self._wanted_alone -= alone
+        found.alone = alone
+        self._attempts += 1
+        found.inboxes[self._attempts] = asyncio.Queue()
+        return found, self._attempts
+
+    def _pick(self, alone: bool) -> _ProgramWorker | None:
+        if alone:
+            return next((worker for worker in self._workers if not worker.inboxes), None)
+        open_ones = [worker for worker in self._workers if not worker.alone and not self._wanted_alone]
+        return min(open_ones, key=lambda worker: len(worker.inboxes), default=None)
+
+    def free_worker(self, worker: _ProgramWorker, attempt: int) -> None:
+        """Forget an attempt."""
+        worker.inboxes.pop(attempt, None)
+        worker.alone = worker.alone and bool(worker.inboxes)
+        self._freed.set()
+
+
+@dataclass
+class _Conversation:
+    """What follows the prompt, from when the program began."""
+
+    left_s: float
+    """Seconds that the program may still take."""
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: bytearray = field(default_factory=bytearray)
+    """fp32; 0 for tokens that were appended."""
+    mask: bytearray = field(default_factory=bytearray)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    turns: int = 0
+    sampled_to: int = 0
+    """Number of tokens up to the end of the last turn."""
+    instance: str = ""
+    cut: bool = False
+    """Whether a limit of the response ended it."""
+    asked: TurnRequest | None = None
+
+
+class Episode:
+    """One response of a program. It is the only owner of its conversation; a turn is added once."""
+
+    def __init__(self, pool: ProgramPool, prompt: Prompt, seed: int | None, sampling: SamplingSettings) -> None:
+        self.score: Score | None = None
+        """The program's own score, or that of its failure; None: the reward scores the response."""
+        self._pool = pool
+        self._prompt = prompt
+        self._seed = seed
+        self._sampling = sampling
+        self._worker: tuple[_ProgramWorker, int] | None = None
+        self._over = False
+        self._deaths = 0
+        self._alone = False
+        self._program_s = 0.0
+        self._talk = _Conversation(pool.config.rollout.program_timeout_s)
+
+    def _forget(self) -> None:
+        """Begin the conversation again."""
+        self._talk = _Conversation(self._pool.config.rollout.program_timeout_s)
+
+    async def next_turn(self) -> TurnRequest | None:
+        """Return the turn that the program asks for, the same one until `add_turn`; None once the program is over.
+
+        If its process dies, the program begins again with the same seeds. Raises RewardError if it fails or takes too
+        long and the recipe says "stop".
+        """
+        while self._talk.asked is None and not self._over:
+            try:
+                await self._take_message()
+            except WorkerDied as error:
+                self._leave()
+                self._alone = True
+                self._deaths += 1
+                if self._deaths >= DEATHS:
+                    self._fail("error", f"{DEATHS} processes died of it; last error: {error}")
+                else:
+                    self._forget()
+            except TimeoutError:
+                self._time_out()
+        return self._talk.asked
+
+    async def _take_message(self) -> None:
+        if self._worker is None:
+            worker, attempt = self._worker = await self._pool.take_worker(self._alone)
+            call = verifier_messages.make_score_call(self._prompt, (), text_only=False)
+            await worker.process.ready()
+            worker.process.send(BeginEpisode(attempt, call))
+        message = await self._wait_for_message(*self._worker)
+        if isinstance(message, SampleTurn):
+            self._ask(message)
+        elif isinstance(message, EpisodeOver):
+            self._leave()
+            self._over = True
+            if message.error:
+                self._fail("error", message.error)
+            elif message.scores is not None:
+                self.score = message.scores.opened()[0]
+        elif isinstance(message, MetronomeError):
+            raise message
+
+    async def _wait_for_message(self, worker: _ProgramWorker, attempt: int) -> VerifierMessage | MetronomeError:
+        """Raises TimeoutError once the program has used up its time, not counting time when this process was
+        suspended."""
+        inbox = worker.inboxes.get(attempt)
+        if inbox is None:
+            raise WorkerDied("its process ended")
+        while self._talk.left_s > 0:
+            began = time.monotonic()
+            try:
+                async with asyncio.timeout(min(self._talk.left_s, TICK_S)):
+                    return await inbox.get()
+            except TimeoutError:
+                pass
+            finally:
+                took = min(time.monotonic() - began, TICK_S)
+                self._talk.left_s -= took
+                self._program_s += took
+        raise TimeoutError
+
+    def _ask(self, message: SampleTurn) -> None:
+        """Append what the program says, and note the turn that it asks for."""
+        config = self._pool.config.rollout
+        appended = open_ids(message.appended)
+        if wrong := problem_of_tokens(np.array(appended, np.int64), self._sampling.vocabulary):
+            self._over = True
+            self._fail("error", f"appended tokens: {wrong}")
+            self._stop()
+            return
+        self._append(appended, bytes(4 * len(appended)), sampled=False)
+        used = len(self._talk.token_ids)
+        room = min(self._sampling.max_new_tokens, config.max_context - len(self._prompt.token_ids)) - used
+        if room < 1 or self._talk.turns >= config.max_turns:
+            self._talk.cut = True
+            self._answer(b"", "length")
+            return
+        self._talk.asked = TurnRequest(
+            prompt=replace(self._prompt, token_ids=[*self._prompt.token_ids, *self._talk.token_ids]),
+            sampling=replace(
+                self._sampling,
+                max_new_tokens=min(room, message.max_new_tokens or room),
+                stop_token_ids=(*self._sampling.stop_token_ids, *message.stop),
+            ),
+            seed=None if self._seed is None else turn_seed(self._seed, self._talk.turns),
+        )
+
+    def _append(self, token_ids: Sequence[int], logprobs: bytes, sampled: bool) -> None:
+        self._talk.token_ids.extend(token_ids)
+        self._talk.logprobs += logprobs
+        self._talk.mask += (b"\x01" if sampled else b"\x00") * len(token_ids)
+
+    def add_turn(self, turn: PackedResponse) -> None:
+        """Add a turn that was sampled, and give it to the program."""
+        assert self._talk.asked is not None, "`next_turn` comes first"
+        begun = len(self._talk.token_ids)
+        for start, version in turn.versions:
+            if not self._talk.versions:
+                self._talk.versions.append((0, version))  # tokens before the first turn have no version of their own
+            elif self._talk.versions[-1][1] != version:
+                self._talk.versions.append((begun + start, version))
+        self._append(open_ids(turn.token_ids), turn.logprobs, sampled=True)
+        self._talk.sampled_to = len(self._talk.token_ids)
+        self._talk.cut = turn.finish_reason == "length" and self._is_full()
+        self._talk.turns += 1
+        self._talk.instance = turn.instance
+        self._talk.asked = None
+        self._answer(turn.token_ids, turn.finish_reason)
+
+    def _is_full(self) -> bool:
+        used = len(self._talk.token_ids)
+        longest = self._pool.config.rollout.max_context - len(self._prompt.token_ids)
+        return used >= min(self._sampling.max_new_tokens, longest)
+
+    def _answer(self, token_ids: bytes, finish_reason: str) -> None:
+        if self._worker is not None:
+            worker, attempt = self._worker
+            worker.process.send(TurnSampled(attempt, token_ids, finish_reason))
+
+    def response(self) -> PackedResponse:
+        """Return the response. What the program appended after its last turn is left out."""
+        count = self._talk.sampled_to
+        return PackedResponse(
+            token_ids=self._talk.token_ids[:count].tobytes(),
+            logprobs=bytes(self._talk.logprobs[: 4 * count]),
+            versions=tuple(self._talk.versions),
+            loss_mask=bytes(self._talk.mask[:count]),
+            finish_reason="length" if self._talk.cut else "stop",
+            seed=self._seed,
+            instance=self._talk.instance,
+        )
+
+    def figures(self) -> Mapping[str, float]:
+        """Return the metrics that are added to its score."""
+        return {
+            "episode/turns": float(self._talk.turns),
+            "episode/environment_tokens": float(self._talk.mask[: self._talk.sampled_to].count(0)),
+            "episode/program_s": self._program_s,
+        }
+
+    def _time_out(self) -> None:
+        """Kill the process. The program failed if it had the process for itself; else another may have held it up, so
+        all that were in it begin again, each alone."""
+        assert self._worker is not None, "a message was awaited"
+        worker, attempt = self._worker
+        if attempt not in worker.inboxes:  # another program has just timed out there
+            self._leave()
+            self._alone = True
+            self._forget()
+            return
+        guilty = self._alone or len(worker.inboxes) == 1
+        self._leave()
+        worker.end_episodes(WorkerDied("another program in the process took too long"))
+        worker.end_reading()
+        worker.process.restart()
+        worker.begin_reading()
+        self._alone = True
+        if guilty:
+            self._fail("timeout", f"not over within {self._pool.config.rollout.program_timeout_s:g} s")
+        else:
+            self._forget()
+
+    def _fail(self, status: str, why: str) -> None:
+        """End with a score that says why. Raises RewardError if the recipe says "stop"."""
+        reward = self._pool.config.reward
+        choice = reward.on_timeout if status == "timeout" else reward.on_error
+        what = f'rollout.program = "{self._pool.config.rollout.program}", prompt {self._prompt.id}: {why}'
+        if choice == "stop":
+            raise RewardError(what)
+        self._over = True
+        self.score = Score(0.0, status, what, excluded=choice == "exclude")
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._pool.free_worker(*self._worker)
+            self._worker = None
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            worker, attempt = self._worker
+            worker.process.send(StopEpisode(attempt))
+            self._leave()
+
+    def repeat(self) -> None:
+        """Begin again with the same seeds: the instance failed on a turn."""
+        self._stop()
+        self._forget()
+
+    def close(self) -> None:
+        """Stop the program if it is not over."""
+        self._stop()

@@ -1,0 +1,248 @@
+"""Runs a user's rollout program in a verifier process: many episodes at once, one for each response.
+
+The program sees a `Chat`. The conversation itself is the orchestrator's: a turn's tokens come from there, and only what
+the program appends goes back, so a program can't change what was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, Protocol
+
+from engine.data.tokenizer import make_decoder, render_chat
+from engine.errors import BadInput, OutOfRoom, RewardError, cut_text
+from engine.run.user_code import UserCode, describe_error, load_function
+from engine.types import Prompt, Score
+from engine.wire import verifier_messages
+from engine.wire.columns import open_ids, pack_ids
+from engine.wire.verifier_messages import (
+    BeginEpisode,
+    EpisodeOver,
+    LoadTokenizer,
+    SampleTurn,
+    Scores,
+    StopEpisode,
+    TurnSampled,
+    VerifierMessage,
+)
+
+MARK = "metronome-turn"
+"""Stands for the last turn when a chat template is asked what follows it."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rollout program, ready to be called."""
+
+    call: Callable[..., Any]
+    """async (prompt, chat) -> float | Score | dict | None."""
+    file: str
+    """The file that defines it. Error messages name the innermost line in this file."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One sampled turn."""
+
+    text: str
+    """As `Response.text`: without the tokens that end a turn."""
+    token_ids: Sequence[int]
+    finish_reason: str
+    """"stop" (a stop token was sampled; it is the last one) or "length" (a limit cut it)."""
+
+
+class Channel(Protocol):
+    """The connection to the orchestrator."""
+
+    def send(self, message: VerifierMessage) -> None:
+        """Send a message."""
+
+    def receive(self) -> VerifierMessage | None:
+        """Wait for the next message; None once the connection is closed."""
+
+
+def load_program(spec: str) -> Program:
+    """Load `rollout.program`. Raises BadInput unless it is an async function of (prompt, chat)."""
+    function, file = load_function("rollout.program", spec, "a program", "async (prompt, chat)")
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    try:
+        inspect.signature(function).bind(None, None)
+        fits = inspect.iscoroutinefunction(function)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise BadInput(f'rollout.program = "{spec}": expected async def {spec.rpartition(":")[2]}(prompt, chat)')
+    return Program(function, code.co_filename if code is not None else file)
+
+
+class ProgramTokenizer:
+    """Encodes what a program appends, and decodes turns."""
+
+    def __init__(self, loaded: LoadTokenizer) -> None:
+        self.decode = make_decoder(loaded)
+        self._loaded = loaded
+        self._fast: Any = None
+        self._slow: Any = None
+        if loaded.json:
+            from tokenizers import Tokenizer as FastTokenizer
+
+            self._fast = FastTokenizer.from_str(loaded.json.decode())
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without tokens that begin or end a sequence."""
+        if self._fast is not None:
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self.hf.encode(text, add_special_tokens=False))
+
+    def one_token(self, text: str) -> int:
+        """Return the id of a text that is one token. Raises ValueError for any other."""
+        ids = self.encode(text)
+        if len(ids) != 1:
+            raise ValueError(f"stop {text!r} is {len(ids)} tokens of this tokenizer; it must be one")
+        return ids[0]
+
+    @property
+    def hf(self) -> Any:  # noqa: ANN401
+        """The tokenizer of transformers, which has the chat template. Loading it takes seconds."""
+        if self._slow is None:
+            from transformers import AutoTokenizer
+
+            self._slow = AutoTokenizer.from_pretrained(
+                self._loaded.folder, trust_remote_code=False, local_files_only=True
+            )
+        return self._slow
+
+
+class Chat:
+    """The conversation of one response, as its program sees it."""
+
+    def __init__(self, number: int, prompt: Prompt, channel: Channel, tokenizer: ProgramTokenizer) -> None:
+        self._number = number
+        self._channel = channel
+        self._tokenizer = tokenizer
+        self._appended: list[int] = []
+        self._last: Turn | None = None
+        self._waiting: asyncio.Future[TurnSampled] | None = None
+        self._history: list[Mapping[str, Any]] = [{"role": "user", "content": prompt.problem}]
+
+    async def complete(self, *, stop: str | Sequence[str] = (), max_new_tokens: int = 0) -> Turn:
+        """Sample the next turn. Its tokens are trained.
+
+        `stop`: texts of one token each that end this turn, besides `rollout.stop`. `max_new_tokens`: limit of this
+        turn; 0: what is left of the response. Raises OutOfRoom if no token or no turn is left.
+        """
+        if self._waiting is not None:
+            raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
+        stops = tuple(map(self._tokenizer.one_token, (stop,) if isinstance(stop, str) else stop))
+        self._waiting = asyncio.get_running_loop().create_future()
+        appended = pack_ids(self._appended)
+        self._appended = []
+        self._channel.send(SampleTurn(self._number, appended, stops, max(0, int(max_new_tokens))))
+        try:
+            sampled = await self._waiting
+        finally:
+            self._waiting = None
+        token_ids = open_ids(sampled.token_ids)
+        if not len(token_ids):
+            raise OutOfRoom("the response has no token or no turn left")
+        self._last = Turn(self._tokenizer.decode(token_ids), token_ids, sampled.finish_reason)
+        self._history.append({"role": "assistant", "content": self._last.text})
+        return self._last
+
+    def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
+        """Append what the environment says: a text, token ids, or a message for the chat template. It is not
+        trained. A text is tokenized alone."""
+        if isinstance(what, Mapping):
+            self.messages([what])
+        else:
+            self._appended += self._tokenizer.encode(what) if isinstance(what, str) else map(int, what)
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
+        """Append messages in the model's chat template, and the start of the next answer. `variables`: the template's
+        own.
+
+        What the template writes after the last turn is appended. What was sampled stays as it is, also where the
+        template would rewrite it. Raises RuntimeError before the first turn, and BadInput if the template fails.
+        """
+        if self._last is None:
+            raise RuntimeError("chat.messages: the prompt is in its template already; messages follow a turn")
+        before = [*self._history[:-1], {"role": "assistant", "content": MARK}]
+        text = render_chat(self._tokenizer.hf, [*before, *messages], variables)
+        if MARK not in text:
+            raise BadInput("chat.messages: the chat template leaves out the last turn")
+        ids = self._tokenizer.encode(text.rpartition(MARK)[2])
+        if ids[:1] == list(self._last.token_ids)[-1:]:
+            ids = ids[1:]  # the end of the turn was sampled
+        self._history += messages
+        self._appended += ids
+
+    def receive_turn(self, sampled: TurnSampled) -> None:
+        """Give the program the turn that it waits for."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(sampled)
+
+
+async def serve_episodes(
+    channel: Channel, program: Program, loaded: LoadTokenizer, check: Callable[[object, int], Score]
+) -> None:
+    """Run episodes until the orchestrator closes the connection. `check`: checks a score that a program returned."""
+    tokenizer = ProgramTokenizer(loaded)
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue[VerifierMessage | None] = asyncio.Queue()
+
+    def read() -> None:
+        message: VerifierMessage | None = loaded
+        while message is not None:
+            message = channel.receive()
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+
+    Thread(target=read, daemon=True).start()
+    chats: dict[int, Chat] = {}
+    tasks: dict[int, asyncio.Task[None]] = {}
+    while (message := await inbox.get()) is not None:
+        if isinstance(message, BeginEpisode):
+            prompt, _ = verifier_messages.score_arguments(message.prompt, tokenizer.decode)
+            number = message.number
+            chats[number] = Chat(number, prompt, channel, tokenizer)
+            tasks[number] = loop.create_task(
+                _run_episode(
+                    number=number, program=program, prompt=prompt, chat=chats[number], channel=channel, check=check
+                )
+            )
+        elif isinstance(message, TurnSampled) and message.number in chats:
+            chats[message.number].receive_turn(message)
+        elif isinstance(message, StopEpisode) and message.number in tasks:
+            tasks[message.number].cancel()
+        for number in [number for number, task in tasks.items() if task.done()]:
+            del tasks[number], chats[number]
+
+
+async def _run_episode(
+    number: int,
+    program: Program,
+    prompt: Prompt,
+    chat: Chat,
+    channel: Channel,
+    check: Callable[[object, int], Score],
+) -> None:
+    """Run the program for one response, and send what came out."""
+    value: object = None
+    score = None
+    error = ""
+    with UserCode(whatever=True) as attempt:
+        value = await program.call(prompt, chat)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return
+    if attempt.error is not None and not isinstance(attempt.error, OutOfRoom):
+        error = f"raised {describe_error(attempt.error, program.file)}"
+    elif value is not None:
+        try:
+            score = Scores.of([check(value, 0)], 0)
+        except RewardError as wrong:
+            error = str(wrong)
+    channel.send(EpisodeOver(number, score, cut_text(error)))

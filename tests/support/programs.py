@@ -1,0 +1,83 @@
+"""Rollout programs that tests run."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from engine.errors import OutOfRoom
+from engine.types import Score
+
+
+async def doubling(prompt, chat):
+    """Two turns with the number of the first one's tokens between them: a function of its input."""
+    first = await chat.complete(max_new_tokens=3)
+    chat.append(f"[{len(first.token_ids)}]")
+    second = await chat.complete(max_new_tokens=4)
+    return Score(float(sum(second.token_ids) % 2), metrics={"calls": 1})
+
+
+def _once(name):
+    try:
+        Path(os.environ["METRONOME_TEST_MARKS"], name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+async def struck(prompt, chat):
+    """`doubling`, in the first of whose episodes an instance dies between two turns, in the second its own process,
+    and in the twentieth the orchestrator."""
+    first = await chat.complete(max_new_tokens=3)
+    chat.append(f"[{len(first.token_ids)}]")
+    orchestrator = psutil.Process(os.getppid()).parent()
+    if _once("instance"):
+        instances = [child for child in orchestrator.children() if "engine.instance.embedded" in child.cmdline()]
+        instances[0].kill()
+    elif _once("worker"):
+        os._exit(1)
+    elif not any(map(_once, map(str, range(25)))) and _once("orchestrator"):  # after the first step's 24 responses
+        orchestrator.send_signal(signal.SIGKILL)
+    second = await chat.complete(max_new_tokens=4)
+    return Score(float(sum(second.token_ids) % 2), metrics={"calls": 1})
+
+
+async def one_turn(prompt, chat):
+    """What happens without a program."""
+    await chat.complete()
+
+
+async def endless(prompt, chat):
+    """Ends where no room is left."""
+    while True:
+        await chat.complete(max_new_tokens=2)
+        chat.append([7])
+
+
+async def misbehaves(prompt, chat):
+    """As its prompt says."""
+    turn = await chat.complete(max_new_tokens=2)
+    match prompt.problem:
+        case "raise":
+            raise ValueError("no such tool")
+        case "sleep":
+            await asyncio.sleep(1000)
+        case "hang":
+            time.sleep(1000)
+        case "die":
+            os._exit(3)
+        case "nonsense":
+            return "much"
+        case "wrong token":
+            chat.append([10**6])
+            await chat.complete()
+        case "caught":
+            try:
+                for _ in range(9):
+                    await chat.complete(max_new_tokens=2)
+            except OutOfRoom:
+                return 0.5
+    return float(len(turn.token_ids))
