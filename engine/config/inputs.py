@@ -75,8 +75,8 @@ class Model(Table):
     bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync); the trainer's logits take twice the
     memory. vLLM has it from release 0.32 on, so not yet on NPUs."""
     convert: Literal["check", "skip"] = "check"
-    """What the stage `convert` does. "check": compare with Hugging Face, in fp32 on the host. "skip": read config.json and the
-    tokenizer."""
+    """What the stage `convert` does. "check": compare with Hugging Face, in fp32 on the host. "skip": read
+    config.json and the tokenizer."""
 
 
 TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
