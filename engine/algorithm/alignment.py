@@ -19,6 +19,9 @@ HIGH = 0.3
 WARM_UP = 10
 """Number of cosines from which "auto" thresholds are computed. Until then every update is made."""
 
+RECENT = 20
+"""Number of last steps that say whether the cosine is outside its on-policy range."""
+
 Regime = Literal["safe", "project", "skip"]
 
 

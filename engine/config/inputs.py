@@ -74,6 +74,9 @@ class Model(Table):
     """Type of the logits, in trainer and instances. With "float32" those of a bfloat16 model are not rounded to
     bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync); the trainer's logits take twice the
     memory. vLLM has it from release 0.32 on, so not yet on NPUs."""
+    convert: Literal["check", "skip"] = "check"
+    """What the stage `convert` does. "check": compare with Hugging Face, in fp32 on the host. "skip": read
+    config.json and the tokenizer."""
 
 
 TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})

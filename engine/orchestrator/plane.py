@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.algorithm.alignment import LOW
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError, ServiceConflict
@@ -389,6 +390,9 @@ class Plane:
         )
         self.folder.add_step(report)
         self.last = dataclasses.asdict(report)
+        if self.service is not None and report.grad_cosine is not None:
+            low = self.config.algorithm.gac_low
+            self.service.notices.add_cosine(step, report.grad_cosine, LOW if low == "auto" else low)
         samples = await self._texts(batch.samples if batch is not None else [])
         decode = self.service.tokenizer.decode if self.service is not None else None
         self.folder.add_samples(step, samples, keep_steps=self.config.run.keep_steps, decode=decode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config, Evaluate, Rollout
@@ -30,6 +30,7 @@ class RolloutService:
     tokenizer: Tokenizer
     verifier: VerifierPool
     programs: ProgramPool | None = None
+    notices: RunEvents = field(default_factory=RunEvents)
 
 
 @asynccontextmanager
@@ -89,7 +90,12 @@ async def rollout_service(
                 programs=programs,
             )
             yield RolloutService(
-                pool=pool, producer=producer, tokenizer=tokenizer, verifier=verifier, programs=programs
+                pool=pool,
+                producer=producer,
+                tokenizer=tokenizer,
+                verifier=verifier,
+                programs=programs,
+                notices=notices or RunEvents(),
             )
     finally:
         if programs is not None:

@@ -6,16 +6,19 @@ pauses, and events of one kind that come in a burst are counted.
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.algorithm.alignment import RECENT
 from engine.algorithm.shaping import are_equal_scores
 from engine.types import Score
 from engine.wire.columns import PackedResponse
 
 Tell = Callable[[str, str], None]
-"""Takes a line: its subject ("instances", "rewards", "responses"), and the text."""
+"""Takes a line: its subject ("instances", "rewards", "responses", "training"), and the text."""
 
 FIRST_S = 10.0
 """Seconds from the first count of a share to its first line, so that the line says more than the first group."""
@@ -72,6 +75,8 @@ class RunEvents:
         self._trained = trained
         self._shares: dict[tuple[str, str], _Share] = {}
         self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._cosines: deque[float] | None = deque(maxlen=RECENT)
+        """The last steps' |cosine|; None once the line about them was told."""
 
     def happened(self, stage: str, kind: str, text: str, burst: int = BURST) -> None:
         """Report an event at once, or count it if there were already `burst` of its kind within PAUSE_S. If the
@@ -113,6 +118,20 @@ class RunEvents:
         for wanted, what in _FAULTS.items():
             wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]
             self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
+
+    def add_cosine(self, step: int, cosine: float, low: float) -> None:
+        """Count a step's cosine of consecutive gradients. Once, if the last RECENT steps' mean absolute cosine exceeds
+        `low`, the upper end of the on-policy range, this is reported (GAC §3.2)."""
+        if self._cosines is None:
+            return
+        self._cosines.append(abs(cosine))
+        if len(self._cosines) == RECENT and (mean := statistics.fmean(self._cosines)) > low:
+            self._cosines = None
+            self._tell(
+                "training",
+                f"step {step}: the |cosine| of consecutive gradients, {mean:.3f} on average over {RECENT} steps, has "
+                f"left its on-policy range (up to {low:g}; GAC §3.2)",
+            )
 
     def report_due(self) -> None:
         """Report what is due."""

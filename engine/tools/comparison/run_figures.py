@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.algorithm.alignment import LOW
+from engine.algorithm.alignment import LOW, RECENT
 from engine.evaluation.intervals import t_interval
 
 Row = Mapping[str, Any]
@@ -28,8 +28,6 @@ same time."""
 
 SETTLED = 50
 """First step whose cosine counts, if later ones are as many (GAC, Table 3: "after step 50")."""
-RECENT = 20
-"""Number of last steps that say whether the cosine is outside its range; the length of a curve that can collapse."""
 SMOOTH = 5
 """Number of steps over which a point of the reward's curve is the mean."""
 FALL = 0.2

@@ -15,9 +15,9 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, frozen_copies
-from engine.run.sizes import rank_parameters, total_parameters, whole_layers
+from engine.run.sizes import cheap_elements, rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.known_models import shape_of
-from engine.tools.dry_run.roofline import DEVICES, Device
+from engine.tools.dry_run.roofline import COPY, DEVICES, Device
 from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
@@ -39,8 +39,6 @@ DECODING = 0.4
 """The same share in decoding."""
 READING = 0.7
 """Share of the memory's bandwidth that decoding and the optimizer reach (an assumption)."""
-NETWORK = 25e9
-"""Bytes/s between nodes, for weights and gradients (a 200 Gbit/s port)."""
 LAUNCH_S = 5e-6
 """Seconds to launch a kernel."""
 KERNELS = 72
@@ -68,7 +66,10 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
     # two all-reduces in each layer's forward pass and two in its backward pass, of a token's hidden state
     crossing = 4 * shape.layers * shape.hidden * size * 2 * (parallel.tensor - 1) / parallel.tensor
     exchanged = crossing / device.to_others(parallel.tensor)
-    reduced = 4 * stage * 2 * (parallel.data - 1) / parallel.data / NETWORK
+    network = config.platform.network_gbps * 1e9 / 8
+    reduced = 4 * stage * 2 * (parallel.data - 1) / parallel.data / network
+    copies = frozen_copies(config) * size * stage / COPY if config.train.offload else 0.0
+    cheap = shape.layers * cheap_elements(shape, parallel) if config.train.recompute == "selective" else 0
     return Costs(
         decode_step=total * 2 / tensor / (device.bandwidth * READING)
         + 2 * shape.layers * ALL_REDUCE_S * (tensor > 1)
@@ -76,13 +77,15 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
         decode_response=2 * active / tensor / (device.flops * DECODING),
         decode_context=4 * shape.layers * shape.kv_heads * shape.head_dim / tensor / (device.bandwidth * READING),
         prefill_token=2 * active / tensor / (device.flops * DECODING),
-        window=KERNELS * LAUNCH_S,
+        window=KERNELS * LAUNCH_S + copies,
         micro_batch=shape.layers * KERNELS * LAUNCH_S * (1 + frozen_copies(config) / 3),
-        token=passes * active / shared / (device.flops * TRAINING) + exchanged / parallel.context,
+        token=passes * active / shared / (device.flops * TRAINING)
+        + exchanged / parallel.context
+        + 6 * cheap / parallel.context / (device.bandwidth * READING),  # as in estimate_training
         # scores and values of half of the keys; the backward pass is twice the work of the forward pass
         square=passes / 2 * 2 * shape.layers * heads / shared / (device.flops * TRAINING),
         update=reduced + 28 * stage / split / (device.bandwidth * READING),
-        sync=SYNC_S + 2 * total / NETWORK,
+        sync=SYNC_S + 2 * total / network,
         orchestrator_token=1e-6,
         source=f"prior, {device.name}",
     )
@@ -99,13 +102,13 @@ def _inactive(shape: ModelShape) -> int:
 
 def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
     """Return measured costs for another layout: each coefficient × its prior there ÷ its prior in the measured layout.
-    Coefficients whose prior is 0 are kept."""
+    Coefficients whose prior is 0 are kept. To a window's cost, the copies of `train.offload` are added."""
     changed = {}
     for name, value in vars(measured).items():
         before = getattr(was, name)
         after = getattr(now, name)
         if isinstance(value, float) and before and after and name != "orchestrator_token":
-            changed[name] = value * after / before
+            changed[name] = value + after - before if name == "window" else value * after / before
     return replace(measured, **changed, source=f"{measured.source}, scaled by {now.source}")
 
 
@@ -315,6 +318,7 @@ def _layout(config: Config) -> tuple[object, ...]:
         *(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.sequence),
         config.rollout.tensor,
         config.train.dtype,
+        *(() if on_cpu(config) else (config.train.recompute, config.train.offload)),
         *((tuple(config.train.devices), tuple(config.rollout.devices)) if on_cpu(config) else ()),
     )
 

@@ -26,6 +26,14 @@ OWN_LAYOUT = 0
 SIMULATED = 50
 """Number of settings that are simulated: those with the best bounds."""
 POWERS = (1, 2, 4, 8, 16, 32, 64)
+SPARING: tuple[dict[str, Any], ...] = (
+    {"train.recompute": "selective"},
+    {"train.offload": True},
+    {"train.recompute": "selective", "train.offload": True},
+    {"train.recompute": True},
+    {"train.recompute": True, "train.offload": True},
+)
+"""The ways to need less memory, the cheapest first. They are tried only if no setting fits without them."""
 SEEDS = 2
 """Number of simulations of a setting, each with other groups. Their mean is used."""
 
@@ -74,14 +82,15 @@ def search_settings(
 ) -> tuple[list[Ranked], int]:
     """Return the best settings for at most `count` devices, fastest first, and the number of settings considered.
 
-    Raises BadInput if none fits, with the last one's reason.
+    If none fits into memory, the settings are tried with recomputation and offload too (SPARING). Raises BadInput if
+    none fits then, with the last one's reason.
     """
     best: list[tuple[float, int, Candidate]] = []
     of_layout: dict[tuple[object, ...], tuple[float, int, Candidate]] = {}
     """On a CPU, the best of each layout: their bounds are too far from the times to leave a layout out."""
     looked = 0
     reason = "no layout fits that few devices"
-    for keys in candidate_settings(config, shape, count):
+    for keys in _each_setting(config, shape, count, best):
         looked += 1
         try:
             made = change_config(config, keys)
@@ -110,6 +119,16 @@ def search_settings(
     chosen = {number: candidate for _, number, candidate in (*best, *of_layout.values())}
     ranked = [ranked_of(candidate, costs_of, lengths) for candidate in chosen.values()]
     return sorted(ranked, key=lambda one: one.step_s), looked
+
+
+def _each_setting(config: Config, shape: ModelShape, count: int, found: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield each setting; on accelerators, as long as none was `found`, also with each of SPARING."""
+    yield from candidate_settings(config, shape, count)
+    if count == OWN_LAYOUT or config.platform.device not in ("cuda", "npu"):
+        return
+    for keys in SPARING:
+        if not found:
+            yield from (setting | keys for setting in candidate_settings(config, shape, count))
 
 
 def ranked_of(candidate: Candidate, costs_of: CostsOf, lengths: Lengths) -> Ranked:

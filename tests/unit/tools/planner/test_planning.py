@@ -72,6 +72,7 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     assert len(best) == 6
     assert all(one.devices <= 16 for one in best)
     assert all(one.candidate.bound_s <= one.step_s * 1.1 for one in best)
+    assert not any({"train.recompute", "train.offload"} & set(one.candidate.changes) for one in best)
     with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: no layout fits that few"):
         search_settings(recipe, shape, 1, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS)
 
@@ -102,6 +103,15 @@ def test_a_layout_that_does_not_fit_into_memory_is_left_out(recipe, shape):
         )
 
 
+def test_where_nothing_fits_recomputation_and_offload_are_planned_and_said(recipe, shape):
+    small = change_config(recipe, {"platform.memory_gib": 175.0})
+    [best], _ = search_settings(
+        small, shape, 2, costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]), lengths=LENGTHS, kept=1
+    )
+    assert str(best.candidate).endswith("train.recompute=true train.offload=true")
+    assert (best.candidate.config.train.recompute, best.candidate.config.train.offload) == (True, True)
+
+
 def test_the_bound_is_below_the_simulation(recipe, shape):
     for keys in list(candidate_settings(recipe, shape, 16))[::97]:
         made = change_config(recipe, keys)
@@ -126,9 +136,19 @@ def test_priors_follow_the_arithmetic(recipe, shape):
     )
     assert wide.decode_response == pytest.approx(made.decode_response / 4)
     assert made.token / 4 < wide.token < made.token
-    for setting, passes in (("selective", 6), (9, 6.5), (True, 8)):
+    again = prior_costs(shape, change_config(alone, {"train.recompute": "selective"}), DEVICES["h100"])
+    elements = 2 * 4096 + 12288  # of a layer: the outputs of both norms and of SwiGLU
+    assert again.token - made.token == pytest.approx(36 * 6 * elements / (3.35e12 * 0.7))
+    for setting, passes in ((9, 6.5), (True, 8)):
         again = prior_costs(shape, change_config(alone, {"train.recompute": setting}), DEVICES["h100"])
         assert again.token == pytest.approx(passes / 6 * made.token)
+    both = change_config(alone, {"algorithm.kl_coef": 0.1, "algorithm.old_policy": "previous"})
+    copied = prior_costs(shape, change_config(both, {"train.offload": True}), DEVICES["h100"])
+    kept = prior_costs(shape, both, DEVICES["h100"])
+    assert copied.window - kept.window == pytest.approx(2 * 2 * 8.19e9 / 8e9, rel=0.02)  # two models, 8 GB/s
+    assert scale_costs(replace(kept, window=1.0), kept, copied).window == pytest.approx(1 + 4 * 8.19 / 8, rel=0.02)
+    slow = prior_costs(shape, change_config(alone, {"platform.network_gbps": 100}), DEVICES["h100"])
+    assert slow.sync - made.sync == pytest.approx(2 * 8.19e9 / 25e9, rel=0.02)  # twice as long as with 200 Gbit/s
     measured = Costs(**{**vars(made), "token": 2 * made.token, "exceptions": {}, "source": "measured: a"})
     other = scale_costs(measured, made, wide)
     assert other.token == pytest.approx(2 * wide.token)
