@@ -78,8 +78,17 @@ def test_the_samples_of_a_conversation_have_its_turns(tmp_path):
     folder.create(Config(), resume=False)
     ids = tuple(b"2+2=<4>So 4")
     mask = (True,) * 4 + (False,) * 3 + (True,) * 4
-    sampled = Response(ids, (0.0,) * len(ids), ((0, 0),), mask, "stop", "", None, "a")
-    group = Group(0, 0, Prompt("p", "", "4", ()), (sampled,), (Score(1.0),))
+    sampled = Response(
+        token_ids=ids,
+        logprobs=(0.0,) * len(ids),
+        versions=((0, 0),),
+        loss_mask=mask,
+        finish_reason="stop",
+        text="",
+        seed=None,
+        instance="a",
+    )
+    group = Group(step=0, index=0, prompt=Prompt("p", "", "4", ()), responses=(sampled,), scores=(Score(1.0),))
     folder.add_samples(step=0, groups=[group], decode=lambda part: bytes(part).decode())
     (sample,) = read_lines(folder.samples_of(0))
     assert sample["turns"] == [["model", "2+2="], ["environment", "<4>"], ["model", "So 4"]]
