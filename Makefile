@@ -74,13 +74,13 @@ npu: $(VENV)/python  ## both environments for Ascend NPUs: trainer and instances
 	$(MAKE) vllm DEVICE=npu
 
 contract-ascend: $(VENV)/installed-dev  ## MindSpeed's real adaptor, from METRONOME_MINDSPEED, on the CPU (under 6 minutes)
-	$(BIN)/python -m pytest -n $(WORKERS) $(BY_FILE) -m ascend $(call FILES,ascend)
+	$(BIN)/python -m pytest -m ascend $(call FILES,ascend)
 
 vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu; VLLM=0.23: .venv-vllm-0.23
 	bash infra/vllm/install.sh $(DEVICE)$(RELEASE) "$(PYTHON)" .venv-vllm$(RELEASE)
 
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
-	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -n $(WORKERS) $(BY_FILE) -m "vllm and not slow and not nightly" $(call FILES,vllm)
+	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly" $(call FILES,vllm)
 
 transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes (15 minutes, and 4 to build .venv-transferqueue once)
 	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py
