@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from textwrap import shorten
 
 from engine.errors import BadInput, clean_line
 from engine.evaluation.tables import rows_of
@@ -146,7 +147,7 @@ def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
         _state(folder, states),
         f"{steps[-1]['step'] + 1 if steps else 0}/{of}",
         _accuracy(folder),
-        made.verdict if made is not None else "",
+        shorten(made.verdict, 60, placeholder=" …") if made is not None else "",
         str(count_resumes(folder)),
         f"{device_hours(steps):.2f}",
         str(folder.path),
