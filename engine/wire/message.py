@@ -20,6 +20,7 @@ ERRORS = {
         errors.DeadlineError,
         errors.TooManyFiles,
         errors.RewardError,
+        errors.OutOfRoom,
         errors.TakenOver,
         errors.CheckpointError,
         errors.DamagedCheckpointError,
