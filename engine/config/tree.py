@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +59,18 @@ class Tree(Table):
         pipeline = self.parallel.pipeline
         deep = self.parallel.pipeline > 1
         return self.train.micro_batch_tokens * self.parallel.lockstep * (WINDOW_PER_STAGE * pipeline if deep else 1)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Whole groups in flight on one instance at a time: rollout.concurrency, or its share of a batch."""
+        if self.rollout.concurrency != "all":
+            return self.rollout.concurrency
+        return math.ceil(self.train.prompts_per_step / max(1, self.rollout.instances + self.dry_run.joining))
+
+    @property
+    def slots(self) -> int:
+        """Responses in flight on one instance at a time."""
+        return self.groups_in_flight * self.rollout.group_size
 
     @property
     def least_window_tokens(self) -> int:
