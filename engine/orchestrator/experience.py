@@ -80,7 +80,11 @@ class RowCheck:
                 "(rollout.group_size)"
             )
         lengths = tuple(len(response.token_ids) for response in group.responses)
-        if (row.tokens, row.lengths) != (len(group.prompt.token_ids) + sum(lengths), lengths) or row.mini_batch:
+        if (
+            (row.tokens, row.lengths) != (len(group.prompt.token_ids) + sum(lengths), lengths)
+            or row.mini_batch
+            or row.window
+        ):
             return (
                 "its tokens and lengths do not match its columns, or its mini_batch is set, which only the "
                 "orchestrator may set"

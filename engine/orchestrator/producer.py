@@ -197,7 +197,9 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
-                    while selection.wants(tried, len(running), self._pool.serving * self._pool.slots // self._group_size):
+                    while selection.wants(
+                        tried, len(running), self._pool.serving * self._pool.slots // self._group_size
+                    ):
                         epoch, prompt = next(prompts)
                         running.add(
                             tasks.create_task(

@@ -64,7 +64,8 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait_for_place(self, avoid: Collection[Instance], first: bool, least: int | None, size: int) -> Place:
-        """Wait for a place for `size` responses. The time limits are those of the requests in progress and rollout.wait_s (`fail_waiters`).
+        """Wait for a place for `size` responses. The time limits are those of the requests in progress and
+        rollout.wait_s (`fail_waiters`).
 
         `avoid`: use other instances if any serve. `first`: go before everyone who is already waiting. `least`: use an
         instance with this weight version or a later one.
