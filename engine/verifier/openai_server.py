@@ -127,8 +127,8 @@ class _ConversationServer:
         for place, (ours, theirs) in enumerate(zip(self._said, [*messages, *[None] * known], strict=False)):
             if theirs is None or _compared(ours) != _compared(theirs):
                 raise BadInput(
-                    f"messages: message {place} is {theirs!r:.200}, but the conversation so far has {ours!r:.200} there; "
-                    "each request must repeat the conversation and add to its end"
+                    f"messages: message {place} is {theirs!r:.200}, but the conversation so far has {ours!r:.200} "
+                    "there; each request must repeat the conversation and add to its end"
                 )
         new = messages[known:]
         if not new and (not known or self._said[-1]["role"] == "assistant"):

@@ -1,7 +1,6 @@
 """Rollouts of several turns: real program processes, scripted instances."""
 
 import re
-import shutil
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
@@ -17,7 +16,7 @@ from engine.orchestrator.pool import health
 from engine.orchestrator.producer import Producer
 from engine.orchestrator.program_pool import ProgramPool
 from engine.types import Prompt
-from support import agents, scripted
+from support import scripted
 from support.pool_world import PROMPTS, World
 from support.runs import ROOT
 from support.scripted import Scores, tokens_of
@@ -165,75 +164,6 @@ async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name,
     mask = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
     assert list(map(bool, group.responses[0].loss_mask)) == mask
     assert group.scores[0].value == pytest.approx(score)
-
-
-AGENTS = f"{ROOT}/tests/support/agents.py"
-TEMPLATE = """{%- if tools %}<|im_start|>tools
-{{ tools | tojson }}<|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-@asynccontextmanager
-async def agent_world(folder, tiny_model, monkeypatch, agent, answers, **settings):
-    """A world whose model has a template with tools and answers one text after another. Yields it and its tokenizer."""
-    model = folder / "model"
-    shutil.copytree(tiny_model, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    hf = Tokenizer(model).hf
-    begun = hf.encode("<|im_start|>assistant\n")
-
-    def answer(conversation, _):
-        turns = sum(conversation[place : place + len(begun)] == begun for place in range(len(conversation)))
-        return hf.encode("".join(answers[turns - 1 : turns]).replace("\ufffd", "")) + [255] * (
-            "\ufffd" in answers[turns - 1]
-        )
-
-    monkeypatch.setattr(scripted, "tokens_of", answer)
-    async with world(folder, model, f"{AGENTS}:{agent}", {"on_error": "zero"}, group_size=1, **settings) as w:
-        yield w, hf
-
-
-async def test_an_agents_requests_are_turns_with_the_tokens_that_were_sampled(tmp_path, tiny_model, monkeypatch):
-    call = '{"name":  "add", "arguments": {"a": 1}}'  # written again it would have one space less
-    turns = [f"So <tool_call>{call}</tool_call><|im_end|>", "It is 2\ufffd", "Yes\n"]  # half a character
-    async with agent_world(tmp_path, tiny_model, monkeypatch, "with_tool", turns, room=400) as (w, hf):
-        await w.run([Prompt("p", "1+1=", "Yes", hf.encode("<|im_start|>"))])
-    (group,) = w.groups
-    (response,) = group.responses
-    (score,) = group.scores
-    assert (score.value, score.status) == (1.0, "ok"), score.detail
-    tools = hf.apply_chat_template([], tools=agents.TOOLS, tokenize=False).removeprefix("<|im_start|>")
-    between = [
-        f"{tools}<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n",
-        "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
-    ]
-    sampled = [hf.encode(turns[0]), [*b"It is 2", 255], [*b"Yes\n"]]
-    parts = [part for pair in zip(map(hf.encode, between), sampled, strict=True) for part in pair]
-    assert list(response.token_ids) == [token for part in parts for token in part]
-    assert list(map(int, response.loss_mask)) == [place % 2 for place, part in enumerate(parts) for _ in part]
-
-
-async def test_an_agent_ends_where_the_response_has_no_room(tmp_path, tiny_model, monkeypatch):
-    async with agent_world(tmp_path, tiny_model, monkeypatch, "until_full", ["ab"] * 9, room=99, max_turns=3) as (
-        w,
-        hf,
-    ):
-        await w.run([Prompt("p", "1+1=", "", hf.encode("<|im_start|>user\n"))])
-    (group,) = w.groups
-    assert (group.responses[0].finish_reason, group.scores[0].status) == ("length", "ok"), group.scores
-    assert group.scores[0].metrics["episode/turns"] == 3
-
-
-async def test_an_agents_server_refuses_strangers_and_what_it_cannot_keep(tmp_path, tiny_model, monkeypatch):
-    async with agent_world(tmp_path, tiny_model, monkeypatch, "refused", ["1", "2", ""], room=300) as (w, hf):
-        await w.run([Prompt("p", "1+1=", "", hf.encode("<|im_start|>user\n1"))])
-    (group,) = w.groups
-    assert group.scores[0].status == "ok", group.scores[0].detail
-    assert group.scores[0].metrics["episode/turns"] == 3
 
 
 @pytest.mark.parametrize(
