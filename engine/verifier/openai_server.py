@@ -8,17 +8,14 @@ import json
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from engine.errors import BadInput, OutOfRoom
 from engine.wire.access_token import is_authorized, refuse_source
-
-if TYPE_CHECKING:
-    from engine.verifier.program import Chat, Turn
 
 MAX_BODY = 16 * 2**20
 """Largest body of a request in bytes."""
@@ -35,8 +32,23 @@ CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A tool call as models of the Hermes format write it."""
 
 
+class Conversation(Protocol):
+    """What of `engine.verifier.program.Chat` is used here, which describes it."""
+
+    length: int
+
+    def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401, D102
+        ...
+
+    def messages(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401, D102
+        ...
+
+    async def complete(self, *, stop: str | Sequence[str], max_new_tokens: int) -> Any:  # noqa: ANN401, D102
+        ...
+
+
 @asynccontextmanager
-async def serve_conversation(chat: Chat) -> AsyncIterator[tuple[str, str]]:
+async def serve_conversation(chat: Conversation) -> AsyncIterator[tuple[str, str]]:
     """Listen on a loopback port of its own while the block runs. Yields base URL and API key.
 
     Raises OutOfRoom in place of the error with which an agent ends because no token or turn was left.
@@ -60,7 +72,7 @@ async def serve_conversation(chat: Chat) -> AsyncIterator[tuple[str, str]]:
 class _ConversationServer:
     """Takes one request at a time. Each repeats the whole conversation, which must continue what was said."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Conversation) -> None:
         self.key = secrets.token_hex(32)
         self.out_of_room: OutOfRoom | None = None
         self._chat = chat
@@ -158,7 +170,7 @@ class _ConversationServer:
         content = CALL.sub(take, text)
         return {"content": content.strip() or None, "tool_calls": calls} if calls else {"content": text}
 
-    def _reply(self, model: str, turn: Turn, message: dict[str, Any]) -> dict[str, Any]:
+    def _reply(self, model: str, turn: Any, message: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401
         reason = "tool_calls" if message.get("tool_calls") else turn.finish_reason
         count = len(turn.token_ids)
         return {

@@ -212,7 +212,7 @@ async def test_an_environment_of_gymnasium(tmp_path, tiny_model, monkeypatch):
     async with world(tmp_path, tiny_model, program, group_size=1, room=99) as w:
         await w.run([prompt], within_s=100)
     (group,) = w.groups
-    assert bytes(group.responses[0].token_ids).decode().split("\n")[:-1:2] == "0 0 4 8 9 13 14".split()
+    assert bytes(group.responses[0].token_ids).decode().split("\n")[:-1:2] == ["0", "0", "4", "8", "9", "13", "14"]
     assert (group.scores[0].value, group.scores[0].metrics["episode/turns"]) == (1.0, 7.0)
 
 
