@@ -238,7 +238,8 @@ async def test_an_environment_of_verifiers(tmp_path, tiny_model, monkeypatch):
     prompts = [Prompt(f"p{row['task']}", row["problem"], "", begun, row) for row in rows]
     program = f"{ROOT}/docs/examples/verifiers_program.py:program"
     reward = {"environment": ["VERIFIERS_ENV"], "on_error": "zero"}
-    async with world(tmp_path, tiny_model, program, reward, group_size=2, room=200) as w:
+    limits = {"group_size": 2, "room": 200, "program_timeout_s": 300}
+    async with world(tmp_path, tiny_model, program, reward, **limits) as w:
         await w.run(prompts, within_s=400)
     for group in w.groups:
         for response, score in zip(group.responses, group.scores, strict=True):
