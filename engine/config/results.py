@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, WithJsonSchema, field_validator
 
 from engine.config.table import Table
+
+NAMES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+"""What a key takes whose list is joined with commas."""
 
 
 class Evaluate(Table):
     """How a model is evaluated on benchmarks."""
 
-    benchmark: str = ""
+    benchmark: Annotated[str, WithJsonSchema(NAMES)] = ""
     """Benchmarks: names (aime24, aime25, amc, amc24, math500, minerva, olympiadbench) or problem files, several as a
     list or separated by commas. The first decides on the champion. Empty: the problems of data.heldout."""
     folder: str = ""
