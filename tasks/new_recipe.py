@@ -115,16 +115,16 @@ def _layouts(wishes: Wishes) -> Iterator[Keys]:
     if wishes.device == "cpu":
         yield {"rollout.engine": "embedded"}
         return
-    node = {"platform.device": wishes.device, "platform.devices_per_node": max(NODE, count)}
+    node: Keys = {"platform.device": wishes.device, "platform.devices_per_node": max(NODE, count)}
     node["platform.memory_gib"] = wishes.memory_gib or MEMORY_GIB[wishes.device]
     if count == 1:
-        shared = {"rollout.share_devices": True, "rollout.vllm.gpu_memory_utilization": 0.4}
+        shared: Keys = {"rollout.share_devices": True, "rollout.vllm.gpu_memory_utilization": 0.4}
         shared |= {"rollout.devices": [0], "weights.transport": "file"}
         yield from ({"rollout.engine": "vllm", **shared, **smaller, **node} for smaller in SMALLER)
     half = count // 2
     sizes = [one for one in SIZES if count % 2 == 0 and count <= MOST and half and half % one == 0]
     for smaller, size in itertools.product(SMALLER, sizes):
-        rollout = {"rollout.engine": "vllm", "rollout.instances": half // size, "rollout.tensor": size}
+        rollout: Keys = {"rollout.engine": "vllm", "rollout.instances": half // size, "rollout.tensor": size}
         rollout["rollout.devices"] = list(range(half, count))
         layout = {"parallel.tensor": size, "parallel.data": half // size, "parallel.sequence": size > 1}
         yield {**rollout, **smaller, **layout, **node}
