@@ -1,4 +1,4 @@
-"""Grafana's dashboard and Prometheus's alert rules ask for what a run's /metrics has; promtool tries them, where it is."""
+"""Grafana's dashboard and the alert rules ask for what a run has in /metrics; promtool tries them, where it is."""
 
 import json
 import re
