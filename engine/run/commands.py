@@ -184,7 +184,7 @@ def _embedded(config: Config, model: Path, name: str, number: int, port_file: Pa
         "--model": str(model),
         "--name": name,
         "--port-file": str(port_file),
-        "--slots": str(rollout.concurrency * rollout.group_size),
+        "--slots": str(config.slots),
         "--max-context": str(rollout.max_context),
         "--threads": str(config.instance_threads),
         "--dtype": config.model.dtype,
