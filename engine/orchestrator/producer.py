@@ -365,12 +365,19 @@ class Producer:
     async def _run_program(
         self, programs: ProgramPool, work: _PendingGroup, number: int, instance: Instance
     ) -> PackedResponse | None:
-        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: all turns are
-        then sampled again with the same seeds, elsewhere if another instance serves."""
+        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: the turn, or
+        all turns, are then sampled again with the same seeds, elsewhere if another instance serves."""
         if number not in work.episodes:
             work.episodes[number] = programs.begin_episode(work.prompt, work.seeds[number], self._sampling)
         episode = work.episodes[number]
-        while (turn := await episode.next_turn()) is not None:
+        while True:
+            began = time.time()
+            turn = await episode.next_turn()
+            self._trace.add_span(
+                "program", began, time.time(), lane="programs", step=work.step, group=work.index, number=number
+            )
+            if turn is None:
+                return episode.response()
             sampled = await self._sample_turn(
                 work=work,
                 number=number,
@@ -379,12 +386,11 @@ class Producer:
                 sampling=turn.sampling,
                 seed=turn.seed,
             )
-            if sampled is None:  # its process may be needed by an episode of the same group that goes on
+            if sampled is None:
                 work.so_far.pop(number, None)
-                episode.repeat()
+                episode.wait_for_instance(keep=not work.busy)  # a paused instance gets new weights
                 return None
             episode.add_turn(sampled)
-        return episode.response()
 
     async def _sample_turn(
         self,

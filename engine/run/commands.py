@@ -191,4 +191,5 @@ def _embedded(config: Config, model: Path, name: str, number: int, port_file: Pa
     }
     if cores:
         arguments["--cores"] = ",".join(map(str, cores))
-    return python_command("engine.instance.embedded", *(part for pair in arguments.items() for part in pair)), {}
+    given = [*(part for pair in arguments.items() for part in pair), *(["--conversations"] if rollout.program else [])]
+    return python_command("engine.instance.embedded", *given), {}
