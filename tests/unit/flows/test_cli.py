@@ -267,10 +267,11 @@ def test_a_run_on_own_problems_needs_its_own_heldout_ones(dry, problems):
     ("key", "said"),
     [
         ("reward.function=no_such_module:reward", "no_such_module"),
+        ("rollout.program=gone.py:program", 'rollout.program = "gone.py:program": no such file'),
         ('rollout.stop=["STOP HERE"]', "tokens of this tokenizer; it must be one"),
     ],
 )
-def test_a_dry_run_refuses_a_reward_or_a_stop_that_cannot_work(dry, key, said):
+def test_a_dry_run_refuses_a_reward_a_program_or_a_stop_that_cannot_work(dry, key, said):
     code, told = dry(key)
     assert (code, said in told) == (2, True), told
 
