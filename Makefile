@@ -30,8 +30,10 @@ export HF_UPDATE_DOWNLOAD_COUNTS := 0
 run: $(VENV)/installed  ## train the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
-smollm2: $(VENV)/installed  ## train SmolLM2-135M-Instruct, a pretrained model, on word problems (about 10 minutes on 2 cores)
-	test -d data/smollm2 || $(BIN)/python -m data.make_smollm2
+data/smollm2: | $(VENV)/installed
+	$(BIN)/python -m data.make_smollm2
+
+smollm2: data/smollm2  ## train SmolLM2-135M-Instruct, a pretrained model, on word problems (about 10 minutes on 2 cores)
 	$(BIN)/metronome run infra/recipes/smollm2.toml --set run.name=$(NAME:quickstart-%=smollm2-%) $(ARGS)
 
 services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
