@@ -564,7 +564,7 @@ def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for _command in (reports.runs, reports.status, reports.logs):
+for _command in (reports.runs, reports.status, reports.watch, reports.logs):
     app.command()(_ending_with_code(_command))
 
 

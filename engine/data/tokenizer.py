@@ -120,10 +120,14 @@ def make_pieces(tokenizer: LoadTokenizer) -> Pieces | None:
     fast = FastTokenizer.from_str(tokenizer.json.decode())
     before = fast.encode("a", add_special_tokens=False).ids[-1:]  # else some decoders leave out the first token's space
     skipped = len(fast.decode(before, skip_special_tokens=False))
+    known: dict[int, str] = {}
+    """The texts of the tokens that were asked for; at most the vocabulary."""
 
     def pieces(ids: Sequence[int]) -> list[str]:
-        alone = fast.decode_batch([[*before, one] for one in ids], skip_special_tokens=False)
-        texts = [text[skipped:] for text in alone]
+        if new := list({*ids} - known.keys()):
+            found = fast.decode_batch([[*before, one] for one in new], skip_special_tokens=False)
+            known.update(zip(new, (text[skipped:] for text in found), strict=True))
+        texts = [known[one] for one in ids]
         for end, text in enumerate(texts):
             for first in range(end - 1, max(-1, end - LONGEST_CHARACTER), -1):
                 if HALF not in text or HALF not in texts[first]:
