@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from engine.tools.watch import PORT
 from tasks import console
 
 Output = Annotated[Path, typer.Option("--output", help="folder of the runs (run.output)")]
@@ -36,7 +37,7 @@ def watch(
     run: OneRun = "",
     output: Output = Path("runs"),
     host: Annotated[str, typer.Option(help="address to listen on; any but loopback needs METRONOME_TOKEN")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8390,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = PORT,
 ) -> None:
     """Show a run on a page that follows it: curves, timeline, pool, conversations, warnings."""
     from engine.tools.watch.server import serve_page

@@ -59,13 +59,14 @@ class GrowingLines:
             if status.st_ino != self.of or status.st_size < self._position:
                 self._begin(status.st_ino)
             file.seek(self._position)
-            whole = file.read().rpartition(b"\n")[0]
-        for line in whole.split(b"\n") if whole else ():
-            self._lines += 1
-            self._position += len(line) + 1
-            kind = SpanLine if self._part else None
-            if self._part in line and (row := parse_line(self.path, self._lines, line, kind)) is not None:
-                self.rows.append(row)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._lines += 1
+                self._position += len(line)
+                kind = SpanLine if self._part else None
+                if self._part in line and (row := parse_line(self.path, self._lines, line, kind)) is not None:
+                    self.rows.append(row)
         return self.rows
 
     def _begin(self, of: int) -> None:

@@ -20,7 +20,6 @@ from engine.wire.access_token import access_token, check_address, is_authorized,
 from engine.wire.address import bracket_host
 from engine.wire.connections import Connections, OneRequest, RareMessages
 
-PORT = 8390
 WHOLE_S = 60.0
 """Seconds that a request may take."""
 HEADERS = {
