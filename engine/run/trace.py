@@ -115,7 +115,7 @@ def last_spans(folder: Path, first: int) -> list[Span]:
     """The spans of the steps from `first` on, sorted by start, from the ends of the files of a trace that processes
     still write. Those without a step begin with them at the earliest. At most `TAIL` bytes of each file are read.
     Raises BadInput for a damaged line."""
-    paths = [path for path in folder.glob("*.jsonl") if not path.stem.endswith(".earlier")]
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".earlier")]
     found = [span for path in paths for span in _tail(path, first) if span.get("step", first) >= first]
     begin = min((span["start"] for span in found if "step" in span), default=0.0)
     cut: list[Span] = [{**span, "start": max(span["start"], begin)} for span in found if span["end"] > begin]

@@ -162,6 +162,7 @@ class Chart {
         axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map(one => one >= 10000 ? +(one / 1000).toPrecision(4) + "k" : Math.abs(one) < 1e-3 && one ? one.toExponential(0) : String(+one.toPrecision(5))) }],
         series: [{ label: "step", value: (_, value) => value === null ? "" : String(value) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],
       }, rows, this.place);
+      shape.forEach((one, at) => { if (one.points.show === false && one.width === 1 && !thin) this.place.querySelectorAll(".u-legend .u-series")[at + 1].hidden = true; });
     }
     const told = found.lines.map(line => line.values.findLast(value => value !== null));
     this.last.textContent = found.lines.length === 1 || !this.options.each ? number(told[0]) : told.map(number).join(" · ");
