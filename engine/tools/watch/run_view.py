@@ -62,10 +62,11 @@ class GrowingLines:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
+                kind = SpanLine if self._part else None
+                row = parse_line(self.path, self._lines + 1, line, kind) if self._part in line else None
                 self._lines += 1
                 self._position += len(line)
-                kind = SpanLine if self._part else None
-                if self._part in line and (row := parse_line(self.path, self._lines, line, kind)) is not None:
+                if row is not None:
                     self.rows.append(row)
         return self.rows
 

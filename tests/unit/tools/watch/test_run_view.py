@@ -84,15 +84,17 @@ def test_the_last_steps_are_those_of_the_whole_trace(folder, monkeypatch):
     assert last_spans(folder.trace, -3) == read_spans(folder.trace)
     steps(folder, *range(40))
     shown = RunView(folder.path).timeline(whole=False)
-    assert [step for *_, step, _ in shown["spans"] if step is not None] == [36, 36, 37, 37, 38, 38, 39, 39]
+    assert sorted(step for *_, step, _ in shown["spans"] if step is not None) == [36, 36, 37, 37, 38, 38, 39, 39]
     history = RunView(folder.path).rest()["pool"]["instances"]["instance-0"]
     assert [(state, start, end) for state, start, end in history] == [("serving", 0.0, 399.0)]
 
 
 def test_a_damaged_line_is_named(folder):
     folder.steps.write_text('{"step": "x"}\n')
-    with pytest.raises(BadInput, match=r"steps\.jsonl, line 1"):
-        RunView(folder.path).state()
+    view = RunView(folder.path)
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"steps\.jsonl, line 1"):
+            view.state()
     folder.trace.mkdir()
     (folder.trace / "orchestrator.jsonl").write_text("{}\n")
     with pytest.raises(BadInput, match=r"orchestrator\.jsonl: a line near its end is damaged"):
