@@ -36,7 +36,9 @@ def status(run: OneRun = "", output: Output = Path("runs")) -> None:
 def watch(
     run: OneRun = "",
     output: Output = Path("runs"),
-    host: Annotated[str, typer.Option(help="address to listen on; any but loopback needs METRONOME_TOKEN")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; any but loopback needs METRONOME_TOKEN")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = PORT,
 ) -> None:
     """Show a run on a page that follows it: curves, timeline, pool, conversations, warnings."""

@@ -53,8 +53,8 @@ END_S = 5.0
 
 
 class TrainingArtifacts:
-    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run. `watch`
-    links to the page of the run."""
+    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run.
+    `watch` links to the page of the run."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

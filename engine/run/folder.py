@@ -177,7 +177,11 @@ class RunFolder:
                 "score": score.value,
                 "status": score.status,
                 "detail": score.detail,
-                **({} if (value := (advantages or {}).get(group.index, {}).get(number)) is None else {"advantage": value}),
+                **(
+                    {}
+                    if (value := (advantages or {}).get(group.index, {}).get(number)) is None
+                    else {"advantage": value}
+                ),
                 **({} if pieces is None else {"tokens": _tokens(response, pieces)}),
                 **{f"reward/{name}": value for name, value in score.metrics.items()},
             }

@@ -22,6 +22,7 @@ from support.run_folders import EVALUATION, FIGURES
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 STEPS = 1000
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+ASKED = "performance.getEntriesByType('resource').filter(one => one.name.includes('data?'))"
 DRAWN = "for (const chart of charts) { chart.seen = true; chart.mark(); }"
 
 
@@ -43,7 +44,11 @@ def responses(text):
 def add_step(folder, trace, step):
     start = 1e9 + 10.0 * step
     append_line(folder.steps, FIGURES | {"step": step, "versions_seen": [step], "reward_mean": 0.5 + step / 4000})
-    for name, lane, first, last in (("sync", "trainer-0", 0, 1), ("rollout", "instance-0", 1, 7), ("train", "trainer-0", 3, 9)):
+    for name, lane, first, last in (
+        ("sync", "trainer-0", 0, 1),
+        ("rollout", "instance-0", 1, 7),
+        ("train", "trainer-0", 3, 9),
+    ):
         trace.add_span(name, start + first, start + last, lane=lane, step=step)
     trace.add_span("serving", start, start + 10, lane="pool instance-0")
     trace.add_span("update", start + 9, start + 10, lane="trainer-0", step=step)
@@ -89,8 +94,8 @@ async def test_the_page_follows_a_run_and_a_models_script_is_text(folder, tmp_pa
             assert await page.evaluate("run.count") == STEPS
 
             # it goes on: only what is new is asked for, and the parts change
-            size = "performance.getEntriesByType('resource').filter(one => one.name.includes('data?')).at(-1).encodedBodySize"
-            await page.wait("performance.getEntriesByType('resource').filter(one => one.name.includes('data?')).length > 2")
+            size = f"{ASKED}.at(-1).encodedBodySize"
+            await page.wait(f"{ASKED}.length > 2")
             assert await page.evaluate(size) < 4000
             trace = Trace(folder.trace, "orchestrator")
             add_step(folder, trace, STEPS)

@@ -233,6 +233,7 @@ function takeTimeline(found) {
   }
   [from, to] = zoomed ? [from + moved, to + moved] : found.window;
   $("timeline").hidden = !found.lanes.length && !run.count;
+  links();
   $("summary").textContent = found.summary;
   $("legend").replaceChildren();
   for (const [name, meaning] of found.legend) { const one = add($("legend"), "div"); add(one, "dt", name); add(one, "dd", meaning); }
@@ -476,6 +477,7 @@ $("colour").onchange = () => { colourKey(); let at = 0; for (const box of docume
 const groupedRows = () => { const groups = new Map(); for (const row of rowsShown) groups.set(row.prompt_id, [...(groups.get(row.prompt_id) || []), row]); return [...groups.values()].flat(); };
 
 // the parts, and their keys -------------------------------------------------------------------------
+const links = () => { for (const link of $("nav").children) link.hidden = $(link.hash.slice(1)).hidden; };
 const PARTS = ["now", "warnings", "curves", "timeline", "pool", "conversations"];
 PARTS.forEach((name, place) => { const title = $(name).querySelector("h2").textContent; add($("nav"), "a", title, { href: "#" + name, title: `key ${place + 1}` }); });
 addEventListener("keydown", event => {
@@ -504,6 +506,7 @@ function take(found) {
   now();
   if (news || found.rest) { figures(); for (const chart of charts) chart.mark(); }
   $("curves").hidden = !run.count && !run.rest.evaluations.length;
+  links();
   return news;
 }
 const problem = text => { $("problem").hidden = !text; if ($("problem").textContent !== text) $("problem").textContent = text; };

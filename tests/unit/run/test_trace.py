@@ -108,7 +108,9 @@ def test_the_samples_have_advantages_and_tokens(tmp_path, monkeypatch):
         seed=None,
         instance="a",
     )
-    group = Group(step=3, index=5, prompt=Prompt("p", "", "4", ()), responses=(sampled, sampled), scores=(Score(1.0),) * 2)
+    group = Group(
+        step=3, index=5, prompt=Prompt("p", "", "4", ()), responses=(sampled, sampled), scores=(Score(1.0),) * 2
+    )
     folder.add_samples(3, [group], pieces=lambda ids: [chr(one) for one in ids], advantages={5: {1: -0.5}})
     first, second = read_lines(folder.samples_of(3))
     assert "advantage" not in first

@@ -29,7 +29,7 @@ def test_only_new_steps_are_told_and_a_file_that_was_cut_is_told_whole(folder):
     view = RunView(folder.path)
     assert view.steps()["columns"] == {}
     steps(folder, 0, 1)
-    steps(folder, 2, kl=float(1e-9), memory_peak_gib=[1.0])
+    steps(folder, 2, kl=1e-9, memory_peak_gib=[1.0])
     told = view.steps()
     assert told["first"] == 0
     assert told["columns"]["step"] == [0, 1, 2]
