@@ -110,7 +110,7 @@ def _holder(descriptor: int) -> str:
 
 
 def is_seen_held(file: Path) -> bool:
-    """Whether a process of this machine is seen to hold the lock. Takes nothing, so nobody who wants it is in our way."""
+    """Whether a process of this machine is seen to hold the lock. Takes nothing, so it is in nobody's way."""
     return file.exists() and _holding_process(file.stat()) is not None
 
 

@@ -159,7 +159,7 @@ class Chart {
         width: this.place.clientWidth || 380, height: 190, bands,
         scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
         cursor: { sync: { key: sync.key }, drag: { x: true, y: false } },
-        axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map(one => one >= 10000 ? +(one / 1000).toPrecision(4) + "k" : Math.abs(one) < 1e-3 && one ? one.toExponential(0) : String(+one.toPrecision(5))) }],
+        axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(one => one >= 10000 ? +(one / 1000).toPrecision(4) + "k" : Math.abs(one) < 1e-3 && one ? one.toExponential(0) : String(+one.toPrecision(5))) }],
         series: [{ label: "step", value: (_, value) => value === null ? "" : String(value) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],
       }, rows, this.place);
       shape.forEach((one, at) => { if (one.points.show === false && one.width === 1 && !thin) this.place.querySelectorAll(".u-legend .u-series")[at + 1].hidden = true; });
