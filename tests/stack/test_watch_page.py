@@ -65,7 +65,8 @@ def folder(tmp_path):
         add_step(folder, trace, step)
     trace.flush()
     made, pieces = responses(f"{EVIL} the answer is 4")
-    group = Group(step=0, index=0, prompt=Prompt("p", EVIL, EVIL, ()), (made, made), (Score(1.0, detail=EVIL), Score(0.0)))
+    scores = (Score(1.0, detail=EVIL), Score(0.0))
+    group = Group(step=0, index=0, prompt=Prompt("p", EVIL, EVIL, ()), responses=(made, made), scores=scores)
     for step in range(0, STEPS, 10):
         folder.add_samples(step, [group], pieces=pieces, advantages={0: {0: 0.7, 1: -0.7}})
     append_line(folder.evaluations, EVALUATION | {"benchmark": EVIL, "weight_version": 0})

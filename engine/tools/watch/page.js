@@ -446,7 +446,10 @@ function fill(box, row) {
   box.querySelectorAll(":scope > :not(summary)").forEach(one => one.remove());
   const kind = $("colour").value, tokens = row.tokens;
   if (!kind || !tokens) {
-    for (const [role, text] of row.turns || [["model", row.response]]) add(box, "div", text, { class: "turn " + role });
+    for (const turn of row.turns || [{ role: "model", text: row.response }]) {
+      if (row.turns) add(box, "p", [turn.role, `${turn.tokens} tokens`, turn.trained ? "trained" : "not trained", turn.versions?.length ? "weight version " + turn.versions.join(", ") : ""].filter(Boolean).join(" · "), { class: "hint" });
+      add(box, "div", turn.text, { class: "turn " + turn.role });
+    }
     if (kind && !tokens) add(box, "p", "No tokens were kept of this response.", { class: "hint" });
     return;
   }
