@@ -192,7 +192,9 @@ def turn_sides(model: Path, requests: list[Request]) -> dict[str, Callable[[], A
 
 def report_turns(requests: list[Request], rates: dict[str, list[float]]) -> None:
     found = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"{len(requests)} episodes of {TURNS} turns, prompts of {len(requests[0].prompt)} tokens; sampled tokens per CPU-second (median, range):")
+    print(
+        f"{len(requests)} episodes of {TURNS} turns, prompts of {len(requests[0].prompt)} tokens; sampled tokens per CPU-second (median, range):"
+    )
     for name, values in rates.items():
         print(f"  {name:24}{found[name]:8.0f}   {min(values):.0f} – {max(values):.0f}")
     figures = {f"{name}_tokens_per_cpu_s": value for name, value in found.items()}

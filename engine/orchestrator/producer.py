@@ -127,6 +127,7 @@ class Producer:
         self._deadlines_count = deadlines_count
         self._notices = notices or RunEvents()
         self._programs = programs
+        self._told_rewrite = False
 
     async def run(
         self,
@@ -374,6 +375,14 @@ class Producer:
                 episode.repeat()
                 return None
             episode.add_turn(sampled)
+        if episode.rewritten and not self._told_rewrite:
+            self._told_rewrite = True
+            self._notices.happened(
+                "responses",
+                "rewritten",
+                f"the chat template would write an earlier turn otherwise than it was sampled, {episode.rewritten}; "
+                "it stays as it was sampled (rollout.template_rewrites)",
+            )
         return episode.response()
 
     async def _sample_turn(

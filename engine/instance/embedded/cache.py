@@ -56,8 +56,8 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits [vocabulary] of the next
-    token."""
+    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits
+    [vocabulary] of the next token."""
 
     keys: Tensor
     values: Tensor

@@ -1,11 +1,13 @@
 """Rollouts of several turns: real program processes, scripted instances."""
 
 import re
+import shutil
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
 
 import pytest
+from transformers import AutoTokenizer
 
 from engine.config import Config
 from engine.data.loader import sampling_seed, turn_seed
@@ -14,6 +16,7 @@ from engine.errors import BadInput, RewardError
 from engine.orchestrator.pool import health
 from engine.orchestrator.producer import Producer
 from engine.orchestrator.program_pool import ProgramPool
+from engine.orchestrator.run_events import RunEvents
 from engine.types import Prompt
 from support import scripted
 from support.pool_world import PROMPTS, World
@@ -36,12 +39,14 @@ async def world(folder, tiny_model, program, reward=None, group_size=4, room=16,
         made.producer = Producer(
             pool=made.pool,
             verifier=Scores(),
-            sampling=replace(made.producer._sampling, max_new_tokens=room),
+            sampling=replace(made.producer._sampling, max_new_tokens=room, vocabulary=50_000),
             group_size=group_size,
             seed=0,
             trace=made.trace,
+            notices=RunEvents(lambda stage, text: made.told.append(text)),
             programs=programs,
         )
+        made.told = []
         await stack.enter_async_context(health.HealthMonitor(made.pool))
         stack.push_async_callback(made.pool.close)
         await made.pool.connect_instances()
@@ -126,6 +131,75 @@ async def test_a_function_that_is_no_program_is_refused(tmp_path, tiny_model):
             await pool.start(Tokenizer(tiny_model).for_verifiers)
     finally:
         pool.close()
+
+
+THINKING = """\
+{%- for m in messages -%}
+{%- set kept = m.content.split('</think>')[-1].strip() if m.role == 'assistant' and not loop.last else m.content -%}
+{{ '<' + m.role + '>' + (tools[0].name + ' ' if m.role == 'tool' else '') + kept + '</s>' }}
+{%- endfor -%}
+{{ '<assistant>' if add_generation_prompt }}"""
+"""A template that leaves the thinking and the outer spaces out of earlier answers, as Qwen3's does."""
+THOUGHT = b"<think>\xff</think> 2"
+
+
+async def sampled_with_tool(folder, model, monkeypatch, *conversations, **rollout):
+    """(tokens, mask) of a response of `with_tool` for each conversation of sampled turns, and what the run has said."""
+    prompts = PROMPTS[: len(conversations)]
+    left = {prompt.token_ids: list(turns) for prompt, turns in zip(prompts, conversations, strict=True)}
+    monkeypatch.setattr(scripted, "tokens_of", lambda conversation, _: left[tuple(conversation[:3])].pop(0))
+    async with world(folder, model, "with_tool", group_size=1, room=80, **rollout) as w:
+        await w.run(prompts, within_s=60)
+    responses = [group.responses[0] for group in sorted(w.groups, key=lambda group: group.index)]
+    return [(list(one.token_ids), list(map(int, one.loss_mask))) for one in responses], w.told
+
+
+@pytest.fixture
+def thinking_model(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model, tmp_path / "thinking", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "chat_template.jinja").write_text(THINKING)
+    return folder
+
+
+async def test_sampled_tokens_stay_where_the_template_rewrites_a_turn_and_the_run_says_so_once(
+    tmp_path, thinking_model, monkeypatch
+):
+    between = b"</s><tool>calculator 4</s><assistant>"
+    firsts = (b"2", THOUGHT, THOUGHT)
+    found, told = await sampled_with_tool(
+        tmp_path, thinking_model, monkeypatch, *([list(first), [50]] for first in firsts)
+    )
+    assert found == [([*first, *between, 50], [1] * len(first) + [0] * len(between) + [1]) for first in firsts]
+    (line,) = [line for line in told if "rollout.template_rewrites" in line]
+    assert "'<think>\ufffd</think> 2</s>" in line
+    assert "as '2</s><tool>" in line
+
+
+@pytest.mark.nightly
+async def test_a_template_that_rewrites_a_turn_is_refused_on_demand(tmp_path, thinking_model, monkeypatch):
+    with pytest.raises(RewardError, match=r"would rewrite what was sampled.*rollout\.template_rewrites"):
+        await sampled_with_tool(
+            tmp_path, thinking_model, monkeypatch, [list(THOUGHT), [50]], template_rewrites="refuse"
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not (ROOT / "data/smollm2").exists(), reason="data/smollm2 is not made")
+async def test_a_conversation_in_smollm2s_own_template(tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/smollm2")
+    messages = [("user", "2+2"), ("assistant", "calculator: 2+2"), ("tool", "4"), ("assistant", "It is 4.")]
+    text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False)
+    whole = tokenizer.encode(text.split("<|im_start|>assistant\n", 1)[1].removesuffix("\n"))
+    first = tokenizer.encode("calculator: 2+2<|im_end|>")
+    last = tokenizer.encode("It is 4.<|im_end|>")
+    (found,), told = await sampled_with_tool(
+        tmp_path, ROOT / "data/smollm2", monkeypatch, [first, last], template_rewrites="refuse"
+    )
+    between = [0] * (len(whole) - len(first) - len(last))
+    assert found == (whole, [1] * len(first) + between + [1] * len(last))
+    letters = [*map(tokenizer.convert_tokens_to_ids, "calculator"), *tokenizer.encode(": 2+2<|im_end|>")]
+    (found,), _ = await sampled_with_tool(tmp_path, ROOT / "data/smollm2", monkeypatch, [letters, last])
+    assert found[0] == [*letters, *whole[len(first) :]]
 
 
 def documented(folder):
