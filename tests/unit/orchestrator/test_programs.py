@@ -50,7 +50,7 @@ async def world(folder, tiny_model, program, reward=None, group_size=4, room=16,
         await stack.enter_async_context(health.HealthMonitor(made.pool))
         stack.push_async_callback(made.pool.close)
         await made.pool.connect_instances()
-        await made.join("a")
+        made.instance, _ = await made.join("a")
         yield made
 
 
@@ -79,6 +79,20 @@ async def test_every_turn_continues_the_sampled_tokens_and_what_was_appended_is_
             assert score.metrics["episode/turns"] == 2
             assert score.metrics["episode/environment_tokens"] == mask.count(0)
             assert score.metrics["calls"] == 1
+
+
+async def test_each_token_keeps_the_version_that_it_was_sampled_under(tmp_path, tiny_model, monkeypatch):
+    """New weights may come between two turns in modes "one_step_off" and "bounded"."""
+    async with world(tmp_path, tiny_model, "doubling", group_size=1) as w:
+
+        def answer(*_):
+            w.instance.version += 1
+            return [5, 6]
+
+        monkeypatch.setattr(scripted, "tokens_of", answer)
+        await w.run(PROMPTS[:1])
+    assert list(w.groups[0].responses[0].token_ids) == [5, 6, *b"[2]", 5, 6]
+    assert w.groups[0].responses[0].versions == ((0, 1), (5, 2))
 
 
 async def test_a_program_of_one_turn_gives_the_responses_and_scores_of_no_program(tmp_path, tiny_model):
@@ -147,10 +161,18 @@ async def sampled_with_tool(folder, model, monkeypatch, *conversations, **rollou
     """(tokens, mask) of a response of `with_tool` for each conversation of sampled turns, and what the run has said."""
     prompts = PROMPTS[: len(conversations)]
     left = {prompt.token_ids: list(turns) for prompt, turns in zip(prompts, conversations, strict=True)}
-    monkeypatch.setattr(scripted, "tokens_of", lambda conversation, _: left[tuple(conversation[:3])].pop(0))
+    asked = []
+
+    def answer(conversation, _):
+        asked.append(conversation)
+        return left[tuple(conversation[:3])].pop(0)
+
+    monkeypatch.setattr(scripted, "tokens_of", answer)
     async with world(folder, model, "with_tool", group_size=1, room=80, **rollout) as w:
         await w.run(prompts, within_s=60)
     responses = [group.responses[0] for group in sorted(w.groups, key=lambda group: group.index)]
+    for prompt, response, turns in zip(prompts, responses, conversations, strict=True):
+        assert [*prompt.token_ids, *response.token_ids][: -len(turns[-1])] in asked
     return [(list(one.token_ids), list(map(int, one.loss_mask))) for one in responses], w.told
 
 
