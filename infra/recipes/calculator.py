@@ -17,8 +17,8 @@ async def calculator(prompt: Prompt, chat: Chat) -> Score:
     """Three turns press two keys each: the next digit of either factor, from the units on. The calculator then shows
     the next digit of the product. The fourth turn is the answer.
 
-    It shows the digit in a column as the quickstart's model writes them: for 237x682= the response is 72 040; 36 030;
-    26 060# 634, where the model writes 72, 36, 26 and 634.
+    It shows the digit in a column as the quickstart's model writes them: for 237x682= the response is 72 040; 38 030;
+    26 060# 634, where the model writes 72, 38, 26 and 634.
     """
     first = second = ""
     while len(first) < DIGITS:

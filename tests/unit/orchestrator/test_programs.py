@@ -239,11 +239,15 @@ NUMBER = Random("p1").randrange(100)
     [
         ("program", "1+1=", ["3", "2"], [" Check it, then write the result again: "], 1.0),
         ("retry", "1+1=", ["3\n", "1\n", "2\n"], ["Wrong. Try again: "] * 2, 0.4),
+        ("calculator", "237x682=", ["72", "38", "26", "634"], ["040;", "030;", "060#"], 1.0),
         ("game", "guess", ["-\n", f"{NUMBER - 1}\n", f"{NUMBER}\n"], ["less\n", "more\n"], 0.75),
     ],
 )
-async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name, problem, answers, environment, score):
-    prompt = Prompt("p1", problem, "2", (1, 2, 3))
+async def test_the_examples_of_the_docs_and_the_calculator(
+    tmp_path, tiny_model, monkeypatch, name, problem, answers, environment, score
+):
+    prompt = Prompt("p1", problem, answers[-1].strip(), (1, 2, 3))
+    file = ROOT / "infra/recipes/calculator.py" if name == "calculator" else documented(tmp_path)
 
     def answer(conversation, _):
         text = bytes(conversation[3:]).decode()
@@ -251,7 +255,7 @@ async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name,
         return list(answers[said].encode())
 
     monkeypatch.setattr(scripted, "tokens_of", answer)
-    async with world(tmp_path, tiny_model, f"{documented(tmp_path)}:{name}", group_size=1, room=80) as w:
+    async with world(tmp_path, tiny_model, f"{file}:{name}", group_size=1, room=80) as w:
         await w.run([prompt])
     (group,) = w.groups
     parts = [part for pair in zip(answers, [*environment, ""], strict=True) for part in pair]
