@@ -235,7 +235,7 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     weights = rank_parameters(shape, _alone(config), 0).total * size
     heads = max(1, shape.kv_heads // rollout.tensor)
     per_token = 2 * shape.layers * heads * shape.head_dim * size
-    wanted = rollout.concurrency * rollout.group_size * rollout.max_context
+    wanted = config.slots * rollout.max_context
     vllm = rollout.engine == "vllm"
     share = _engine_share(config) if vllm else 1.0
     least = rollout.max_context if vllm else wanted * (2 if rollout.program else 1)
