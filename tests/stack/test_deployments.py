@@ -234,7 +234,7 @@ def _message(messages, subject):
 
 def _check_sockets(seen):
     """Of the servers, of the worker, and of all that the flows start."""
-    for part in ("prefect worker", "orchestrator.launch", "trainer.rank", "instance.embedded"):
+    for part in ("flows.cli worker", "orchestrator.launch", "trainer.rank", "instance.embedded"):
         assert any(part in name for name in seen.processes), (part, seen.processes)
     for part in ("prefect", "mlflow", "cluster.s3_endpoint", "orchestrator.launch", "instance.embedded"):
         assert any(part in name for name in seen.sockets.values()), (part, seen.sockets)
