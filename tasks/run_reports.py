@@ -28,6 +28,10 @@ FLOW_RUNS = 100
 """Number of newest flow runs that the server is asked for."""
 LOOK_S = 0.5
 """Seconds between two looks at the logs that are followed."""
+REASON_LENGTH = 120
+"""Characters of a reason in the list of runs; `status` has all of it."""
+_WELL = ("Running", "Finished", "Completed")
+"""States in which an earlier failure is of no account."""
 _RECENT = 20
 """Number of steps whose mean time predicts the time left."""
 _FLOW_NAME = re.compile(r"^(?:evaluation of )?(.*?)(?: \(try \d+\))?$")
@@ -54,11 +58,11 @@ def list_rows(output: Path, count: int) -> list[list[str]]:
     states = _flow_states()
     known = {folder.path.name for folder in _folders(output)}
     waiting = [
-        [row["name"], row["state_name"], "", "", "", "", "", clean_line((row["state"] or {}).get("message") or "")]
+        [row["name"], row["state_name"], "", "", "", "", "", "", _short((row["state"] or {}).get("message") or "")]
         for row in states.values()
         if _FLOW_NAME.sub(r"\1", row["name"]) not in known and row["state_name"] not in ("Scheduled", "Completed")
     ]
-    head = ["run", "state", "steps", "accuracy", "champion", "resumed", "device-hours", "where"]
+    head = ["run", "state", "steps", "accuracy", "champion", "resumed", "device-hours", "where", "reason"]
     return [head, *waiting[:count], *(_row(folder, states) for folder in folders)]
 
 
@@ -141,17 +145,24 @@ def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
         made = registered_policy(folder)
         of = folder.read_config().train.steps
     except BadInput as error:  # the other runs are shown all the same
-        return [folder.path.name, "Damaged", "", "", "", "", "", clean_line(str(error))]
+        return [folder.path.name, "Damaged", "", "", "", "", "", str(folder.path), clean_line(str(error))]
+    state = _state(folder, states)
+    told = folder.last_failure()
     return [
         folder.path.name,
-        _state(folder, states),
+        state,
         f"{steps[-1]['step'] + 1 if steps else 0}/{of}",
         _accuracy(folder),
         shorten(made.verdict, 60, placeholder=" …") if made is not None else "",
         str(count_resumes(folder)),
         f"{device_hours(steps):.2f}",
         str(folder.path),
+        _short(told[1]) if told is not None and state not in _WELL else "",
     ]
+
+
+def _short(reason: str) -> str:
+    return shorten(clean_line(reason), REASON_LENGTH, placeholder=" …")
 
 
 def device_hours(steps: Sequence[JsonObject]) -> float:
@@ -180,7 +191,8 @@ def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
         return "Running"
     if (told := folder.last_failure()) is not None:
         return "Stopped" if told[0] == "Stopped" else "Failed"
-    return "Finished" if folder.policy.is_dir() else "Died"
+    only_evaluated = not folder.steps.exists() and bool(rows_of(folder))
+    return "Finished" if folder.policy.is_dir() or only_evaluated else "Died"
 
 
 def _is_running(folder: RunFolder) -> bool:
