@@ -22,6 +22,8 @@ JOURNALS = ("-wal", "-shm", "-journal")
 """Ends of the names of files that belong to an open database: the backup has their content."""
 LOCKED_S = 60.0
 """Seconds that a database may stay locked by another process."""
+POLL_S = 0.5
+"""Seconds that an attempt to copy a locked database takes."""
 
 
 def copy_folder(source: Path, target: Path) -> None:
@@ -42,7 +44,10 @@ def copy_folder(source: Path, target: Path) -> None:
     for database in databases:
         copy = partial / database.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(sqlite3.connect(database)) as there, contextlib.closing(sqlite3.connect(copy)) as here:
+        with (
+            contextlib.closing(sqlite3.connect(database, POLL_S)) as there,
+            contextlib.closing(sqlite3.connect(copy)) as here,
+        ):
             there.backup(here, progress=deadline_of(database))
         shutil.copystat(database, copy)
     done = {*databases, *(Path(f"{database}{end}") for database in databases for end in JOURNALS)}

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from textwrap import shorten
@@ -16,11 +17,10 @@ from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import check_not_held
-from engine.run.logs import log_line
 from engine.run.progress import read_progress
 from engine.types import JsonObject
 from tasks.cluster.prefect_api import post_json
-from tasks.console import format_duration, print_error
+from tasks.console import format_duration, print_error, print_page
 from tasks.finished_stages import Stages, count_resumes, registered_policy
 from tasks.tracking.evaluation_texts import describe_evaluation
 
@@ -34,6 +34,8 @@ _WELL = ("Running", "Finished", "Completed")
 """States in which an earlier failure is of no account."""
 _RECENT = 20
 """Number of steps whose mean time predicts the time left."""
+_TIME = re.compile(r"^.{,30}?(?:(\d{4})-)?(\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d+)?)")
+"""The time of a log's line, as Metronome or vLLM (without the year) writes it."""
 _FLOW_NAME = re.compile(r"^(?:evaluation of )?(.*?)(?: \(try \d+\))?$")
 
 
@@ -95,17 +97,13 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
 
 
 def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None:
-    """Print the last lines of the logs of a run's processes, each after the name of its process; the log that was
-    written last comes last. `follow`: then print new lines until the run has ended. Raises BadInput for an unknown
-    process."""
+    """Print the last lines of each of the logs of a run's processes, ordered by time, each after the name of its
+    process. `follow`: then print new lines until the run has ended. Raises BadInput for an unknown process."""
     positions: dict[Path, int] = {}
-    for file in _logs(folder, process):
-        text = file.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        positions[file] = len(whole)
-        _print(file, whole.splitlines()[-lines:])
-    while follow:
+    last = -lines
+    while True:
         ended = not _is_running(folder)
+        found: list[tuple[str, str]] = []
         for file in _logs(folder, process):
             size = file.stat().st_size
             start = positions.get(file, 0)
@@ -114,9 +112,12 @@ def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None
                 opened.seek(start)
                 whole = opened.read().rpartition(b"\n")[0]
             positions[file] = start + len(whole) + 1 if whole else start
-            _print(file, whole.splitlines())
-        if ended:
+            found += _timed_lines(file, whole.decode(errors="replace").splitlines()[last:])
+        for _, line in sorted(found, key=lambda one: one[0]):
+            print_page(line)
+        if ended or not follow:
             return
+        last = 0
         time.sleep(LOOK_S)
 
 
@@ -128,9 +129,18 @@ def _logs(folder: RunFolder, process: str) -> list[Path]:
     return [file for file in logs if process in ("", file.stem)]
 
 
-def _print(file: Path, lines: Sequence[bytes]) -> None:
-    for line in lines:
-        log_line(f"{file.stem:<14} {line.decode(errors='replace')}")
+def _timed_lines(file: Path, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """(time, text) of each line of a log. A line without a time has that of the line before it; lines before the first
+    time have that one; a log without any has the time of its last change."""
+    changed = datetime.fromtimestamp(file.stat().st_mtime).isoformat(" ")
+    found = map(_TIME.search, lines)
+    times = [f"{one[1] or changed[:4]}-{one[2]} {one[3]}" if one else "" for one in found]
+    now = next(filter(None, times), changed)
+    made = []
+    for at, line in zip(times, lines, strict=True):
+        now = at or now
+        made.append((now, f"{file.stem:<14} {line}"))
+    return made
 
 
 def _folders(output: Path) -> list[RunFolder]:

@@ -210,7 +210,9 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
     watched = watchdog.install_automations()
     if choices.notify:
-        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
+        watched += alerts.install_alerts(
+            choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
+        )
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
@@ -299,7 +301,8 @@ def _check(choices: Choices) -> None:
 
 def _notify_format(choices: Choices) -> str:
     told = choices.notify not in ("", alerts.OFF)
-    return alerts.choose_format(choices.notify, choices.notify_format) if told else ""
+    secret = os.environ.get(alerts.SECRET, "")
+    return alerts.choose_format(choices.notify, choices.notify_format, secret) if told else ""
 
 
 def _server() -> str:
