@@ -57,7 +57,11 @@ def test_a_run_says_where_its_settings_come_from(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [(["foo=bar"], "the override foo=bar"), (["train.stepz=3"], "an override: unknown key train.stepz")],
+    [
+        (["foo=bar"], "the override foo=bar"),
+        (["train.stepz=3"], "an override: unknown key train.stepz"),
+        (["rollout.group_size=1"], "settings and overrides: rollout.group_size must be at least 2 for algorithm.advan"),
+    ],
 )
 def test_a_refusal_speaks_of_the_form(overrides, said):
     with pytest.raises(BadInput) as refused:
