@@ -347,16 +347,18 @@ def _set_limits(choices: Choices, kind: str) -> str:
     with get_client(sync_client=True) as client:
         known = {one.name for one in client.read_global_concurrency_limits(limit=LIMITS)}
         here = visible_cuda_devices() if kind == watchdog.PROCESS else 0
-        derived = CUDA_DEVICES if here and not known & {CUDA_DEVICES} and not wanted.keys() & {CUDA_DEVICES} else ""
-        for limit, slots in (wanted | ({derived: here} if derived else {})).items():
+        derived = {CUDA_DEVICES: here} if here and CUDA_DEVICES not in {*known, *wanted} else {}
+        for limit, slots in (wanted | derived).items():
             client.upsert_global_concurrency_limit_by_name(limit, slots)
         counted = {one.name: one.limit for one in client.read_global_concurrency_limits(limit=LIMITS)}
     found = [
-        f"{limit} {counted[limit]}" + (f" (of this machine; {OPTIONS[limit]} N changes it)" if limit == derived else "")
+        f"{limit} {counted[limit]}" + (f" (of this machine; {OPTIONS[limit]} N changes it)" if limit in derived else "")
         for limit in OPTIONS
         if limit in counted
     ]
     found += [f"{what} NOT counted ({OPTIONS[limit]} N)" for limit, what in UNCOUNTED.items() if limit not in counted]
+    if NPUS not in counted and "ascend" in choices.pool:
+        found.append(f"runs on NPUs are REFUSED ({OPTIONS[NPUS]} N)")
     return ", ".join(found)
 
 
