@@ -154,7 +154,7 @@ def form_errors(settings: Settings, overrides: Sequence[str]) -> Iterator[None]:
     except BadInput as error:
         if not deployment.id:
             raise
-        name_flow_run(f"{run_name(settings, overrides)} (refused)")
+        name_flow_run(f"{run_name(settings, overrides)}{console.REFUSED}")
         raise BadInput(in_form_words(str(error))) from None
 
 

@@ -20,7 +20,7 @@ from engine.run.lock import check_not_held
 from engine.run.progress import read_progress
 from engine.types import JsonObject
 from tasks.cluster.prefect_api import post_json
-from tasks.console import format_duration, print_error, print_page
+from tasks.console import REFUSED, format_duration, print_error, print_page
 from tasks.finished_stages import Stages, count_resumes, registered_policy
 from tasks.tracking.evaluation_texts import describe_evaluation
 
@@ -36,6 +36,8 @@ _RECENT = 20
 """Number of steps whose mean time predicts the time left."""
 _TIME = re.compile(r"^.{,30}?(?:(\d{4})-)?(\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d+)?)")
 """The time of a log's line, as Metronome or vLLM (without the year) writes it."""
+_PREFECTS = re.compile(r"^Flow run encountered an exception: \w+: ")
+"""What Prefect writes before an error's text."""
 _FLOW_NAME = re.compile(r"^(?:evaluation of )?(.*?)(?: \(try \d+\))?$")
 
 
@@ -51,6 +53,8 @@ def find_folder(run: str, output: Path) -> RunFolder:
     for path in (Path(run), output / name):
         if (path / "config.toml").is_file():
             return RunFolder(path)
+    if run.endswith(REFUSED):
+        raise BadInput(f"{run}: it was refused before it had a folder, so it has no logs; metronome runs says why")
     raise BadInput(f"{run}: no such run in {output}; metronome runs lists them")
 
 
@@ -172,7 +176,7 @@ def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
 
 
 def _short(reason: str) -> str:
-    return shorten(clean_line(reason), REASON_LENGTH, placeholder=" …")
+    return shorten(_PREFECTS.sub("", clean_line(reason)), REASON_LENGTH, placeholder=" …")
 
 
 def device_hours(steps: Sequence[JsonObject]) -> float:

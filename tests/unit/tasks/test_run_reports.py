@@ -77,6 +77,7 @@ def test_the_status_says_how_far_a_run_is_and_why_it_failed(said):
     assert "2 of 4" in said("status")
     assert REASON in said("status", "bad (try 2)").replace("\n", " ")
     assert "no such run" in said("status", "other", code=2)
+    assert "refused before it had a folder" in said("logs", "other (refused)", code=2)
 
 
 def test_the_logs_of_all_processes_are_merged_by_time(said):
