@@ -136,8 +136,8 @@ class Worker(Service):
 
     def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
         """`env` must name the server (PREFECT_API_URL). `limit`: maximum of concurrent flow runs, 0 for any number."""
-        command = python_command("flows.cli", "worker", "--pool", pool, "--name", name)
-        command += ["--limit", str(limit), "--grace", f"{WORKER_GRACE_S:g}"]
+        command = python_command("flows.cli", "worker")
+        command += ["--pool", pool, "--name", name, "--limit", str(limit), "--grace", f"{WORKER_GRACE_S:g}"]
         super().__init__(name=f"worker {name} of pool {pool}", port=0, command=command, log=log, env=env)
         self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
         self._auth = env.get(CLIENT_AUTH)
