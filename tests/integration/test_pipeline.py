@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -29,6 +30,7 @@ def small(settings):
     }
 
 
+@pytest.mark.slow
 def test_the_whole_pipeline(small, tmp_path):
     even = small["reward.function"]
     small["reward.function"] = ""
@@ -43,7 +45,17 @@ def test_the_whole_pipeline(small, tmp_path):
     evaluations = list(read_lines(folder / "evaluations.jsonl"))
     assert [row["weight_version"] for row in evaluations] == [0, 3]
     assert all(row["reward/even"] == row["avg_at_k"] for row in evaluations)
-    assert all(row["reward/again"] == row["score"] for row in read_lines(folder / "responses/step-000002.jsonl"))
+    samples = list(read_lines(folder / "responses/step-000002.jsonl"))
+    assert all(row["reward/again"] == row["score"] for row in samples)
+    for prompt in {row["prompt_id"] for row in samples}:
+        group = [row for row in samples if row["prompt_id"] == prompt]
+        scores = [row["score"] for row in group]
+        wanted = [(score - fmean(scores)) / (stdev(scores) + 1e-6) for score in scores]
+        assert [row["advantage"] for row in group] == pytest.approx(wanted, abs=1e-5)
+    for row in samples:
+        assert "".join(row["tokens"]["texts"]).startswith(row["response"])
+        assert len(row["tokens"]["logprobs"]) == row["tokens"]["count"]
+        assert (row["tokens"]["trained"], row["tokens"]["versions"]) == ([[0, 1]], [[0, 2]])
     assert (folder / "policy/model.safetensors").exists()
     assert "train" in (folder / "timeline.html").read_text()
     assert len(list((folder / "responses").iterdir())) == 3
@@ -52,11 +64,6 @@ def test_the_whole_pipeline(small, tmp_path):
     for word in ("reward", "tokens/s", "left", "reward before", "reward after", "timeline.html", "mlflow"):
         assert word in done.stdout, word
     _check_tracking(tmp_path)
-
-    again = subprocess.run(command(small), capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert again.returncode == 2
-    assert "small" in again.stderr
-    assert again.stderr.count("\n") == 1  # one message
 
 
 def _check_tracking(output):
@@ -98,22 +105,13 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
 
 
 def test_bad_input_is_refused_before_anything_starts(small, tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": \n')
-    cases = {
-        "data.train=missing.jsonl": "missing.jsonl",
-        f"data.train={bad}": "line 2",
-        "reward.function=no_such_module:reward": "no_such_module",
-        f"model.path={tmp_path}": "config.json",
-        "rollout.groups=3": "did you mean rollout.group_size?",
-    }
-    for override, said in cases.items():
-        environment = {**os.environ, "NO_COLOR": "1"}
-        done = subprocess.run(
-            [*command(small), "--set", override], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
-        )
-        assert done.returncode == 2, (override, done.stderr)
-        assert said in done.stderr
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+    """By the console script, in one message. More of what is refused: tests/unit/flows/test_cli.py."""
+    bad = command(small | {"model.path": str(tmp_path)})
+    done = subprocess.run(
+        bad, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "NO_COLOR": "1"}
+    )
+    assert done.returncode == 2, done.stderr
+    assert "config.json" in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "small").exists()

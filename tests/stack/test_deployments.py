@@ -198,6 +198,7 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
+    refused = start(api, "prepare", {"overrides": ["foo=bar"]})  # it fails while the other trains
     with listening() as seen:
         call(command, environment, 400)
         flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
@@ -223,7 +224,6 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
         assert part in finished
     assert finished.endswith('metronome logs "day"')
     _check_the_flow_runs_to_prune(environment, folder, flow_run)
-    refused = start(api, "prepare", {"overrides": ["foo=bar"]})
     failed = _message(messages, " has failed")
     assert "foo" in failed
     assert f"/runs/flow-run/{refused}" in failed
@@ -442,6 +442,7 @@ def _check_artifacts(api, flow_run, run):
     found = post_json(f"{api}/artifacts/filter", query)
     newest = {one["key"]: one for one in reversed(found)}
     assert {"mlflow", "training", "training-status", "evaluation", "base-model", "registered-model"} <= set(newest)
+    assert f"metronome watch {run.data.params['run.output']}" in newest["watch"]["description"]
     assert f"/runs/{run.info.run_id}" in newest["mlflow"]["data"]
     assert newest["training"]["type"] == "progress"
     assert float(newest["training"]["data"]) == 100
