@@ -12,7 +12,7 @@ from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.served_model import weight_version
 from tasks import console, summary
-from tasks.fenced import write_fenced
+from tasks.fenced import evaluation_failure, write_fenced
 from tasks.finished_stages import TRAIN, EnteredRun, Stages
 from tasks.orchestrator_process import timeline_at_end
 from tasks.shown_stages import evaluate_shown, train_shown
@@ -41,7 +41,7 @@ def evaluate_here(config: Config) -> None:
     tracked_run.check_store(config)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with console.print_stage("evaluate") as say:
+    with evaluation_failure(folder), console.print_stage("evaluate") as say:
         say(evaluation_texts.describe_evaluations(evaluate_shown(config, model, weight_version(model), folder)))
     console.say("evaluate", f"of {config.model.path}; brackets: 95 % interval")
     console.say("evaluate", f"the figures are in {folder.evaluations}, each response in {folder.path}/evaluations/")
