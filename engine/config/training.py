@@ -264,10 +264,11 @@ class Parallel(Table):
     experts. It must divide the number of experts; 1 for a dense model."""
     nodes: PositiveInt = 1
     """Machines that run trainer ranks, the same number of ranks on each. All must see the run folder
-    (docs/several_nodes.md)."""
+    (docs/clusters.md)."""
     rendezvous: str = ""
     """Address host:port on the orchestrator's node at which the nodes meet; at the port after it the ranks reach the
-    orchestrator, over TLS. Needed with nodes above 1, else empty."""
+    orchestrator, over TLS. Needed with nodes above 1, else empty. With cluster.engine = "ray" it may be "auto"; an
+    address that this machine does not have, or that is in use, is replaced, as with `rollout.listen`."""
     sequence: bool = False
     """Share the norms' work and activations among the tensor ranks, too (sequence parallelism). Needs tensor above 1.
     Off by default, because it is slower on a CPU."""

@@ -85,7 +85,7 @@ class PlacedRun:
         deadline = time.monotonic() + self.config.cluster.wait_s
         told = 0.0
         while missing := [part.name for part in self._parts if part.place is None and part.module == RANKS]:
-            what = f"Ray has no room for {', '.join(missing)}"
+            what = f"Ray has not started {', '.join(missing)} again"
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{what} within {self.config.cluster.wait_s:g} s (cluster.wait_s)")
             if time.monotonic() - told > SAY_S:
@@ -109,7 +109,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         kind = _device(config)
         config = _with_addresses(config, here.host, model is None)
         wanted = bundles_of(config, kind, training=model is None)
-        nodes = [_node(number, amounts, folder) for number, amounts in enumerate(wanted.nodes)]
+        nodes = [_node(number, amounts, config, folder) for number, amounts in enumerate(wanted.nodes)]
         instances = [_instance(number, amounts, config, model) for number, amounts in enumerate(wanted.instances)]
         parts = [*nodes, *instances]
         began = time.monotonic()
@@ -117,10 +117,10 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
             _take_room(nodes, "PACK", config.cluster.wait_s, here)
             _take_room(instances, "SPREAD", config.cluster.wait_s, None)
             with _token(), _devices(nodes):
-                for part in parts:
-                    if part.module:
-                        _begin(part)
-                for part in instances:
+                started = [part for part in parts if part.module]
+                for part in started:
+                    _begin(part)
+                for part in started:
                     _await_start(part, config, here)
                 say("cluster", f"{_told(parts)}; it took {time.monotonic() - began:.1f} s")
                 with _followed(parts, config, folder / "logs"):
@@ -180,11 +180,16 @@ def _device(config: Config) -> str:
     return known.get(config.platform.device) or next((one for one in ("NPU", "GPU") if there.get(one)), "CPU")
 
 
-def _node(number: int, amounts: Mapping[str, float], folder: Path) -> _Part:
+def _node(number: int, amounts: Mapping[str, float], config: Config, folder: Path) -> _Part:
     if number == 0:
         return _Part("trainer node 0", 0, amounts)
-    arguments = [str(folder.resolve())]
+    arguments = [str(folder.resolve()), "--wait", str(_patience(config))]
     return _Part(f"trainer node {number}", number, amounts, RANKS, arguments)
+
+
+def _patience(config: Config) -> float:
+    """Seconds that a process waits for the orchestrator, which may itself wait for room and then load its models."""
+    return config.cluster.wait_s + config.rollout.timeout_s
 
 
 def _instance(number: int, amounts: Mapping[str, float], config: Config, model: Path | None) -> _Part:
@@ -193,35 +198,42 @@ def _instance(number: int, amounts: Mapping[str, float], config: Config, model: 
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model.resolve())})})
     host, port = split_address(config.rollout.listen, "rollout.listen")
+    rollout = config.rollout.model_copy(update={"wait_s": max(config.rollout.wait_s, _patience(config))})
+    config = config.model_copy(update={"rollout": rollout})
     arguments = ["serve", f"{FOLDER}/config.toml", "--join", f"{bracket_host(host)}:{port}", "--host", HOST]
     files = {"config.toml": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))}
     return _Part(f"instance-{number}", number, amounts, "flows.cli", arguments, files)
 
 
 def _with_addresses(config: Config, host: str, training: bool) -> Config:
-    """The config with addresses of this machine, which all nodes reach: those of the recipe where they are."""
-    listen = _own_address(config.rollout.listen, host, ports=1)
+    """The config with addresses of this machine, which all nodes reach: those of the recipe if they can be had."""
+    listen = _own_address("rollout.listen", config.rollout.listen, host, ports=1)
     rollout = config.rollout.model_copy(update={"listen": listen})
     parallel = config.parallel
     if training and parallel.nodes > 1:
-        rendezvous = _own_address(parallel.rendezvous, host, ports=2)
+        rendezvous = _own_address("parallel.rendezvous", parallel.rendezvous, host, ports=2)
         parallel = parallel.model_copy(update={"rendezvous": rendezvous})
     return config.model_copy(update={"rollout": rollout, "parallel": parallel})
 
 
-def _own_address(given: str, host: str, ports: int) -> str:
-    """`given` if it names an address of this machine, other than loopback, and a port; else `host` and a free port,
-    after which further ones are free so that there are `ports`."""
+def _own_address(key: str, given: str, host: str, ports: int) -> str:
+    """`given` if it names an address of this machine, other than loopback, and a free port, as the next ones are if
+    there must be several `ports`; else `host` and such a port."""
     if given != "auto":
-        named, port = split_address(given, "cluster")
+        named, port = split_address(given, key)
         with contextlib.suppress(OSError):
             address = socket.gethostbyname(named)
-            if port and not address.startswith(("127.", "0.")) and _is_free(address, 0):
+            if port and not address.startswith(("127.", "0.")) and _are_free(address, port, ports):
                 return given
-    for port in random.sample(PORTS, 100):
-        if all(_is_free(host, port + more) for more in range(ports)):
-            return f"{bracket_host(host)}:{port}"
-    raise DeadlineError(f"{host}: 100 ports from {PORTS.start} on tried, and none was free")
+    port = next((one for one in random.sample(PORTS, 100) if _are_free(host, one, ports)), None)
+    if port is None:
+        raise DeadlineError(f"{key}: 100 ports of {host} from {PORTS.start} on tried, and none was free")
+    say("cluster", f"{key} is {bracket_host(host)}:{port}, where the other nodes reach this one")
+    return f"{bracket_host(host)}:{port}"
+
+
+def _are_free(host: str, port: int, ports: int) -> bool:
+    return all(_is_free(host, port + more) for more in range(ports))
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -294,8 +306,8 @@ class _Held(PlacedProcess):
 
 
 def _await_start(part: _Part, config: Config, here: Place) -> None:
-    """Wait until a process has been started. Raises BadInput if its node lacks Metronome, or if weights can't get
-    there."""
+    """Wait until a process has been started. Raises BadInput if its node lacks Metronome, or if weights can't get to
+    it."""
     import ray
 
     wait_s = config.cluster.wait_s
@@ -312,7 +324,7 @@ def _await_start(part: _Part, config: Config, here: Place) -> None:
             f"warning: Ray runs {part.name} on {place.host} with niceness {place.niceness}; set RAY_worker_niceness=0 "
             "where you call ray start"
         )
-    if config.weights.transport == "file" and config.parallel.nodes == 1 and place.host != here.host:
+    if part.files and config.weights.transport == "file" and config.parallel.nodes == 1 and place.host != here.host:
         raise BadInput(
             f'weights.transport = "file" does not reach {part.name} on {place.host}: set it to "gloo", "nccl" or "hccl"'
         )
