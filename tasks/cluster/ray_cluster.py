@@ -225,11 +225,11 @@ def _own_address(key: str, given: str, host: str, ports: int) -> str:
             address = socket.gethostbyname(named)
             if port and not address.startswith(("127.", "0.")) and _are_free(address, port, ports):
                 return given
-    port = next((one for one in random.sample(PORTS, 100) if _are_free(host, one, ports)), None)
-    if port is None:
+    found = next((one for one in random.sample(PORTS, 100) if _are_free(host, one, ports)), None)
+    if found is None:
         raise DeadlineError(f"{key}: 100 ports of {host} from {PORTS.start} on tried, and none was free")
-    say("cluster", f"{key} is {bracket_host(host)}:{port}, where the other nodes reach this one")
-    return f"{bracket_host(host)}:{port}"
+    say("cluster", f"{key} is {bracket_host(host)}:{found}, where the other nodes reach this one")
+    return f"{bracket_host(host)}:{found}"
 
 
 def _are_free(host: str, port: int, ports: int) -> bool:
