@@ -155,8 +155,10 @@ def _connected(cluster: Cluster) -> Iterator[Place]:
         raise BadInput(f'cluster.engine = "ray" needs Ray: pip install "metronome[ray]" into {sys.prefix}') from None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        if cluster.address != "auto":  # Ray would try for minutes, whatever signals come
+            socket.create_connection(split_address(cluster.address, "cluster.address"), timeout=5.0).close()
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise BadInput(
             f"cluster.address = {cluster.address!r}: this machine is in no such Ray cluster: {clean_text(str(error))} "
             "(`ray start --head`, or `ray start --address HEAD:PORT` on each further node)"
@@ -166,7 +168,7 @@ def _connected(cluster: Cluster) -> Iterator[Place]:
             for number, handler in handlers.items():  # Ray puts its own there
                 signal.signal(number, handler)
         context = ray.get_runtime_context()
-        yield Place(context.get_node_id(), ray.util.get_node_ip_address(), {}, 0)
+        yield Place(context.get_node_id(), ray.util.get_node_ip_address(), {}, os.nice(0))
     finally:
         ray.shutdown()
 
@@ -319,7 +321,7 @@ def _await_start(part: _Part, config: Config, here: Place) -> None:
         raise BadInput(f"Ray can't start {part.name}: {clean_text(str(error))}") from None
     part.place = place
     part.answer = part.actor.look.remote()
-    if place.niceness > 0:
+    if place.niceness > here.niceness:
         print_error(
             f"warning: Ray runs {part.name} on {place.host} with niceness {place.niceness}; set RAY_worker_niceness=0 "
             "where you call ray start"
@@ -388,7 +390,7 @@ def _followed(parts: Sequence[_Part], config: Config, logs: Path) -> Iterator[No
             for part in parts:
                 if ended.is_set():
                     return
-                _look_at(part, config.rollout.restarts, logs)
+                _look_at(part, config.rollout.restarts if part.files else config.run.resumes, logs)
 
     thread = threading.Thread(target=follow, name="cluster", daemon=True)
     thread.start()
@@ -412,6 +414,7 @@ def _look_at(part: _Part, restarts: int, logs: Path) -> None:
         reason = clean_text(str(error)).partition("\n")[0]
         lost = f"{part.name} is lost with its node, and starts again where there is room: {reason}"
         say("instances" if part.files else "cluster", lost)
+        ray.kill(part.actor)  # it may still live where this machine does not reach it
         part.place = None
         part.answer = None
         part.again = time.monotonic() + BACKOFF_S

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from support.brake import braked, slow_down
 from support.ports import two_neighbours
 from support.ray_nodes import kill_node, ray_cluster
 from support.runs import ROOT, Tree, overrides, wait_for
@@ -46,10 +47,11 @@ class Command:
         return self
 
     def __exit__(self, *_):
-        tree = Tree(self.process.pid)
-        self.process.kill()
-        self.process.wait()
-        wait_for(lambda: tree.left() == [], "the end of all processes", 30)
+        if self.process.poll() is None:
+            tree = Tree(self.process.pid)
+            self.process.kill()
+            self.process.wait()
+            wait_for(lambda: tree.left() == [], "the end of all processes", 30)
 
     @property
     def output(self):
@@ -72,17 +74,19 @@ def node_of(cluster, number):
 def test_an_instance_whose_node_dies_starts_again_elsewhere_and_all_bits_are_those_of_one_machine(
     exact, tmp_path, cluster
 ):
-    exact |= {"train.steps": 12}
+    exact |= {"train.steps": 6, "reward.function": braked(tmp_path, 0)}
     run(exact | {"run.name": "alone"}, tmp_path)
     with Command(tmp_path, on_ray(exact, cluster, "ray")) as command:
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
         places = re.findall(r"instance-(\d) on \S+ \((\w+)\)", command.output)[-2:]
         assert len({node for _, node in places}) == 2  # they are spread
         number, node = next(place for place in places if not cluster.head_node.node_id.startswith(place[1]))
+        slow_down(tmp_path, 5)
         kill_node(cluster, node_of(cluster, node))
         found = command.wait_for(rf"instance-{number} starts on \S+ \((\w+)\)")
         assert found[1] != node
-        command.wait_for(rf"instance-{number}-1 has joined")
+        command.wait_for(rf"instance-{number}-\d has joined")
+        slow_down(tmp_path, 0)
         command.ends()
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
 
