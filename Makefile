@@ -24,14 +24,16 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
 .PHONY: run smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
-	nightly check-pins hashes \
+	nightly site check-pins hashes \
 	lint clean
 
 run: $(VENV)/installed  ## train the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
-smollm2: $(VENV)/installed  ## train SmolLM2-135M-Instruct, a pretrained model, on word problems (about 10 minutes on 2 cores)
-	test -d data/smollm2 || $(BIN)/python -m data.make_smollm2
+data/smollm2: | $(VENV)/installed
+	$(BIN)/python -m data.make_smollm2
+
+smollm2: data/smollm2  ## train SmolLM2-135M-Instruct, a pretrained model, on word problems (about 10 minutes on 2 cores)
 	$(BIN)/metronome run infra/recipes/smollm2.toml --set run.name=$(NAME:quickstart-%=smollm2-%) $(ARGS)
 
 services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
@@ -91,7 +93,7 @@ test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, Asc
 		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
 	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow and not nightly"
 
-nightly: search test-torch210 transferqueue-test  ## what .ci/run leaves out (hours)
+nightly: search test-torch210 transferqueue-test site  ## what .ci/run leaves out (hours)
 	$(BIN)/python -m pytest -m nightly
 	$(MAKE) vllm-test VLLM=0.23
 	$(BIN)/python -m pytest -m "vllm and slow"
@@ -105,6 +107,9 @@ check-pins: $(VENV)/installed-dev  ## check every package list against the requi
 hashes: $(VENV)/installed-dev  ## write the hashes of constraints.txt's packages, from the package index, to infra/packages
 	PYTHONPATH=tests $(BIN)/python -m support.hashes
 
+site: .venv-site/ready  ## the documentation as a site in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --config-file infra/site/mkdocs.yaml
+
 lint: $(VENV)/installed-dev  ## style, formatting, types, imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -112,7 +117,7 @@ lint: $(VENV)/installed-dev  ## style, formatting, types, imports
 	$(BIN)/lint-imports
 
 clean:  ## delete all environments
-	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210 .venv-transferqueue
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210 .venv-transferqueue .venv-site site
 
 $(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3 and python is one of them; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -126,6 +131,11 @@ $(VENV)/installed: $(VENV)/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv-site/ready: infra/site/requirements.txt
+	$(MAKE) VENV=.venv-site .venv-site/python
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check -r infra/site/requirements.txt
 	touch $@
 
 .venv-transferqueue/ready: pyproject.toml constraints.txt infra/trainer/transferqueue.txt

@@ -36,7 +36,7 @@ def main() -> None:
     tokenizer = Tokenizer(model)
     problems = read_problems(config.data.sets[0].path)
     prompts = encode_problems(problems, tokenizer.hf, config.data, config.rollout.max_context).prompts[:32]
-    slots = config.rollout.concurrency * config.rollout.group_size
+    slots = config.slots
     rates: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():
         loaded = RolloutModel(model, config.rollout.max_context)

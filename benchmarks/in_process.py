@@ -38,9 +38,7 @@ class InProcess:
         self._config = config
         self._tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self._model = RolloutModel(config.model.path, config.rollout.max_context)
-        self._engine = Engine(
-            self._model, config.rollout.concurrency * config.rollout.group_size, config.rollout.max_context
-        )
+        self._engine = Engine(self._model, config.slots, config.rollout.max_context)
         self._loader = PromptLoader(
             self.prompts(config.data.sets[0].path), config.run.seed, config.train.prompts_per_step
         )

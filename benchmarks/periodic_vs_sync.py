@@ -9,6 +9,8 @@ trained tokens/s/device with two bounds:
   sync runs by end_k = max(end_{k-1}, arrive_k) + train_k, each scaled by the measured slow-down when both cores are
   busy.
 
+Then the quickstart runs with each `rollout.concurrency`: the ratio of both modes, each with its own best.
+
 Last line: RESULT {json}.
 """
 
@@ -66,15 +68,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3, help="runs of each mode")
     parser.add_argument("--steps", type=int, default=5, help="measured steps per run")
+    parser.add_argument("--concurrency", nargs="+", default=["2", "3", "4", "all"], help="rollout.concurrency")
+    parser.add_argument("--only-best", action="store_true", help="only the best rates of both modes")
     parser.add_argument("--model", help="Hugging Face folder (default: the quickstart's base model)")
     arguments = parser.parse_args()
     model = arguments.model or str(QUICKSTART_MODEL)
     result: dict[str, Any] = {}
-    for name, overrides in (("balanced", BALANCED), ("quickstart", {})):
+    settings = {} if arguments.only_best else {"balanced": BALANCED, "quickstart": {}}
+    for name, overrides in settings.items():
         steps = measure(name=name, overrides=overrides, model=model, pairs=arguments.pairs, steps=arguments.steps)
         result[name] = figures(steps["sync"], steps["periodic"])
         show(name, result[name])
-    print("RESULT " + json.dumps({**result["balanced"], "quickstart": result["quickstart"]}))
+    rates: dict[str, dict[str, float]] = {"sync": {}, "periodic": {}}
+    for concurrency in arguments.concurrency:
+        overrides = {"rollout.concurrency": concurrency}
+        name = f"concurrency {concurrency}"
+        steps = measure(name=name, overrides=overrides, model=model, pairs=arguments.pairs, steps=arguments.steps)
+        for mode, found in steps.items():
+            rates[mode][concurrency] = rate(found)
+    best = {mode: max(found, key=found.__getitem__) for mode, found in rates.items()}
+    ratio = rates["periodic"][best["periodic"]] / rates["sync"][best["sync"]]
+    print(f"each mode at its own best concurrency, {best}: ratio {ratio:.2f}")
+    told = {**result.pop("balanced", {}), **result, "rates": rates, "best": best, "ratio_of_best": ratio}
+    print("RESULT " + json.dumps(told))
 
 
 def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps: int) -> dict[str, list[Step]]:

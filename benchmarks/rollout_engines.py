@@ -15,6 +15,10 @@ response length, which is its best case. Prompts are padded on the left, as it r
 attention by SDPA; log-probabilities come from its `output_logits`. The batch size 16 is the best of 16, 32, 64 and 128
 for both (--batch).
 
+`--turns PROMPT` measures instead episodes of six turns on the embedded engine: a prompt of this many tokens (with what
+describes the tools), shared by a group of 8, turns of 32 sampled tokens, and 64 tokens of a tool between them. With `--conversations`, as in runs with
+`rollout.program`, a turn computes what is new; without it, the whole conversation. Only sampled tokens count.
+
 `--decode FOLDER` measures instead a decoding step of the embedded engine with a real model, in fp32 and, if the
 processor has it, in bf16: CPU time of one thread with 32 and 64 responses of about 100 tokens. Beside it stand the two
 bounds of the machine: operations over the speed of a large product in the same dtype, and bytes of weights and of the
@@ -56,6 +60,9 @@ VOCABULARY = 512
 CONTEXT = 384
 SLOTS = 64
 GROUP = 8
+TURNS = 6
+TURN = 32
+TOOL = 64
 START_S = 300.0
 ROUND_S = 600.0
 TOKEN = "token-of-the-benchmark"
@@ -69,6 +76,8 @@ class Request:
     prompt: tuple[int, ...]
     tokens: int
     seed: int
+    turns: int = 1
+    """Number of turns of `tokens` / `turns` tokens each, with TOOL tokens of a tool between them."""
 
 
 def main() -> None:
@@ -76,6 +85,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16, help="batch size of generate")
+    parser.add_argument("--turns", type=int, metavar="PROMPT", help="measure episodes with prompts of this length")
     parser.add_argument("--decode", type=Path, metavar="FOLDER", help="model whose decoding steps are measured")
     parser.add_argument("--only", nargs="*", help="sides to run")
     arguments = parser.parse_args()
@@ -83,17 +93,19 @@ def main() -> None:
     if arguments.decode is not None:
         result(decode_figures(arguments.decode, arguments.rounds))
         return
-    requests = workload(arguments.groups)
+    requests = episodes(arguments.groups, arguments.turns) if arguments.turns else workload(arguments.groups)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = random_model(Path(folder) / "model")
         sides = {
             name: start
-            for name, start in every_side(model, requests, arguments.batch).items()
+            for name, start in (
+                turn_sides(model, requests) if arguments.turns else every_side(model, requests, arguments.batch)
+            ).items()
             if not arguments.only or name in arguments.only
         }
         running = {name: stack.enter_context(start()) for name, start in sides.items()}
         rates = measure(running, sum(request.tokens for request in requests), arguments.rounds)
-    report(requests, rates)
+    (report_turns if arguments.turns else report)(requests, rates)
 
 
 def random_model(folder: Path) -> Path:
@@ -106,7 +118,7 @@ def random_model(folder: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
@@ -127,6 +139,17 @@ def workload(groups: int) -> list[Request]:
             tokens = min(max(round(64 * math.exp(draw.gauss(0, 0.6))), 4), 256)
             requests.append(Request(prompt, tokens, GROUP * number + seed))
     return requests
+
+
+def episodes(groups: int, length: int) -> list[Request]:
+    """The requests of --turns."""
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(VOCABULARY) for _ in range(length)) for _ in range(groups)]
+    return [
+        Request(prompt, TURNS * TURN, GROUP * number + seed, TURNS)
+        for number, prompt in enumerate(prompts)
+        for seed in range(GROUP)
+    ]
 
 
 Side = Callable[[], float]
@@ -151,6 +174,32 @@ def every_side(
     else:
         print("vLLM is left out: its environment is missing (make vllm)")
     return sides
+
+
+def turn_sides(model: Path, requests: list[Request]) -> dict[str, Callable[[], AbstractContextManager[Side]]]:
+    """Both ways, in both modes."""
+    context = len(requests[0].prompt) + TURNS * TURN + (TURNS - 1) * TOOL
+    command = [sys.executable, "-m", "engine.instance.embedded", "--slots", str(SLOTS)]
+    command += ["--max-context", str(context), "--threads", "1"]
+    ways = {"again": [], "kept": ["--conversations"]}
+    modes = {"": [], "_deterministic": ["--deterministic"]}
+    return {
+        way + mode: lambda flags=(*ways[way], *modes[mode]): served([*command, *flags], model, requests)
+        for mode in modes
+        for way in ways
+    }
+
+
+def report_turns(requests: list[Request], rates: dict[str, list[float]]) -> None:
+    found = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"{len(requests)} episodes of {TURNS} turns, prompts of {len(requests[0].prompt)} tokens; sampled tokens per CPU-second (median, range):")
+    for name, values in rates.items():
+        print(f"  {name:24}{found[name]:8.0f}   {min(values):.0f} – {max(values):.0f}")
+    figures = {f"{name}_tokens_per_cpu_s": value for name, value in found.items()}
+    for mode in ("", "_deterministic"):
+        if {"kept" + mode, "again" + mode} <= found.keys():
+            figures[f"kept_over_again{mode}"] = found["kept" + mode] / found["again" + mode]
+    result(figures | {"slots": SLOTS, "episodes": len(requests)})
 
 
 def measure(sides: dict[str, Side], tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -259,23 +308,29 @@ async def complete_all(address: str, requests: list[Request]) -> None:
 
 
 async def complete(session: aiohttp.ClientSession, request: Request) -> None:
-    body = {
-        "prompt": list(request.prompt),
-        "max_tokens": request.tokens,
-        "seed": request.seed,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "ignore_eos": True,
-        "n": 1,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
-    async with session.post("/v1/completions", json=body) as reply:
-        reply.raise_for_status()
-        choice = (await reply.json())["choices"][0]
-    if not len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == request.tokens:
-        raise SystemExit(f"{len(choice['token_ids'])} tokens instead of {request.tokens}")
+    """Send the turns of a request, one after the other."""
+    draw = random.Random(request.seed)
+    conversation = list(request.prompt)
+    for turn in range(request.turns):
+        body = {
+            "prompt": conversation,
+            "max_tokens": request.tokens // request.turns,
+            "seed": request.seed + 1000 * turn,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "ignore_eos": True,
+            "n": 1,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        async with session.post("/v1/completions", json=body) as reply:
+            reply.raise_for_status()
+            choice = (await reply.json())["choices"][0]
+        sampled = choice["token_ids"]
+        if not len(sampled) == len(choice["logprobs"]["token_logprobs"]) == request.tokens // request.turns:
+            raise SystemExit(f"{len(sampled)} tokens instead of {request.tokens // request.turns}")
+        conversation = [*conversation, *sampled, *(draw.randrange(VOCABULARY) for _ in range(TOOL))]
 
 
 # generate -----------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Whether a change has moved a number: `python benchmarks/same_bits.py --against OTHER_CHECKOUT [--only NAME ...]`
 
 Small deterministic jobs of four steps are trained with this checkout and with another one, by the same interpreter:
-each mode, two replicas, several updates, a KL term, dynamic sampling, a resumed run. Compared are the bytes of the
-trained policy and every figure of steps.jsonl but times, speeds and memory. `--keep FOLDER` keeps the runs; a folder
-that was kept before takes the place of the other checkout with `--baseline FOLDER`. Exit code 1 if anything differs.
+each mode, two replicas, a pipeline, several updates, a KL term, dynamic sampling, a resumed run. Compared are the bytes
+of the trained policy and every figure of steps.jsonl but times, speeds and memory. `--keep FOLDER` keeps the runs; a
+folder that was kept before takes the place of the other checkout with `--baseline FOLDER`. Exit code 1 if anything
+differs.
 Last line: RESULT {json}.
 """
 
@@ -33,6 +34,7 @@ JOBS: dict[str, dict[str, object]] = {
     "one_step_off": {"train.mode": "one_step_off"},
     "bounded": {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": "true"},
     "two_replicas": {"parallel.data": 2},
+    "pipeline": {"parallel.pipeline": 2, "train.micro_batch_tokens": 70, "train.prompts_per_step": 32},
     "four_updates": {"train.updates": 4},
     "kl_previous": {"algorithm.kl_coef": 0.05, "algorithm.old_policy": "previous"},
     "dynamic_sampling": {"algorithm.dynamic_sampling": "true"},

@@ -107,6 +107,8 @@ class Group:
     """The scores of the whole batch, if the advantages depend on them."""
     mini_batch: int = 0
     """Number of the step's update that trains the group, 0 … train.updates − 1. The table sets it."""
+    window: int = 0
+    """In prompt order: number of the window with which the group is packed. The table sets it."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Additional columns by name: an array with one number per response [G] or per token [sum of lengths], such as
     "reference_logprobs"."""

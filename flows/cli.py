@@ -13,11 +13,12 @@ from typing import Annotated
 import typer
 
 from engine.config.recipe import load_config, override_keys
+from engine.config.reference import main_keys
 from engine.errors import BadInput, MetronomeError
 from engine.run.folder import RunFolder
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
-from flows import OWN_DATA, QUICKSTART, reports
+from flows import OWN_DATA, QUICKSTART, new_recipe, reports
 from tasks import console, interruption
 from tasks.progress_display import show_progress, since_now
 from tasks.resume import Resumed
@@ -55,7 +56,7 @@ def options(
     """The options before the command."""
 
 
-@app.command()
+@app.command(epilog=f"The keys that most recipes set, as --set KEY=VALUE or in a file:\n\n{main_keys()}")
 def run(
     recipe: OwnRecipe = "",
     overrides: Set = [],  # noqa: B006
@@ -564,7 +565,7 @@ def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for _command in (reports.runs, reports.status, reports.logs):
+for _command in (new_recipe.init, reports.runs, reports.status, reports.trace, reports.logs):
     app.command()(_ending_with_code(_command))
 
 

@@ -1,4 +1,4 @@
-"""Commands that tell about runs: `metronome runs`, `status` and `logs`."""
+"""Commands that tell about runs: `metronome runs`, `status`, `trace` and `logs`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from engine.errors import BadInput
 from tasks import console
 
 Output = Annotated[Path, typer.Option("--output", help="folder of the runs (run.output)")]
@@ -30,6 +31,27 @@ def status(run: OneRun = "", output: Output = Path("runs")) -> None:
 
     folder = find_folder(run, output)
     console.print_table(f"Run {folder.path.name}", status_rows(folder))
+
+
+def trace(
+    run: OneRun = "",
+    output: Output = Path("runs"),
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="file to write, gzipped with .gz (default: RUN/trace.json.gz)")
+    ] = None,
+    steps: Annotated[str, typer.Option(metavar="FIRST:LAST", help="only these steps, e.g. 10:19 (default: all)")] = "",
+) -> None:
+    """Write what every process of a run did as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    from engine.tools.trace_events import write_trace
+    from tasks.run_reports import find_folder
+
+    first, colon, last = steps.partition(":")
+    if steps and not (colon and first.isdigit() and last.isdigit()):
+        raise BadInput(f"--steps {steps}: expected FIRST:LAST, for example 10:19")
+    folder = find_folder(run, output).path
+    target = out or folder / "trace.json.gz"
+    count = write_trace(folder, target, range(int(first), int(last) + 1) if steps else None)
+    console.print_page(f"{target}: {count:,} spans; open it at ui.perfetto.dev, which keeps it in the browser")
 
 
 def logs(

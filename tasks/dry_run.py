@@ -11,9 +11,9 @@ from tasks.input_checks import check_reward
 
 
 def dry_run(config: Config) -> None:
-    """Print the plan. Raises BadInput with every reason why the recipe cannot run, and for a reward of the user's that
-    can't be loaded or, if the model is here, a text in `rollout.stop` that is no token of it."""
-    if any(":" in one.function for one in config.reward.named):
+    """Print the plan. Raises BadInput with every reason why the recipe cannot run, and for a reward or a program
+    of the user's that can't be loaded or, if the model is here, a text in `rollout.stop` that is no token of it."""
+    if config.rollout.program or any(":" in one.function for one in config.reward.named):
         check_reward(config)
     model = find_file(config.model.path)
     if config.rollout.stop and model.is_dir():

@@ -259,15 +259,17 @@ def _clips_gpg(config: Config) -> bool:
 
 
 def check_reward(config: Config) -> None:
-    """Load the reward in a worker process, as a run does, so that its import can neither end nor hang this process.
-    Raises BadInput if it can't be loaded."""
+    """Load the reward and the rollout program, each in a worker process as a run does, so that their import can neither
+    end nor hang this process. Raises BadInput if one can't be loaded."""
 
-    async def load() -> None:
+    async def load(program: str = "") -> None:
         reward = config.reward.model_copy(update={"workers": 1})
-        async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
+        async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s, program=program):
             pass
 
     asyncio.run(load())
+    if config.rollout.program:
+        asyncio.run(load(config.rollout.program))
 
 
 def with_model_folder(config: Config) -> Config:

@@ -23,7 +23,15 @@ from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import read_run
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.planning import Planned, Sensitivity, find_plan, measured_model, plan_sensitivity, prior_model
+from engine.tools.planner.planning import (
+    Planned,
+    Sensitivity,
+    best_off_policy,
+    find_plan,
+    measured_model,
+    plan_sensitivity,
+    prior_model,
+)
 from engine.tools.planner.probes import measured_step_s, probe_run, probe_settings
 from engine.tools.planner.search import Ranked, change_config, core_layout, count_devices, on_cpu
 from tasks import console
@@ -72,9 +80,11 @@ def make_plan(
         )
     else:
         model = prior_model(config, device, _lengths(lengths, config))
-    plan = find_plan(model, count or count_devices(config))
+    count = count or count_devices(config)
+    plan = find_plan(model, count)
     changes = list(plan_sensitivity(plan))
     _print(plan, changes)
+    _print_off_policy(plan, count)
     best = _tuned(config, plan) if autotune else plan.best[0]
     if out is not None:
         write_atomically(out, _recipe(given, plan, best))
@@ -214,3 +224,16 @@ def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
     console.print_page(f"\n{align_columns(list(_whole_run(plan, changes)))}")
     console.print_page("without start and evaluations; from and to: under the other conditions above")
     console.print_table("Assumptions", plan.model.assumptions)
+
+
+def _print_off_policy(plan: Planned, count: int) -> None:
+    rows = [
+        [mode, best, "", ""]
+        if isinstance(best, str)
+        else [mode, f"{best.step_s:.3g} s", f"{plan.best[0].step_s / best.step_s:.2f}", str(best.candidate)]
+        for mode, best in best_off_policy(plan, count)
+    ]
+    if rows:
+        columns = ["off-policy", "step", "× the best above", "settings"]
+        console.print_page(f"\n{align_columns([columns, *rows])}")
+        console.print_page("never chosen by a plan: they train on responses of older weights (docs/modes.md)")

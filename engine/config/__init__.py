@@ -14,11 +14,12 @@ from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.rules import BATCH_SCOPE, BATCH_SCOPE_LOSSES, RULES
 from engine.config.stages import Stage
 from engine.config.training import Algorithm, Attention, Bapo, Checkpoint, Cluster, M2po, Parallel, Platform, Train
-from engine.config.tree import WINDOW_PER_STAGE, Tree
+from engine.config.tree import WINDOW_PER_STAGE, WINDOWS_TOGETHER, Tree
 
 __all__ = [
     "BATCH_SCOPE",
     "BATCH_SCOPE_LOSSES",
+    "WINDOWS_TOGETHER",
     "WINDOW_PER_STAGE",
     "Algorithm",
     "Attention",

@@ -127,7 +127,8 @@ class Data(Table):
     prompt_template: str = "{problem}"
     """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around the row's
     messages, or around the problem as one user message. `{NAME}` in a text stands for another column of the row, unless
-    it is the argument of a LaTeX command; `{{NAME}}` stands for the text {NAME}."""
+    it is the argument of a LaTeX command; `{{NAME}}` stands for the text {NAME}. With rollout.program any text that its
+    conversations begin with."""
     system: str = ""
     """System message put before a row's messages that have none, in training and evaluation. Needs "chat"."""
     instruction: str = ""
@@ -168,8 +169,6 @@ class Data(Table):
 
     @model_validator(mode="after")
     def _check_template(self) -> Data:
-        if self.prompt_template != "chat" and "{problem}" not in self.prompt_template:
-            raise ValueError('data.prompt_template must contain "{problem}" or be "chat"')
         for key in ("system", "instruction", "chat_template_kwargs"):
             if getattr(self, key) and self.prompt_template != "chat":
                 raise ValueError(

@@ -6,7 +6,6 @@ from engine.config.table import keys_in
 from engine.config.tree import Tree
 
 NO_LORA = "not supported: LoRA and other adapters; all weights are trained"
-NO_TURNS = "not supported: several turns and tools in a rollout; a program of your own can have them (docs/service.md)"
 NO_HUB = "not supported: the policy of a run is a Hugging Face folder; `hf upload OWNER/NAME RUN/policy` uploads it"
 NO_TRACKER = "not supported: trackers beside MLflow, which every run has (tracking.uri)"
 NO_CRITIC = "not supported: critics and value models"
@@ -16,6 +15,7 @@ OTHER_NAMES = {
     "accumulation_steps": NO_BATCH,
     "adam_beta1": "train.betas",
     "adam_beta2": "train.betas",
+    "agent_loop_config_path": "rollout.program",
     "adv_estimator": "algorithm.advantage",
     "advantage_estimator": "algorithm.advantage",
     "beta": "algorithm.kl_coef",
@@ -29,6 +29,7 @@ OTHER_NAMES = {
     "clip_ratio_low": "algorithm.clip_low",
     "context_parallel_size": "parallel.context",
     "critic": NO_CRITIC,
+    "custom_generate_function_path": "rollout.program",
     "custom_reward_function.name": "reward.function",
     "custom_reward_function.path": "reward.function",
     "delta": "algorithm.dual_clip",
@@ -64,12 +65,13 @@ OTHER_NAMES = {
     "lr_scheduler_type": "train.schedule",
     "lr_warmup_steps": "train.warmup_steps",
     "mask_truncated_completions": "algorithm.mask_truncated",
+    "max_assistant_turns": "rollout.max_turns",
     "max_completion_length": "rollout.max_new_tokens",
     "max_grad_norm": "train.max_grad_norm",
     "max_prompt_length": "rollout.max_context",
     "max_response_length": "rollout.max_new_tokens",
     "max_steps": "train.steps",
-    "multi_turn": NO_TURNS,
+    "multi_turn": "rollout.program",
     "n_gpus_per_node": "not a key: the ranks are the product of the keys of parallel, on parallel.nodes",
     "n_samples_per_prompt": "rollout.group_size",
     "nnodes": "parallel.nodes",

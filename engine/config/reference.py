@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -19,13 +20,39 @@ Every key of a recipe. Generated from `engine/config` by `python -m engine.confi
 edit the docstrings there. A recipe is a TOML file with these tables. `--set table.key=value` overrides a key,
 `--set table.table.key=value` a key of a table inside a table. NAME stands for a name of your choice: there may be
 several such tables. `base = "other.toml"` at the top of a recipe makes it a variant of that recipe, in the same
-folder: only the keys that the variant sets differ. An unknown key is refused with the nearest valid one, a value out of
-range with the range. Keys that can't be combined are refused too (`engine/config/rules.py`).
+folder: only the keys that the variant sets differ. `metronome init` writes a recipe. With a first line `#:schema` and
+the path of `infra/recipes/schema.json`, editors that know taplo (VS Code: Even Better TOML) complete and check keys. An
+unknown key is refused with the nearest valid one, a value out of range with the range. Keys that can't be combined are
+refused too (`engine/config/rules.py`).
 """
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 """JSON schema's name of a bound → its words on the page."""
+_SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z\"`])")
 NAMES = {"boolean": "true or false", "array": "list", "object": "table"}
 """JSON schema's name of a type → its name on the page, where the two differ."""
+
+
+MAIN_KEYS = (
+    *("model.path", "data.train", "data.heldout", "reward.function"),
+    *("rollout.engine", "rollout.devices", "rollout.group_size", "rollout.max_new_tokens"),
+    *("train.mode", "train.steps", "train.prompts_per_step", "train.learning_rate"),
+)
+"""The twelve keys that most recipes set first."""
+
+
+def meaning_of(key: str) -> str:
+    """The first sentence of what a dotted key means, and its values where they are few. Raises KeyError for no key of
+    the config."""
+    table, _, name = key.rpartition(".")
+    field = dict(tables_in(Config))[table].model_fields[name]
+    first = str(_SENTENCE.split(" ".join((field.description or "").split()))[0])
+    values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return first.removesuffix(".") + f": {', '.join(map(json.dumps, values))}." if values else first
+
+
+def main_keys() -> str:
+    """The keys of MAIN_KEYS with their meanings, one a paragraph."""
+    return "\n\n".join(f"{key}: {meaning_of(key)}" for key in MAIN_KEYS)
 
 
 def reference_page() -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, WithJsonSchema, field_validator
 
 from engine.config.table import Table
+
+NAMES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+"""What a key takes whose list is joined with commas."""
 
 
 class Evaluate(Table):
     """How a model is evaluated on benchmarks."""
 
-    benchmark: str = ""
+    benchmark: Annotated[str, WithJsonSchema(NAMES)] = ""
     """Benchmarks: names (aime24, aime25, amc, amc24, math500, minerva, olympiadbench) or problem files, several as a
     list or separated by commas. The first decides on the champion. Empty: the problems of data.heldout."""
     folder: str = ""
@@ -66,12 +69,18 @@ class ServiceLimits(Table):
     requests under way included. A put beyond it is refused for now."""
 
 
+Also = Literal["wandb", "trackio", "tensorboard"]
+
+
 class Tracking(Table):
-    """Where MLflow keeps the run's parameters and metrics."""
+    """Where MLflow keeps the run's parameters and metrics, and who else gets the figures."""
 
     uri: str = ""
     """Tracking URI of MLflow, without a password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD give that.
     Empty: the environment's MLFLOW_TRACKING_URI, or without one an sqlite file in `run.output`, which needs no
     server."""
     experiment: str = "metronome"
-    """Name of the MLflow experiment."""
+    """Name of the MLflow experiment, and of the project in wandb and trackio."""
+    also: tuple[Also, ...] = ()
+    """Further trackers that get the figures of each step and evaluation, by their own packages, which are extras of
+    Metronome: "wandb", "trackio", "tensorboard" (into tensorboard/ of the run folder)."""

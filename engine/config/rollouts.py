@@ -93,9 +93,10 @@ class Rollout(Table):
     share_devices: bool = False
     """Let vLLM instances use devices of trainer ranks, as where a machine has only one. `gpu_memory_utilization` in
     [rollout.vllm] must then say vLLM's share of the memory. Weights travel by "file" or "gloo"."""
-    concurrency: PositiveInt = 4
-    """Largest number of groups in flight on one instance. With fewer, training starts earlier; with more, decoding is
-    faster."""
+    concurrency: PositiveInt | Literal["all"] = 4
+    """Whole groups that are in flight on one instance at a time. With fewer, training starts earlier; with more,
+    decoding is faster. A response that ends frees its slot at once; the next group is sent when it has a slot for each
+    of its responses. "all": so many that a whole batch is sent at once, evenly to all instances."""
     group_size: PositiveInt = 8
     """Responses sampled for each prompt (G). Every advantage but "reinforce_plus_plus" needs at least 2."""
     max_context: PositiveInt = 2048

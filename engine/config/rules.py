@@ -282,6 +282,12 @@ def _check_dynamic_sampling(config: Tree) -> None:
         )
 
 
+def _check_template(config: Tree) -> None:
+    template = config.data.prompt_template
+    if not (template == "chat" or "{problem}" in template or (config.rollout.program and template)):
+        raise ValueError('data.prompt_template must contain "{problem}" or be "chat"')
+
+
 def _check_partial(config: Tree) -> None:
     mode = config.train.mode
     if config.rollout.partial and config.rollout.program:
@@ -498,8 +504,9 @@ def _check_store(config: Tree) -> None:
 RULES: tuple[Callable[[Tree], None], ...] = (
     _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_profile,
     _check_learning_rate, _check_early_scores, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial,
-    _check_ratio,
-    _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_cluster, _check_store,
+    _check_ratio, _check_template,
+    _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_cluster,
+    _check_store,
     check_no_password,
 )  # fmt: skip
 """All rules, in the order in which they are checked; the first that does not hold is reported."""

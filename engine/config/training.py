@@ -339,7 +339,7 @@ class Platform(Table):
     memory_gib: PositiveFloat = 64.0
     """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
     network_gbps: PositiveFloat = 200.0
-    """Gbit/s between nodes, by which `metronome plan` counts weights and gradients. AsyncFlow has 100 (§6.1)."""
+    """Gbit/s between nodes, by which `metronome plan` counts weights and gradients; 100 in Periodic Asynchrony (§6)."""
     peak_tflops: float = Field(default=0.0, ge=0)
     """Peak dense TFLOP/s (10¹² operations per second) of one of the trainer's devices, for `mfu` in steps.jsonl. 0: the
     published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""

@@ -120,14 +120,12 @@ def render_chat(
     # `apply_chat_template` does the same, but passes no function to the template, and so no clock.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    given = {**tokenizer.special_tokens_map, **variables}
+    given = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **variables}
     if clock is not None:
         given["strftime_now"] = clock.strftime
     try:
         template = _compile_jinja_template(tokenizer.get_chat_template())
-        return str(
-            template.render(messages=messages, tools=None, documents=None, add_generation_prompt=begins_answer, **given)
-        )
+        return str(template.render(messages=messages, add_generation_prompt=begins_answer, **given))
     except (
         TemplateError,
         TypeError,

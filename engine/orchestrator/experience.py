@@ -80,7 +80,11 @@ class RowCheck:
                 "(rollout.group_size)"
             )
         lengths = tuple(len(response.token_ids) for response in group.responses)
-        if (row.tokens, row.lengths) != (len(group.prompt.token_ids) + sum(lengths), lengths) or row.mini_batch:
+        if (
+            (row.tokens, row.lengths) != (len(group.prompt.token_ids) + sum(lengths), lengths)
+            or row.mini_batch
+            or row.window
+        ):
             return (
                 "its tokens and lengths do not match its columns, or its mini_batch is set, which only the "
                 "orchestrator may set"
@@ -312,7 +316,7 @@ class Experience:
             raise BadInput(wrong)
         if not 0 < len(request.seeds) <= most or any(not 0 <= seed < 2**63 for seed in request.seeds):
             raise BadInput(f"seeds: expected 1 to {most} (rollout.group_size) numbers of 0 to 2^63 - 1")
-        places = self._config.rollout.concurrency * max(1, self._service.pool.size)
+        places = self._config.groups_in_flight * max(1, self._service.pool.size)
         if self._sampling >= SAMPLED_AT_ONCE * places:
             raise ServiceFull(f"{self._sampling} groups are being sampled for programs outside; ask again later")
         self._sampling += 1

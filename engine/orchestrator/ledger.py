@@ -29,7 +29,8 @@ class Windows:
     bubble: int = 0
     """Tokens that a replica group could train while its pipeline fills and drains, which happens once per window."""
     together: int = 1
-    """Number of windows that a replica group gets as one if their rows are already waiting (arrival order only)."""
+    """Number of windows that a replica group gets as one if their rows are already waiting. In prompt order only with
+    `bubble`."""
 
 
 class Ledger:
@@ -59,6 +60,8 @@ class Ledger:
         """By index: the replica group that holds the row's early scores."""
         self._ordered: list[list[int]] = []
         """Windows in prompt order, as far as they are known."""
+        self._window_of: dict[int, int] = {}
+        """By index: the number of its window in `_ordered`."""
         self._taken = [0] * windows.replica_groups
         """By replica group: how many windows of `_ordered` it has taken."""
         self._tokens_given = [[0] * windows.replica_groups for _ in range(windows.updates)]
@@ -141,8 +144,9 @@ class Ledger:
         count = self._count_fitting(free, self._largest(replica_group, budget, free, mini_batch))
         for _ in range(1, self._joined(budget, free, mini_batch)):
             more = self._count_fitting(free[count:], budget)
-            if count + more == len(free) or count + more > self._most:
-                break  # it can still grow, or is too large for one replica group
+            can_grow = count + more == len(free) and not self._windows.bubble
+            if not more or can_grow or count + more > self._most:
+                break  # nothing waits, or it can still grow, or is too large for one replica group
             count += more
         window = free[:count]
         self._tokens_given[mini_batch][replica_group] += sum(self._tokens[index] for index in window)
@@ -207,10 +211,16 @@ class Ledger:
     def _ordered_window(self, replica_group: int, budget: int) -> list[int]:
         self._cut_windows(budget)
         number = replica_group + self._taken[replica_group] * self._windows.replica_groups
-        if number >= len(self._ordered):
-            return []
-        self._taken[replica_group] += 1
-        return self._ordered[number]
+        mine = self._ordered[number :: self._windows.replica_groups][
+            : self._windows.together if self._windows.bubble else 1
+        ]
+        mine = [one for one in mine if self._mini_batches[one[0]] == self._mini_batches[mine[0][0]]]
+        self._taken[replica_group] += len(mine)
+        return [index for one in mine for index in one]
+
+    def window(self, index: int) -> int:
+        """Return the number of a leased row's window in prompt order; 0 in arrival order."""
+        return self._window_of.get(index, 0)
 
     def _cut_windows(self, budget: int) -> None:
         """Cut the next rows in prompt order into windows, for as long as the end of the next window is known."""
@@ -224,6 +234,7 @@ class Ledger:
             count = self._count_fitting(ready, budget)
             if not ready or (count == len(ready) and count < self._most and last < border):
                 return
+            self._window_of |= dict.fromkeys(ready[:count], len(self._ordered))
             self._ordered.append(ready[:count])
 
     def _count_fitting(self, indices: Sequence[int], budget: int) -> int:
@@ -261,6 +272,7 @@ class Ledger:
         self._done.clear()
         self._early_replica_group.clear()
         self._ordered.clear()
+        self._window_of.clear()
         self._taken = [0] * self._windows.replica_groups
         self._tokens_given = [[0] * self._windows.replica_groups for _ in self._tokens_given]
 

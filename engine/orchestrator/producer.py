@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from engine.data.loader import sampling_seed
 from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.dynamic_sampling import DynamicSampling
-from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.instance import Instance, Place
 from engine.orchestrator.pool.instance_client import (
     BrokenReply,
     Busy,
@@ -139,8 +139,8 @@ class Producer:
         """Generate a group for each (epoch, prompt). `put` gets each finished group, `on_finished` each finished
         response, and `sampled` each group once all of its responses have arrived, before they are scored.
 
-        Groups are sent out in order and in limited number, so that whole groups finish early and training can start
-        early. The first failure cancels the rest and is raised.
+        Groups are sent out in order, and each as a whole once an instance has a slot for each of its responses, so that
+        whole groups finish early and training can start early. The first failure cancels the rest and is raised.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -197,7 +197,9 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
-                    while selection.wants(tried, len(running), self._pool.serving * self._pool.concurrency):
+                    while selection.wants(
+                        tried, len(running), self._pool.serving * self._pool.slots // self._group_size
+                    ):
                         epoch, prompt = next(prompts)
                         running.add(
                             tasks.create_task(
@@ -291,19 +293,20 @@ class Producer:
         """
         asked_at = time.monotonic()
         async with self._pool.borrow(
-            work.failed_on, bool(work.so_far or work.episodes), self._oldest_version(work.step)
+            work.failed_on, bool(work.so_far or work.episodes), self._oldest_version(work.step), len(missing)
         ) as place:
             if work.refused_since is not None:
                 work.refused_since += time.monotonic() - asked_at
             work.failed_on = ()
             numbers = missing[:1] if place.trial else missing
             began = time.monotonic()
-            beside = place.instance.groups
+            beside = place.instance.responses
             async with asyncio.TaskGroup() as sampling:
                 for number in numbers:
-                    sampling.create_task(self._sample_response(work, number, place.instance))
+                    sampling.create_task(self._sample_in_slot(work, number, place))
             if len(numbers) == self._group_size and not work.missing and not work.so_far:
-                place.instance.record_group(time.monotonic() - began, max(beside, place.instance.groups))
+                beside = max(beside, place.instance.responses)
+                place.instance.record_group(time.monotonic() - began, beside / self._group_size)
         if work.busy:
             work.busy = False
             await asyncio.sleep(BUSY_S)
@@ -317,6 +320,13 @@ class Producer:
         if not self._pool.synced or config.train.mode != "bounded":
             return None
         return Schedule.of(config.train, config.rollout.partial).accepted(step).start
+
+    async def _sample_in_slot(self, work: _PendingGroup, number: int, place: Place) -> None:
+        """Sample one response, and free its slot when it ends, whatever the rest of its group does."""
+        try:
+            await self._sample_response(work, number, place.instance)
+        finally:
+            self._pool.free_slot(place)
 
     async def _sample_response(self, work: _PendingGroup, number: int, instance: Instance) -> None:
         """Sample one response on `instance`, or note in `work` that the instance failed on it.
@@ -355,12 +365,19 @@ class Producer:
     async def _run_program(
         self, programs: ProgramPool, work: _PendingGroup, number: int, instance: Instance
     ) -> PackedResponse | None:
-        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: all turns are
-        then sampled again with the same seeds, elsewhere if another instance serves."""
+        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: the turn, or
+        all turns, are then sampled again with the same seeds, elsewhere if another instance serves."""
         if number not in work.episodes:
             work.episodes[number] = programs.begin_episode(work.prompt, work.seeds[number], self._sampling)
         episode = work.episodes[number]
-        while (turn := await episode.next_turn()) is not None:
+        while True:
+            began = time.time()
+            turn = await episode.next_turn()
+            self._trace.add_span(
+                "program", began, time.time(), lane="programs", step=work.step, group=work.index, number=number
+            )
+            if turn is None:
+                return episode.response()
             sampled = await self._sample_turn(
                 work=work,
                 number=number,
@@ -369,12 +386,11 @@ class Producer:
                 sampling=turn.sampling,
                 seed=turn.seed,
             )
-            if sampled is None:  # its process may be needed by an episode of the same group that goes on
+            if sampled is None:
                 work.so_far.pop(number, None)
-                episode.repeat()
+                episode.wait_for_instance(keep=not work.busy)  # a paused instance gets new weights
                 return None
             episode.add_turn(sampled)
-        return episode.response()
 
     async def _sample_turn(
         self,

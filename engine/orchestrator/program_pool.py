@@ -127,6 +127,9 @@ class ProgramPool:
         ]
         self._freed = asyncio.Event()
         self._wanted_alone = 0
+        self.waiting: set[Episode] = set()
+        """Episodes that wait for an instance, until the others of their group have ended or failed too. They may keep
+        their process only while no episode wants it for itself: that one may be of the same group."""
         self._attempts = 0
 
     async def start(self, tokenizer: LoadTokenizer) -> None:
@@ -153,6 +156,9 @@ class ProgramPool:
         """Return the process with the fewest episodes, and a number for the attempt. `alone`: wait for a process
         without any."""
         self._wanted_alone += alone
+        if alone:
+            for episode in list(self.waiting):
+                episode.repeat()
         try:
             while (found := self._pick(alone)) is None:
                 self._freed.clear()
@@ -169,6 +175,11 @@ class ProgramPool:
             return next((worker for worker in self._workers if not worker.inboxes), None)
         open_ones = [worker for worker in self._workers if not worker.alone and not self._wanted_alone]
         return min(open_ones, key=lambda worker: len(worker.inboxes), default=None)
+
+    @property
+    def wanted_alone(self) -> bool:
+        """Whether an episode waits for a process without any."""
+        return self._wanted_alone > 0
 
     def free_worker(self, worker: _ProgramWorker, attempt: int) -> None:
         """Forget an attempt."""
@@ -195,6 +206,8 @@ class _Conversation:
     cut: bool = False
     """Whether a limit of the response ended it."""
     asked: TurnRequest | None = None
+    kept: bool = False
+    """Whether an instance has failed on the turn that is asked for."""
 
 
 class Episode:
@@ -224,6 +237,7 @@ class Episode:
         If its process dies, the program begins again with the same seeds. Raises RewardError if it fails or takes too
         long and the recipe says "stop".
         """
+        self._pool.waiting.discard(self)
         while self._talk.asked is None and not self._over:
             try:
                 await self._take_message()
@@ -309,8 +323,13 @@ class Episode:
         self._talk.mask += (b"\x01" if sampled else b"\x00") * len(token_ids)
 
     def add_turn(self, turn: PackedResponse) -> None:
-        """Add a turn that was sampled, and give it to the program."""
+        """Add a turn that was sampled, and give it to the program. The response begins again instead if an instance
+        failed and another has other weights."""
         assert self._talk.asked is not None, "`next_turn` comes first"
+        if self._talk.kept and self._talk.versions and turn.versions[:1] != ((0, self._talk.versions[-1][1]),):
+            self.repeat()
+            return
+        self._talk.kept = False
         begun = len(self._talk.token_ids)
         for start, version in turn.versions:
             if not self._talk.versions:
@@ -400,10 +419,20 @@ class Episode:
             self._leave()
 
     def repeat(self) -> None:
-        """Begin again with the same seeds: the instance failed on a turn."""
+        """Begin again with the same seeds."""
+        self._pool.waiting.discard(self)
         self._stop()
         self._forget()
 
+    def wait_for_instance(self, keep: bool) -> None:
+        """The instance failed on a turn, which another is asked for later. `keep`: the turns before may stay; else the
+        response begins again, as it does where another episode wants the process or has it for itself."""
+        self._pool.waiting.add(self)
+        self._talk.kept = True
+        if not keep or self._alone or self._pool.wanted_alone:
+            self.repeat()
+
     def close(self) -> None:
         """Stop the program if it is not over."""
+        self._pool.waiting.discard(self)
         self._stop()

@@ -59,7 +59,6 @@ async def rollout_service(
         trace=trace,
         synced=synced,
         notices=notices,
-        group_size=group_size,
     )
     verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
     programs = ProgramPool(config, folder / "logs" / "program.log") if config.rollout.program else None

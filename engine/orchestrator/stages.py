@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from engine.config import BATCH_SCOPE, WINDOW_PER_STAGE, Config
+from engine.config import BATCH_SCOPE, WINDOWS_TOGETHER, Config
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput, TransferError
 from engine.orchestrator.ledger import Windows
@@ -42,7 +42,7 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
             updates=train.updates,
             least=config.least_window_tokens,
             bubble=config.bubble_tokens,
-            together=WINDOW_PER_STAGE if lease_s is None and config.parallel.pipeline == 1 else 1,
+            together=WINDOWS_TOGETHER if lease_s is None else 1,
         ),
         whole=config.algorithm.advantage in BATCH_SCOPE,
     )

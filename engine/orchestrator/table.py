@@ -153,7 +153,7 @@ class RowTable:
             if all(column in known.columns for column in row.columns):
                 return False
             raise ServiceConflict(f"step {row.step} already has another group {row.index} (different digest)")
-        step.rows[row.index] = replace(row, columns=(), mini_batch=0)
+        step.rows[row.index] = replace(row, columns=(), mini_batch=0, window=0)
         self._add_columns(step, row.index, row.columns)
         return True
 
@@ -282,7 +282,11 @@ class RowTable:
         step = self._steps[held.step]
         ledger = step.ledgers[held.stage]
         return tuple(
-            replace(step.rows[index].only(columns or needs), mini_batch=ledger.mini_batch(index))
+            replace(
+                step.rows[index].only(columns or needs),
+                mini_batch=ledger.mini_batch(index),
+                window=ledger.window(index),
+            )
             for index in held.indices
         )
 

@@ -136,10 +136,14 @@ class VerifierPool:
         self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()
 
     @classmethod
-    def of(cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0) -> VerifierPool:
-        """Create the pool that a recipe describes. Other arguments are as in `__init__`."""
+    def of(
+        cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0, program: str = ""
+    ) -> VerifierPool:
+        """Create the pool that a recipe describes. `program`: a rollout program, whose loading is tried in place of the
+        reward's. Other arguments are as in `__init__`."""
+        rewards = [WeightedFunction(one.function, one.weight, one.name) for one in reward.named]
         return cls(
-            reward=[WeightedFunction(one.function, one.weight, one.name) for one in reward.named],
+            reward=[WeightedFunction(program, program=True)] if program else rewards,
             workers=reward.workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -78,12 +80,17 @@ class Packing:
     device: torch.device = torch.device("cpu")
 
     def rows(self, window: Sequence[Group]) -> list[PackedRow]:
-        """Return this replica's rows of a window.
+        """Return this replica's rows of a window. Several windows in prompt order that were given as one are packed
+        each by itself, so that the rows do not depend on how many were.
 
         A group larger than the budget is split, and each part computes the prompt again. Replicas in lockstep take
         turns with the rows and all compute the same number: a replica that would have one row less gets FILLER.
         """
-        packed = list(pack_parts([part for group in window for part in self._parts(group)], self.budget))
+        apart = groupby(window, key=attrgetter("window"))
+        return [row for _, groups in apart for row in self._rows(groups)]
+
+    def _rows(self, groups: Iterable[Group]) -> list[PackedRow]:
+        packed = list(pack_parts([part for group in groups for part in self._parts(group)], self.budget))
         number, count = self.share
         mine = packed[number::count]
         fillers = -(-len(packed) // count) - len(mine)

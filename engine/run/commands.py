@@ -184,11 +184,12 @@ def _embedded(config: Config, model: Path, name: str, number: int, port_file: Pa
         "--model": str(model),
         "--name": name,
         "--port-file": str(port_file),
-        "--slots": str(rollout.concurrency * rollout.group_size),
+        "--slots": str(config.slots),
         "--max-context": str(rollout.max_context),
         "--threads": str(config.instance_threads),
         "--dtype": config.model.dtype,
     }
     if cores:
         arguments["--cores"] = ",".join(map(str, cores))
-    return python_command("engine.instance.embedded", *(part for pair in arguments.items() for part in pair)), {}
+    given = [*(part for pair in arguments.items() for part in pair), *(["--conversations"] if rollout.program else [])]
+    return python_command("engine.instance.embedded", *given), {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -251,7 +252,15 @@ def dump_config(config: Config, path: Path) -> None:
     write_atomically(path, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
 
 
-def _turns(response: Response, decode: Callable[[Sequence[int]], str]) -> list[list[str]]:
-    """The parts of a conversation as [role, text]. Those of the model are trained, those of the environment are not."""
-    parts = groupby(zip(response.loss_mask, response.token_ids, strict=True), key=lambda pair: bool(pair[0]))
-    return [["model" if own else "environment", decode([token for _, token in part])] for own, part in parts]
+def _turns(response: Response, decode: Callable[[Sequence[int]], str]) -> list[dict[str, object]]:
+    """The parts of a conversation. Those of the model are trained, and have the versions of their weights."""
+    starts = [start for start, _ in response.versions]
+    found: list[dict[str, object]] = []
+    for own, part in groupby(range(len(response.token_ids)), key=lambda place: bool(response.loss_mask[place])):
+        places = list(part)
+        turn = {"role": "model" if own else "environment", "text": decode([response.token_ids[one] for one in places])}
+        found.append({**turn, "trained": own, "tokens": len(places)})
+        if own:
+            numbers = {bisect_right(starts, place) - 1 for place in places}
+            found[-1]["versions"] = sorted({response.versions[number][1] for number in numbers if number >= 0})
+    return found

@@ -227,17 +227,18 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     """The memory of one device of a rollout instance, and its key-value cache.
 
     vLLM gives the remaining memory to the key-value cache, and one response at full length must fit. The embedded
-    engine reserves memory for all slots, in fp32; it keeps bf16 weights twice (`Linear` of its model).
+    engine reserves memory for all slots, in fp32, and with a rollout program keeps as many conversations beside them; it
+    keeps bf16 weights twice (`Linear` of its model).
     """
     rollout = config.rollout
     size = BYTES[config.model.dtype] if rollout.engine == "vllm" else BYTES["float32"]
     weights = rank_parameters(shape, _alone(config), 0).total * size
     heads = max(1, shape.kv_heads // rollout.tensor)
     per_token = 2 * shape.layers * heads * shape.head_dim * size
-    wanted = rollout.concurrency * rollout.group_size * rollout.max_context
+    wanted = config.slots * rollout.max_context
     vllm = rollout.engine == "vllm"
     share = _engine_share(config) if vllm else 1.0
-    least = rollout.max_context if vllm else wanted
+    least = rollout.max_context if vllm else wanted * (2 if rollout.program else 1)
     terms = (
         Term("weights", weights, f"{weights / size / 1e6:,.1f} M parameters × {size} bytes"),
         Term("engine", ENGINE_GIB * GIB if vllm else 0.0, "our allowance"),

@@ -51,7 +51,7 @@ def instance_command_line(
         "--model": str(model),
         "--name": name,
         "--port-file": str(port_file),
-        "--slots": str(rollout.concurrency * rollout.group_size),
+        "--slots": str(config.slots),
         "--max-context": str(rollout.max_context),
         "--dtype": config.model.dtype,
         "--head-dtype": config.model.head_dtype,
@@ -146,5 +146,5 @@ def _cache_gib(config: Config, model: Path) -> int:
     size = 4 if config.model.dtype == "float32" else 2
     token = 2 * shape["num_hidden_layers"] * (shape.get("num_key_value_heads") or heads) * width * size
     rollout = config.rollout
-    tokens = rollout.concurrency * rollout.group_size * rollout.max_context
+    tokens = config.slots * rollout.max_context
     return min(CPU_CACHE_GIB, max(1, math.ceil(token * tokens / rollout.tensor / GIB)))

@@ -26,12 +26,14 @@ LANES = {
     "instances": "weights on their way to all instances",
     "pool ": "the state of an instance: whether it takes prompts",
     "verifier": "the calls of the reward",
+    "programs": "the rollout program of a response, before, between and after its turns",
 }
 """What a lane shows, by the beginning of its name. Other lanes are instances that joined under their own names."""
 
 KINDS = {
     "rollout": "a response is sampled",
     "verify": "a response is scored",
+    "program": "the program runs: tools, environment, score",
     "wait": "the trainer waits for a group",
     "train": "forward and backward pass of a window of groups",
     "score": "log-probabilities under the old policy or the reference",
@@ -69,6 +71,7 @@ def legend_entries(lanes: Iterable[str], kinds: Iterable[str]) -> list[tuple[str
 COLORS = {
     "rollout": "#4e79a7",
     "verify": "#b07aa1",
+    "program": "#499894",
     "wait": "#d3d3d3",
     "train": "#59a14f",
     "score": "#8cd17d",

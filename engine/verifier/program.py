@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
@@ -128,6 +129,9 @@ class Chat:
         self._last: Turn | None = None
         self._waiting: asyncio.Future[TurnSampled] | None = None
         self._history: list[Mapping[str, Any]] = [{"role": "user", "content": prompt.problem}]
+        self._prompt = prompt
+        self.length = len(prompt.token_ids)
+        """Tokens of the prompt and of everything up to the last turn."""
 
     async def complete(self, *, stop: str | Sequence[str] = (), max_new_tokens: int = 0) -> Turn:
         """Sample the next turn. Its tokens are trained.
@@ -139,6 +143,7 @@ class Chat:
             raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
         stops = tuple(map(self._tokenizer.one_token, (stop,) if isinstance(stop, str) else stop))
         self._waiting = asyncio.get_running_loop().create_future()
+        self.length += len(self._appended)
         appended = pack_ids(self._appended)
         self._appended = []
         self._channel.send(SampleTurn(self._number, appended, stops, max(0, int(max_new_tokens))))
@@ -149,6 +154,7 @@ class Chat:
         token_ids = open_ids(sampled.token_ids)
         if not len(token_ids):
             raise OutOfRoom("the response has no token or no turn left")
+        self.length += len(token_ids)
         self._last = Turn(self._tokenizer.decode(token_ids), token_ids, sampled.finish_reason)
         self._history.append({"role": "assistant", "content": self._last.text})
         return self._last
@@ -179,6 +185,29 @@ class Chat:
             ids = ids[1:]  # the end of the turn was sampled
         self._history += messages
         self._appended += ids
+
+    def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
+        """Say which messages the prompt begins, before the first turn. What follows the prompt in their chat template
+        is appended. `variables`: the template's own. Raises BadInput if the prompt is not how they begin."""
+        text = render_chat(self._tokenizer.hf, messages, variables)
+        token_ids = self._tokenizer.encode(text)
+        count = len(self._prompt.token_ids)
+        if token_ids[:count] != list(self._prompt.token_ids):
+            raise BadInput(
+                f"the messages in the chat template are {text!r:.300}, which does not begin with the prompt "
+                f"{self._tokenizer.decode(self._prompt.token_ids)!r:.300} (data.prompt_template)"
+            )
+        self._history = list(messages)
+        self._appended += token_ids[count:]
+
+    def openai(self) -> AbstractAsyncContextManager[tuple[str, str]]:
+        """Let an agent that speaks OpenAI's API have this conversation: `async with chat.openai() as (base_url, key)`.
+
+        Each of its chat completions is a turn (docs/programs.md). Raises OutOfRoom as `complete` does.
+        """
+        from engine.verifier.openai_server import serve_conversation  # aiohttp takes a third of a second
+
+        return serve_conversation(self)
 
     def receive_turn(self, sampled: TurnSampled) -> None:
         """Give the program the turn that it waits for."""

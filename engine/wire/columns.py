@@ -104,6 +104,9 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     columns: tuple[Column, ...]
     mini_batch: int = 0
     """Number of the step's update that trains it; set by the table."""
+    window: int = 0
+    """In prompt order: number of the step's window that it belongs to; set by the table. Windows that are given as one
+    are packed each by itself."""
 
     def column(self, name: str) -> Column:
         """Return the column with this name. Raises KeyError if the row does not have it."""
@@ -364,6 +367,7 @@ def open_group(
         scores=_rewards(row, reward_weights or {}) if SCORES in names else (),
         batch=batch,
         mini_batch=row.mini_batch,
+        window=row.window,
         columns={column.name: open_values(row, column.name) for column in row.columns if column.name not in OWN},
     )
 

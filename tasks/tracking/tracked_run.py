@@ -27,6 +27,7 @@ from tasks.console import own_program, print_error
 from tasks.fenced import run_folder
 from tasks.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
+from tasks.tracking.others import OtherTrackersThread, check_others
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_while_away
 from tasks.tracking.sqlite_store import sqlite_file, whole_store
 
@@ -93,6 +94,7 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     run_id = run.info.run_id
     mirror = Mirror(run, config, {**_tags(config), **tags})
     thread = MirrorThread(mirror, run_id)
+    others = OtherTrackersThread(config)
     status = "KILLED"
     patience = HURRY_S
     refused = False
@@ -111,6 +113,7 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
             run_folder(config).write_failure(error)
         raise
     finally:
+        others.close()
         missing = thread.close(patience, refused)
         _end(before if refused and before and not mirror.is_settled else status, missing)
 
@@ -209,7 +212,9 @@ def check_known(config: Config) -> None:
 
 
 def check_usable(config: Config) -> None:
-    """Check the store before a run that has no MLflow run yet. Raises BadInput if MLflow cannot use it."""
+    """Check the store before a run that has no MLflow run yet, and the packages of `tracking.also`. Raises BadInput if
+    MLflow cannot use the store, or if a package is missing."""
+    check_others(config)
     if _known(config) is not None:
         return
     try:
@@ -222,6 +227,7 @@ def check_usable(config: Config) -> None:
 def check_store(config: Config) -> None:
     """Check the store before an evaluation. Raises BadInput if MLflow refuses it. If it does not answer, only print a
     warning, because an evaluation needs no store."""
+    check_others(config)
     try:
         _connect(config)
     except STORE_ERRORS as error:

@@ -17,10 +17,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.orchestrator.pool.reply_check import Asked, check_reply
+from engine.tools.conformance.suite import RULES
 from engine.wire.columns import open_ids
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.reply_columns import CONTENT_TYPE
 from engine.wire.rollout_messages import CompletionReply
+from support.broken_engine import tried
 from support.runs import wait_for
 from support.served import (
     CONTEXT,
@@ -28,6 +30,7 @@ from support.served import (
     ENGINES,
     PROMPT,
     RIGHT,
+    TOKEN,
     VOCABULARY,
     command,
     logprobs_of,
@@ -96,6 +99,17 @@ async def until(http, **expected):
         await asyncio.sleep(0.005)
 
 
+def test_metronome_conform_finds_every_rule_kept_and_leaves_it_as_it_was(address, monkeypatch):
+    monkeypatch.setenv("METRONOME_TOKEN", TOKEN)
+    required = sum(rule.required for rule in RULES)
+    for _ in range(2):
+        holds, lines, last = tried(address)
+        assert holds
+        assert lines.keys() == {rule.name for rule in RULES}
+        assert all(line.split()[1] == "pass" for line in lines.values())
+        assert f"{required} required rules hold, and {len(RULES) - required} others" in last
+
+
 async def test_read_only_routes(http):
     assert await get(http, "/health") == (200, {"protocol": ROLLOUT_PROTOCOL})
     assert await get(http, "/weight_version") == (200, {"weight_version": 0})
@@ -107,6 +121,15 @@ async def test_read_only_routes(http):
         "generated_tokens",
         "weight_version",
     }
+
+
+async def test_an_instance_without_text_says_how_to_get_it(http):
+    """With text: test_text_routes.py."""
+    status, reply = await post(http, "/v1/completions", {"prompt": "12+34="})
+    assert (status, reply["error"]["param"]) == (400, "prompt")
+    assert "metronome serve --model" in reply["error"]["message"]
+    assert "metronome serve --model" in (await get(http, "/"))[1]["text"]
+    assert (await post(http, "/v1/chat/completions", {"messages": []}))[0] == 404
 
 
 async def test_an_instance_that_has_no_folder_for_profiles_records_none(http):

@@ -330,16 +330,6 @@ def test_a_model_without_a_chat_template_is_named(folder, tmp_path, engine):
         assert ask(url, "POST", "/v1/completions", {"model": NAME, "prompt": PROMPT})[0] == 200
 
 
-def test_an_instance_without_text_says_how_to_get_it(folder, tmp_path, engine):
-    with serving(folder, tmp_path, token=TOKEN, engine=engine) as (_, ready):
-        url = f"http://{ready['host']}:{ready['port']}"
-        status, reply = ask(url, "POST", "/v1/completions", {"prompt": PROMPT})
-        assert (status, reply["error"]["param"]) == (400, "prompt")
-        assert "metronome serve --model" in reply["error"]["message"]
-        assert "metronome serve --model" in ask(url, "GET", "/")[1]["text"]
-        assert ask(url, "POST", "/v1/chat/completions", {"messages": []})[0] == 404
-
-
 def test_the_command_serves_the_policy_of_a_run(folder, tmp_path):
     run = tmp_path / "mine"
     run.mkdir()

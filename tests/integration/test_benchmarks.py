@@ -72,8 +72,11 @@ def test_data_plane():
 
 @pytest.mark.nightly
 def test_balance():
-    small = ("--hidden", "64", "--layers", "1", "--prompts", "24", "--steps", "6")
+    small = ("--hidden", "64", "--layers", "1", "--prompts", "24", "--steps", "6", "--stages", "2")
     found = figures("balance", *small)
+    idle = found["idle"]["2 stages, sync"]
+    assert idle["together"]["windows"] < idle["apart"]["windows"]
+    assert idle["together"]["idle"] < idle["apart"]["idle"]
     assert found["measured"]["speed_up"] > 0
     assert 0 <= found["measured"]["guided"]["imbalance"] < 1  # two replicas: 1 is a replica that gets nothing
     for case in found["simulated"].values():

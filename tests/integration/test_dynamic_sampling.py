@@ -99,10 +99,6 @@ def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_
     for mode in modes:
         check(dynamic, tmp_path, mode)
 
-    hopeless = dynamic | {"run.name": "hopeless", "reward.function": f"{REWARDS}:equal"}
-    with pytest.raises(MetronomeError, match=r"step 0: only 0 of 30 prompts have responses with different rewards"):
-        run([Job(config_of(hopeless))], 300)
-
     # more prompts are tried, the same are kept
     periodic = dynamic | in_order | {"run.name": "periodic", "rollout.instances": 2}
     for more, arguments in (({"train.steps": 2}, ()), ({}, ("--resume",))):
@@ -110,6 +106,12 @@ def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_
         assert code == 0, output
     check(dynamic, tmp_path, "periodic")
     assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
+
+
+@pytest.mark.nightly  # tests/unit/orchestrator/test_dynamic_sampling.py has the rule
+def test_a_run_whose_prompts_all_have_equal_rewards_ends_with_their_number(dynamic):
+    with pytest.raises(MetronomeError, match=r"step 0: only 0 of 30 prompts have responses with different rewards"):
+        run([Job(config_of(dynamic | {"reward.function": f"{REWARDS}:equal"}))], 300)
 
 
 @pytest.mark.nightly

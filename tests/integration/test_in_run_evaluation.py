@@ -40,7 +40,7 @@ def run(settings, folder):
     return folder / settings["run.name"]
 
 
-def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropped(exact, tmp_path):
+def test_an_evaluated_run_trains_the_same_weights(exact, tmp_path):
     run(exact | {"run.name": "plain"}, tmp_path)
     keep = {"checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_best": 1}
     folder = run(exact | keep | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
@@ -60,26 +60,6 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
     assert len({row["avg_at_k"] for row in rows}) > 1, "the weights moved, so did the figure"
     assert rows[2]["against"]["weight_version"] == 0
     _never_beside_a_step(read_spans(folder / "trace"))
-
-    late = run(
-        exact
-        | {
-            "run.name": "late",
-            "evaluate.every": 2,
-            "evaluate.max_wait_s": 0,
-            "evaluate.max_new_tokens": 50,
-            "evaluate.problems": 40,
-            "evaluate.samples": 8,
-        },
-        tmp_path,
-    )
-    assert not (late / "evaluations.jsonl").exists()
-    lost = list(read_lines(late / "evaluations/dropped.jsonl"))
-    assert [row["weight_version"] for row in lost] == [0, 2]
-    for row in lost:  # at the first, the benchmarks may still be being read: they are while the first step is generated
-        landed = re.match(r"(\d+) of 320 responses had arrived when training had waited 0 s", row["reason"])
-        assert (landed and int(landed[1]) < 320) or "not yet encoded" in row["reason"], row
-    assert weights(tmp_path, "plain") == weights(tmp_path, "late")
 
 
 def _best_and_last_are_there_and_exported(folder):
@@ -113,6 +93,30 @@ def _never_beside_a_step(spans):
         assert len(own) == 12
         assert last <= min(span["start"] for span in own)
         assert max(span["end"] for span in own) <= following
+
+
+@pytest.mark.nightly  # tests/unit/orchestrator/test_in_run_evaluation.py cuts one short
+def test_a_late_evaluation_is_dropped_and_changes_no_weight(exact, tmp_path):
+    run(exact | {"run.name": "plain"}, tmp_path)
+    late = run(
+        exact
+        | {
+            "run.name": "late",
+            "evaluate.every": 2,
+            "evaluate.max_wait_s": 0,
+            "evaluate.max_new_tokens": 50,
+            "evaluate.problems": 40,
+            "evaluate.samples": 8,
+        },
+        tmp_path,
+    )
+    assert not (late / "evaluations.jsonl").exists()
+    lost = list(read_lines(late / "evaluations/dropped.jsonl"))
+    assert [row["weight_version"] for row in lost] == [0, 2]
+    for row in lost:  # at the first, the benchmarks may still be being read: they are while the first step is generated
+        landed = re.match(r"(\d+) of 320 responses had arrived when training had waited 0 s", row["reason"])
+        assert (landed and int(landed[1]) < 320) or "not yet encoded" in row["reason"], row
+    assert weights(tmp_path, "plain") == weights(tmp_path, "late")
 
 
 @pytest.mark.nightly

@@ -53,11 +53,6 @@ def test_the_whole_pipeline(small, tmp_path):
         assert word in done.stdout, word
     _check_tracking(tmp_path)
 
-    again = subprocess.run(command(small), capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert again.returncode == 2
-    assert "small" in again.stderr
-    assert again.stderr.count("\n") == 1  # one message
-
 
 def _check_tracking(output):
     import mlflow
@@ -98,22 +93,13 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
 
 
 def test_bad_input_is_refused_before_anything_starts(small, tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": \n')
-    cases = {
-        "data.train=missing.jsonl": "missing.jsonl",
-        f"data.train={bad}": "line 2",
-        "reward.function=no_such_module:reward": "no_such_module",
-        f"model.path={tmp_path}": "config.json",
-        "rollout.groups=3": "did you mean rollout.group_size?",
-    }
-    for override, said in cases.items():
-        environment = {**os.environ, "NO_COLOR": "1"}
-        done = subprocess.run(
-            [*command(small), "--set", override], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
-        )
-        assert done.returncode == 2, (override, done.stderr)
-        assert said in done.stderr
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+    """By the console script, in one message. More of what is refused: tests/unit/flows/test_cli.py."""
+    bad = command(small | {"model.path": str(tmp_path)})
+    done = subprocess.run(
+        bad, capture_output=True, text=True, timeout=60, cwd=ROOT, env={**os.environ, "NO_COLOR": "1"}
+    )
+    assert done.returncode == 2, done.stderr
+    assert "config.json" in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "small").exists()

@@ -2,7 +2,6 @@
 neither state nor tags of MLflow's run, nor the registry."""
 
 import fcntl
-import gc
 import hashlib
 import json
 import shutil
@@ -11,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from sqlalchemy import Engine
+from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as RegistryStore
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingStore
 
 from engine.run.files import read_lines, seal
 from engine.run.folder import RunFolder
@@ -19,6 +19,8 @@ from engine.run.run_start import read_start
 from support.commands import metronome, sets, state_of
 from support.runs import ROOT, base_settings
 from tasks.tracking.registered_policies import registered_name
+
+STORES = (TrackingStore, RegistryStore)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,9 @@ def again(trained):
     yield command
     shutil.rmtree(output)
     kept.rename(output)
-    for one in gc.get_objects():  # MLflow's connections in this process still have the file that is gone
-        if issubclass(type(one), Engine):  # isinstance would ask __class__ of a dead weak proxy, which raises
-            one.dispose()
+    for store in STORES:  # MLflow's connections in this process still have the file that is gone
+        for engine in store._engine_map.values():
+            engine.dispose()
 
 
 def damaged(name, text="x"):

@@ -6,21 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+from statistics import fmean
 
 import pytest
 
+from engine.wire import record
 from support.runs import ROOT, wait_for, write_config
 from support.whole_runs import same, steps, weights
 
 pytestmark = pytest.mark.timeout(600)
 LEASE_S = 2.0
+STEPS = 4
 
 
 @pytest.fixture
 def judged(settings):
     """A run with the stage of docs/examples/repetition_stage.py; its numbers depend on nothing but its seed."""
     return settings | {
-        "train.steps": 2,
+        "train.steps": STEPS,
         "train.consume": "prompt_order",
         "rollout.deterministic": True,
         "stages.repetition.needs": ["responses"],
@@ -72,28 +75,39 @@ def finish(started, judge):
     assert judge.wait(30) == 0, judge.log.read_text()
 
 
+def expected_reward(folder):
+    """Mean over step 0 of the reward and 2.0 times the share of tokens that a response has had before."""
+    entries = [entry for entry in record.read_record(folder / "record.msgpack") if entry.step == 0]
+    scored = [
+        (score.value, 1 - len(set(response.token_ids)) / len(response.token_ids))
+        for entry in entries
+        for group in entry.window()
+        for score, response in zip(group.scores, group.responses, strict=True)
+    ]
+    assert fmean(share for _, share in scored) > 0.005
+    return fmean(value + 2.0 * share for value, share in scored)
+
+
 @pytest.mark.slow
-def test_a_column_of_a_program_enters_the_reward_and_a_program_that_dies_or_hangs_changes_no_bit(judged, tmp_path):
-    with Started(judged | {"run.name": "calm"}, tmp_path) as calm:
+def test_a_column_of_a_program_enters_the_reward_and_programs_that_die_or_hang_change_no_bit(judged, tmp_path):
+    with Started(judged | {"run.name": "calm", "train.record": True}, tmp_path) as calm:
         finish(calm, calm.judge())
     said = (tmp_path / "judge.log").read_text().splitlines()
-    assert {line.split(":")[0] for line in said} == {"step 0", "step 1"}
-    plain = {key: value for key, value in judged.items() if not key.startswith("stages.")}
-    with Started(plain | {"run.name": "plain"}, tmp_path) as other:
-        assert other.run.wait(200) == 0, other.run.log.read_text()
-    assert steps(tmp_path, "calm")[0]["reward_mean"] > steps(tmp_path, "plain")[0]["reward_mean"] + 0.01
-    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
-        with Started(judged | {"run.name": name}, tmp_path) as disturbed:
-            first = disturbed.judge()
+    assert {line.split(":")[0] for line in said} == {f"step {step}" for step in range(STEPS)}
+    assert steps(tmp_path, "calm")[0]["reward_mean"] == pytest.approx(expected_reward(tmp_path / "calm"))
+    with Started(judged | {"run.name": "disturbed"}, tmp_path) as disturbed:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            judge = disturbed.judge()
             seen = len(said)
-            wait_for(lambda log=first.log, seen=seen: len(log.read_text().splitlines()) > seen, "a judged group")
-            first.send_signal(number)
-            finish(disturbed, disturbed.judge())
-        said = (tmp_path / "judge.log").read_text().splitlines()
-        assert same(weights(tmp_path, name), weights(tmp_path, "calm"))
-        assert [one["reward_mean"] for one in steps(tmp_path, name)] == [
-            one["reward_mean"] for one in steps(tmp_path, "calm")
-        ]
+            wait_for(lambda log=judge.log, seen=seen: len(log.read_text().splitlines()) > seen, "a judged group")
+            judge.send_signal(number)
+            said = judge.log.read_text().splitlines()
+        assert disturbed.run.poll() is None
+        finish(disturbed, disturbed.judge())
+    assert same(weights(tmp_path, "disturbed"), weights(tmp_path, "calm"))
+    assert [one["reward_mean"] for one in steps(tmp_path, "disturbed")] == [
+        one["reward_mean"] for one in steps(tmp_path, "calm")
+    ]
 
 
 @pytest.mark.slow

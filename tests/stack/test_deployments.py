@@ -191,6 +191,7 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
+    refused = start(api, "prepare", {"overrides": ["foo=bar"]})  # it fails while the other trains
     with listening() as seen:
         call(command, environment, 400)
         flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
@@ -215,7 +216,6 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     for part in ("2 steps; reward", "avg@1 ", "version 1 of ", "champion: ", f"/runs/flow-run/{flow_run}"):
         assert part in finished
     assert finished.endswith('metronome logs "day"')
-    refused = start(api, "prepare", {"overrides": ["foo=bar"]})
     failed = _message(messages, " has failed")
     assert "foo" in failed
     assert f"/runs/flow-run/{refused}" in failed

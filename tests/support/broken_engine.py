@@ -1,4 +1,4 @@
-"""A server between a client and a real rollout instance that breaks one rule of the protocol."""
+"""`metronome conform`, and a server between it and a real rollout instance that breaks one rule of the protocol."""
 
 import asyncio
 import contextlib
@@ -9,11 +9,21 @@ import threading
 import aiohttp
 from aiohttp import web
 
+from engine.tools.conformance.suite import conform
 from engine.wire.reply_digest import compute_digest
 
 COMPLETIONS = "/v1/completions"
 LARGE = 2**17
 """Bytes: more than what the tests' requests have, but for those that try the limits."""
+
+
+def tried(url, *, only=(), **given):
+    """(whether it conforms, {rule: its line}, the last line)."""
+    said = []
+    arguments = {"model": "", "dtype": "float32", "shared": None, "timeout_s": 20.0, "only": only} | given
+    holds = conform(url=url, say=said.append, **arguments)
+    print("\n".join(said))
+    return holds, {line.split()[0]: line for line in said[:-1]}, said[-1]
 
 
 class BrokenEngine:

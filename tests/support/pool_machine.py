@@ -28,7 +28,8 @@ from support.virtual_time import VirtualLoop
 
 CONCURRENCY = 2
 GROUP_SIZE = 2
-LIMITS = {"heartbeat_s": 0.9, "wait_s": 12.0, "timeout_s": 3.0, "restarts": 2, "concurrency": CONCURRENCY}
+LIMITS = {"heartbeat_s": 0.9, "wait_s": 12.0, "timeout_s": 3.0, "restarts": 2, "concurrency": CONCURRENCY,
+          "group_size": GROUP_SIZE}  # fmt: skip
 SETTLED = 30
 """Turns of the event loop after which all that needs no time has happened."""
 PACE = (0.0, 0.002, 0.02, 0.1, 0.5)
@@ -60,6 +61,8 @@ class PoolMachine(RuleBasedStateMachine):
         """Those of them that wait for a place."""
         self.held = {}
         """Place: the task that was given it."""
+        self.sent = []
+        """The instance of each response in flight."""
         self.seen = []
         """All instances that ever were in the pool."""
         self.publishing = None
@@ -226,7 +229,8 @@ class PoolMachine(RuleBasedStateMachine):
                     self.check_place(place.instance, least)
                     async with asyncio.TaskGroup() as tasks:
                         for seed in range(1 if place.trial else GROUP_SIZE):
-                            tasks.create_task(self.respond(place.instance, seed))
+                            self.sent.append(place.instance)
+                            tasks.create_task(self.respond(place, seed))
                 finally:
                     del self.held[place]
         except MetronomeError as error:
@@ -243,7 +247,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert one.version is not None
             assert least is None or one.version >= least
 
-    async def respond(self, one, seed):
+    async def respond(self, place, seed):
+        one = place.instance
         try:
             response = await one.client.complete(Prompt("p", "", "", (1, 2)), SAMPLING, seed)
         except Busy:
@@ -255,6 +260,9 @@ class PoolMachine(RuleBasedStateMachine):
             ((_, version),) = response.versions
             if open_ids(response.token_ids) != (version,) or response.seed != seed:
                 self.mistakes.append(f"a response of weights that are not the trainer's: {response}")
+        finally:
+            self.sent.remove(one)
+            self.pool.free_slot(place)
 
     # weights --------------------------------------------------------------------------------------
 
@@ -339,7 +347,8 @@ class PoolMachine(RuleBasedStateMachine):
         for one in self.seen:
             held = sum(place.instance is one for place in self.held)
             assert one.groups == held, f"{one.name}: {one.groups} places given, {held} held"
-            assert 0 <= one.groups <= CONCURRENCY
+            assert one.responses >= self.sent.count(one)
+            assert one.responses <= CONCURRENCY * GROUP_SIZE
             assert not (one.leaving and one.takes_prompts), f"{one.name} asked to leave, and takes prompts"
             assert not held or one.state not in ("silent", "gone"), f"{one.name} is {one.state} and was not cut"
             assert one.version is None or one.state not in ("silent", "starting") or not self.pool.synced

@@ -81,3 +81,15 @@ async def misbehaves(prompt, chat):
             except OutOfRoom:
                 return 0.5
     return float(len(turn.token_ids))
+
+
+async def counted(prompt, chat):
+    """Two turns. Counts how often it was called and which turns it got."""
+    with Path(os.environ["METRONOME_TEST_MARKS"], prompt.id).open("a") as marks:
+        marks.write("begun ")
+        await chat.complete(max_new_tokens=1)
+        marks.write("between ")
+        marks.flush()
+        chat.append([7])
+        await chat.complete()
+    return 1.0

@@ -41,6 +41,7 @@ class Scripted:
         self.version = version
         self.status = 200
         self.delay_s = 0.0
+        self.takes = None  # makes the seconds of a completion from its body, in place of `delay_s`
         self.silent = False
         self.drop = False
         self.body = None
@@ -67,7 +68,7 @@ class Scripted:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await asyncio.sleep(self.delay_s)
+            await asyncio.sleep(self.delay_s if self.takes is None else self.takes(body))
             if self.drop:
                 request.transport.close()
             if self.status != 200 or self.body is not None:

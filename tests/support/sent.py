@@ -13,8 +13,8 @@ BF16 = pytest.param(
 PROMPT = (5, 9, 20, 33, 7)
 
 
-def engine_of(folder, slots=4, max_context=48, deterministic=False, dtype=torch.float32):
-    return Engine(RolloutModel(folder, max_context, dtype), slots, max_context, deterministic)
+def engine_of(folder, slots=4, max_context=48, deterministic=False, dtype=torch.float32, conversations=False):
+    return Engine(RolloutModel(folder, max_context, dtype), slots, max_context, deterministic, conversations)
 
 
 class Sent:

@@ -22,7 +22,13 @@ if TYPE_CHECKING:  # torch reads its environment variables at import, so they mu
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then return 0. Return 2 on bad input, 1 on failure."""
-    options = command_line.make_parser("engine.instance.embedded", __doc__).parse_args(arguments)
+    parser = command_line.make_parser("engine.instance.embedded", __doc__)
+    parser.add_argument(
+        "--conversations",
+        action="store_true",
+        help="keep the keys and values of as many prompts as there are slots, for prompts that continue them",
+    )
+    options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop takes over, while the model loads
     watch_lifeline()
     return command_line.run_command(options, _run)
@@ -96,7 +102,7 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
     torch.set_num_interop_threads(1)
     torch.set_grad_enabled(False)
     model = RolloutModel(options.model, options.max_context, getattr(torch, options.dtype))
-    engine = Engine(model, options.slots, options.max_context, options.deterministic)
+    engine = Engine(model, options.slots, options.max_context, options.deterministic, options.conversations)
     engine.submit(SamplingRequest((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
     while engine.busy:
         engine.step()

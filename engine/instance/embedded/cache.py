@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A computed prompt: keys and values [layers, kv heads, dim, length], and the logits [vocabulary] of the next
+    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits [vocabulary] of the next
     token."""
 
     keys: Tensor
@@ -64,29 +64,58 @@ class Prefill:
     logits: Tensor
 
 
-class PromptCache:
-    """Recently computed prompts by their token ids, so that the requests of a group share one prefill.
+def join_pieces(pieces: Sequence[Prefill]) -> Prefill:
+    """Return the prompt that consists of these pieces, at least one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    keys, values = (torch.cat(parts, 3) for parts in zip(*((one.keys, one.values) for one in pieces), strict=True))
+    return Prefill(keys, values, pieces[-1].logits)
 
-    It keeps at most `limit` tokens in total, but always the most recently used prompt.
+
+Compute = Callable[[list[int], tuple[Tensor, Tensor] | None], tuple[Tensor, Tensor, Tensor]]
+"""Computes a piece (`RolloutModel.prefill`): (its tokens, keys and values of the tokens before it) -> its keys and
+values, and the logits after it."""
+
+
+class PromptCache:
+    """Recently computed prompts, so that the requests of a group share one prefill and, with `piece`, the turns of a
+    conversation share what stands before them.
+
+    With `piece` a prompt is computed in pieces of this many tokens and a shorter last one, each from the tokens before
+    it. Its bits then depend on nothing but its tokens, whether pieces of it were kept or not. The cache keeps at most
+    `limit` tokens in total, but always the most recently used piece.
     """
 
-    def __init__(self, compute: Callable[[list[int]], tuple[Tensor, Tensor, Tensor]], limit: int) -> None:
+    def __init__(self, compute: Compute, limit: int, piece: int = 0) -> None:
+        """`piece`: 0 computes a prompt in one piece."""
         self.compute = compute
         self.limit = limit
+        self.piece = piece
         self.computed = 0
-        """Number of prompts computed since the start."""
+        """Number of prompts computed from their first token since the start."""
         self._kept: dict[tuple[int, ...], Prefill] = {}
+        """By all tokens up to its end: a piece. The last is the most recently used one."""
 
     def get_prefill(self, prompt: tuple[int, ...]) -> Prefill:
-        """Return the prompt's prefill, computing it if it is not cached."""
-        found = self._kept.pop(prompt, None)
-        if found is None:
-            found = Prefill(*self.compute(list(prompt)))
-            self.computed += 1
-        self._kept[prompt] = found  # last = most recently used
-        while len(self._kept) > 1 and sum(map(len, self._kept)) > self.limit:
-            del self._kept[next(iter(self._kept))]
-        return found
+        """Return the prompt's prefill, computing those of its pieces that are not cached."""
+        size = self.piece or len(prompt)
+        pieces: dict[tuple[int, ...], Prefill] = {}
+        for begin in range(0, len(prompt), size):
+            key = prompt[: begin + size]
+            found = self._kept.pop(key, None)
+            if found is None:
+                before = join_pieces([*pieces.values()]) if pieces else None
+                found = Prefill(*self.compute(list(key[begin:]), before and (before.keys, before.values)))
+                self.computed += before is None
+            pieces[key] = found
+        self._kept.update(reversed(pieces.items()))  # a prompt's end is dropped first: without its begin it is no use
+        self._forget_oldest()
+        return join_pieces([*pieces.values()])
+
+    def _forget_oldest(self) -> None:
+        total = sum(piece.keys.shape[3] for piece in self._kept.values())
+        while len(self._kept) > 1 and total > self.limit:
+            total -= self._kept.pop(next(iter(self._kept))).keys.shape[3]
 
     def drop_prompts(self) -> None:
         """Drop all prompts. Required whenever the weights change."""

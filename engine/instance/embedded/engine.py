@@ -23,6 +23,8 @@ from engine.instance.replies import FinishReason, Result
 PROMPTS_KEPT = 8
 """Size of the prompt cache, in full slots. This is enough for the groups being admitted and small compared with the
 slots."""
+PIECE = 64
+"""Number of tokens of a conversation that are computed, and kept, together."""
 
 
 @dataclass(eq=False)
@@ -59,9 +61,16 @@ class SamplingRequest:
 class Engine:
     """The state of a rollout instance: slots, queue, pause, weight version. Slot i holds `running[i]`."""
 
-    def __init__(self, model: RolloutModel, slots: int, max_context: int, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        model: RolloutModel,
+        slots: int,
+        max_context: int,
+        deterministic: bool = False,
+        conversations: bool = False,
+    ) -> None:
         """With `deterministic`, every step decodes all slots at full length, so that no tensor shape depends on the
-        load."""
+        load. `conversations`: each prompt may come again with more tokens, so as many as there are slots are kept."""
         self.model = model
         self.slots = slots
         self.max_context = max_context
@@ -76,7 +85,8 @@ class Engine:
             head_dim=model.head_dim,
             capacity=capacity,
         )
-        self.prompts = PromptCache(model.prefill, PROMPTS_KEPT * max_context)
+        kept = PROMPTS_KEPT + (slots if conversations else 0)
+        self.prompts = PromptCache(model.prefill, kept * max_context, PIECE if conversations else 0)
         self.waiting: deque[SamplingRequest] = deque()
         self.running: list[SamplingRequest] = []
         self.version = 0

@@ -127,10 +127,10 @@ class RolloutModel:
         self.norm = Norm(base.norm)
         self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
 
-    def prefill(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def prefill(self, ids: list[int], before: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return a prompt's keys and values [layers, kv heads, dim, len(ids)], and the logits [vocabulary] of the next
-        token."""
-        keys, values, hidden = self._prompt_states(ids)
+        token. `before`: keys and values of the tokens that stand before these ones."""
+        keys, values, hidden = self._prompt_states(ids, before)
         return keys, values, self._logits(hidden[-1:])[0]
 
     def scored_prefill(self, ids: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[float]]:
@@ -147,7 +147,9 @@ class RolloutModel:
         ]
         return (keys, values, self._logits(hidden[-1:])[0]), scores
 
-    def _prompt_states(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _prompt_states(
+        self, ids: list[int], before: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values of one prompt, and its hidden states [len(ids), hidden]."""
         keys = []
         values = []
@@ -155,9 +157,12 @@ class RolloutModel:
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k.permute(1, 2, 0))
             values.append(v.permute(1, 2, 0))
-            return _causal_attention(index, q, k, v)
+            if before is not None:
+                k, v = (torch.cat([x[index].permute(2, 0, 1), y]) for x, y in zip(before, (k, v), strict=True))
+            return _causal_attention(q, k, v)
 
-        hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), attend)
+        begun = before[0].shape[3] if before is not None else 0
+        hidden = self._forward(torch.tensor(ids), torch.arange(begun, begun + len(ids)), attend)
         return torch.stack(keys), torch.stack(values), hidden
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache, length: int) -> Tensor:
@@ -311,10 +316,13 @@ class Norm:
         return (x * scale).mul_(self.weight)
 
 
-def _causal_attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention (`Attend`) over rows that form one sequence."""
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention [n, heads * dim] of the last n rows of one sequence: q [n, heads, dim], k and v
+    [tokens, kv heads, dim]."""
+    before = len(k) - len(q)
+    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril_(before) if before else None
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
 
 

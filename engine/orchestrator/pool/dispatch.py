@@ -1,4 +1,4 @@
-"""Room on the instances: which groups wait for it, and which instance takes the next group."""
+"""Slots on the instances: which groups wait for them, and which instance takes the next group."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class InstanceLoad(Protocol):
     """What the choice of an instance depends on."""
 
     @property
-    def groups(self) -> int:
-        """Number of groups in flight on the instance."""
+    def responses(self) -> int:
+        """Number of responses in flight on the instance."""
 
     @property
     def group_s(self) -> float | None:
@@ -27,16 +27,16 @@ class InstanceLoad(Protocol):
 One = TypeVar("One", bound=InstanceLoad)
 
 
-def soonest_instance(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
-    """Return the instance with room that will probably finish one more group first; None if none has room.
+def soonest_instance(serving: Sequence[One], slots: int, size: int, avoid: Collection[One] = ()) -> One | None:
+    """Return the instance with room for `size` responses that will probably finish them first; None if none has room.
 
-    Instances in `avoid` are used only if no others serve. One that has finished no group yet counts as fast as the
-    fastest.
+    Each has `slots`, one for a response. More responses than that go to an instance that has none. Instances in `avoid`
+    are used only if no others serve. One that has finished no group yet counts as fast as the fastest.
     """
     others = [instance for instance in serving if instance not in avoid] or serving
-    free = [instance for instance in others if instance.groups < concurrency]
+    free = [instance for instance in others if instance.responses + size <= max(slots, size)]
     untried = min((instance.group_s for instance in serving if instance.group_s is not None), default=1.0)
-    return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
+    return min(free, key=lambda one: (one.responses + size) * (one.group_s or untried), default=None)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class _Waiter:
     """A caller that waits for a place."""
 
     place: asyncio.Future[Place]
+    size: int
+    """Number of responses that are sent together."""
     avoid: Collection[Instance]
     least: int | None
 
@@ -52,22 +54,23 @@ class Dispatcher:
     """Gives each group to the instance that will probably finish it first. Callers get places in the order of
     asking."""
 
-    def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
-        """`instances`: the pool's own list, which changes as instances come and go. `concurrency`: groups in flight on
+    def __init__(self, instances: list[Instance], slots: int, give_back: Callable[[Place], None]) -> None:
+        """`instances`: the pool's own list, which changes as instances come and go. `slots`: responses in flight on
         each. `give_back`: takes a place whose waiter was cancelled."""
         self._instances = instances
-        self._concurrency = concurrency
+        self._slots = slots
         self._give_back = give_back
         self._waiting: deque[_Waiter] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def wait_for_place(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
-        """Wait for a place. The time limits are those of the requests in progress and rollout.wait_s (`fail_waiters`).
+    async def wait_for_place(self, avoid: Collection[Instance], first: bool, least: int | None, size: int) -> Place:
+        """Wait for a place for `size` responses. The time limits are those of the requests in progress and
+        rollout.wait_s (`fail_waiters`).
 
         `avoid`: use other instances if any serve. `first`: go before everyone who is already waiting. `least`: use an
         instance with this weight version or a later one.
         """
-        asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
+        asked = _Waiter(asyncio.get_running_loop().create_future(), size, avoid, least)
         (self._waiting.appendleft if first else self._waiting.append)(asked)
         self.hand_out()
         try:
@@ -83,9 +86,9 @@ class Dispatcher:
         while self._waiting:
             asked = self._waiting[0]
             if not asked.place.done():
-                if (best := self._pick(asked.avoid, asked.least)) is None:
+                if (best := self._pick(asked)) is None:
                     break
-                asked.place.set_result(best.take_place(self._concurrency))
+                asked.place.set_result(best.take_place(self._slots, asked.size))
             self._waiting.popleft()
         self._wake_later()
 
@@ -96,11 +99,11 @@ class Dispatcher:
             if not place.done():
                 place.set_exception(error)
 
-    def _pick(self, avoid: Collection[Instance], least: int | None) -> Instance | None:
+    def _pick(self, asked: _Waiter) -> Instance | None:
         serving = [instance for instance in self._instances if instance.takes_prompts and instance.breaker.passes]
-        if least is not None:
+        if (least := asked.least) is not None:
             serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
-        return soonest_instance(serving, self._concurrency, avoid)
+        return soonest_instance(serving, self._slots, asked.size, asked.avoid)
 
     def _wake_later(self) -> None:
         """Try again when the first open circuit breaker allows its trial."""

@@ -45,7 +45,7 @@ def smooth_average(average: float | None, newest: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Room for one group on an instance."""
+    """A group's slots on an instance, one for each response that is not finished."""
 
     instance: Instance
     trial: bool
@@ -72,8 +72,9 @@ class Instance:
     been interrupted. So an instance with a version holds all of that version; an updating instance held it before the
     update.
 
-    Places: one for each group in flight. Only a serving instance gives places (`take_place`), never more than the
-    limit. Each place is given back exactly once (`give_back`), whatever the instance's state is by then.
+    Places: one for each group in flight, with a slot for each of its responses. Only a serving instance gives places
+    (`take_place`), never with more slots than the limit. Each slot is freed when its response ends (`free_slot`), and
+    each place is given back exactly once (`give_back`), whatever the instance's state is by then.
     """
 
     client: InstanceClient
@@ -101,7 +102,8 @@ class Instance:
     """Monotonic time at which the next attempt to bring the instance to the weights is due."""
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker, init=False)
     _state: str = field(default="starting", init=False)
-    _places: set[Place] = field(default_factory=set, init=False)
+    _places: dict[Place, int] = field(default_factory=dict, init=False)
+    """The slots that each group in flight still holds."""
     _failed_attempts: int = field(default=0, init=False)
     """Number of consecutive failed attempts to bring the instance to the weights."""
     _breaches: int = field(default=0, init=False)
@@ -240,22 +242,33 @@ class Instance:
         """Number of groups in flight on the instance."""
         return len(self._places)
 
-    def take_place(self, limit: int) -> Place:
-        """Take room for one more group, of at most `limit`."""
-        if not self.takes_prompts or self.groups >= limit:
-            raise RuntimeError(f"instance {self.name}: no slot for a group: {self._state}, {self.groups} in flight")
+    @property
+    def responses(self) -> int:
+        """Number of responses in flight on the instance."""
+        return sum(self._places.values())
+
+    def take_place(self, slots: int, size: int) -> Place:
+        """Take a slot for each of `size` responses. The instance has `slots`; only if all are free, more are given."""
+        if not self.takes_prompts or self.responses + size > max(slots, size):
+            raise RuntimeError(
+                f"instance {self.name}: no slots for {size} responses: {self._state}, {self.responses} in flight"
+            )
         place = Place(self, self.breaker.begin_request())
-        self._places.add(place)
+        self._places[place] = 1 if place.trial else size
         return place
+
+    def free_slot(self, place: Place) -> None:
+        """Free the slot of a response that has ended."""
+        self._places[place] -= 1
 
     def give_back(self, place: Place) -> None:
         """Give back the place of a group that is no longer on the instance."""
-        self._places.remove(place)
+        del self._places[place]
         if place.trial:
             self.breaker.give_back()
 
-    def record_group(self, seconds: float, beside: int) -> None:
-        """Record that a group took `seconds` while `beside` groups ran, including itself."""
+    def record_group(self, seconds: float, beside: float) -> None:
+        """Record that a group took `seconds` while responses of `beside` groups ran, including its own."""
         self.group_s = smooth_average(self.group_s, seconds / max(1, beside))
 
     # its weights ----------------------------------------------------------------------------------

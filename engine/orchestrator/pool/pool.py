@@ -90,7 +90,8 @@ class Sync(Protocol):
 
 
 class Pool:
-    """Instances with bounded concurrency. A group goes to the instance that will probably finish it first."""
+    """Instances with a limited number of responses in flight. A group goes as a whole to the instance that will
+    probably finish it first, once that has a slot for each of its responses."""
 
     def __init__(
         self,
@@ -100,17 +101,13 @@ class Pool:
         trace: Trace | None = None,
         synced: bool = False,
         notices: RunEvents | None = None,
-        group_size: int = 0,
     ) -> None:
         """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve with the weights that
         they loaded from disk: declared ones at once, others once `sync` has proved that these are the right ones.
-        `notices`: is told which instances join, leave and fail. `group_size`: responses per group; 0:
-        `rollout.group_size`."""
+        `notices`: is told which instances join, leave and fail."""
         self.config = config
-        rollout = config.rollout
-        self.concurrency = max(1, rollout.concurrency * rollout.group_size // (group_size or rollout.group_size))
-        """Largest number of groups in flight on one instance. Groups of another size than `rollout.group_size` fill as
-        many places of an instance's batch."""
+        self.slots = config.slots
+        """Largest number of responses in flight on one instance, unless a single group has more."""
         self.processes = InstanceProcesses(config, model, folder)
         self._loading_s = loading_s(model)
         self.start_s = max(rollout.timeout_s, self._loading_s)
@@ -140,7 +137,7 @@ class Pool:
         """Set once every declared instance has served or has failed to start."""
         self._trace = trace
         self._notices = notices or RunEvents()
-        self._dispatcher = Dispatcher(self.instances, self.concurrency, self._give_back)
+        self._dispatcher = Dispatcher(self.instances, self.slots, self._give_back)
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._ends: dict[str, str] = {}
@@ -275,29 +272,35 @@ class Pool:
 
     @asynccontextmanager
     async def borrow(
-        self, avoid: Collection[Instance] = (), first: bool = False, least: int | None = None
+        self, avoid: Collection[Instance] = (), first: bool = False, least: int | None = None, size: int = 0
     ) -> AsyncIterator[Place]:
-        """Borrow room for one group on the instance that will probably finish it first. Instances in `avoid` are used
-        only if no others serve.
+        """Borrow slots for `size` responses of a group (0: a whole one) on the instance that will probably finish them
+        first. Instances in `avoid` are used only if no others serve.
 
         `first`: go before all who are already waiting, for a group that was begun and interrupted. `least`: only use an
         instance that holds this weight version or a later one.
 
         Raises ProcessDied if no instance has lived for longer than `patience`.
         """
-        place = await self._ask(avoid, first, least)
+        size = size or self.config.rollout.group_size
+        place = await self._ask(avoid, first, least, size)
         while not place.instance.takes_prompts:  # excluded, or began an update, before this task continued
             self._give_back(place)
-            place = await self._ask(avoid, True, least)
+            place = await self._ask(avoid, True, least, size)
         try:
             yield place
         finally:
             self._give_back(place)
 
-    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None, size: int) -> Place:
         if self.failure is not None:
             raise self.failure
-        return await self._dispatcher.wait_for_place(avoid, first, least)
+        return await self._dispatcher.wait_for_place(avoid, first, least, size)
+
+    def free_slot(self, place: Place) -> None:
+        """Free the slot of a response that has ended, for the next group."""
+        place.instance.free_slot(place)
+        self.changed()
 
     def _give_back(self, place: Place) -> None:
         place.instance.give_back(place)

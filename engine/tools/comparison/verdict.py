@@ -42,7 +42,15 @@ GRADES = {
     "unknown": "of unknown quality",
 }
 """The result of an interval of a difference, as text."""
-PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "checkpoint.path", "checkpoint.keep_last")
+PLACES = (
+    "run.name",
+    "run.output",
+    "tracking.uri",
+    "tracking.experiment",
+    "tracking.also",
+    "checkpoint.path",
+    "checkpoint.keep_last",
+)
 """Keys that change where files are, not how a run behaves."""
 
 

@@ -221,7 +221,7 @@ def _step(made: RunPlan) -> dict[str, str]:
     rollout = config.rollout
     responses = train.prompts_per_step * rollout.group_size
     whole = max(1, train.micro_batch_tokens // rollout.max_context)
-    slots = made.instances * rollout.concurrency
+    slots = made.instances * config.groups_in_flight
     replicas = config.parallel.replica_groups
     rows = {
         "batch": f"{train.prompts_per_step} prompts × {rollout.group_size} responses = {responses:,} responses, "
@@ -237,7 +237,7 @@ def _step(made: RunPlan) -> dict[str, str]:
     if slots:
         waves = train.prompts_per_step / slots
         rows["rollouts"] = (
-            f"{slots} groups in flight ({made.instances} instances × {rollout.concurrency}), {waves:.1f} waves"
+            f"{slots} groups in flight ({made.instances} instances × {config.groups_in_flight}), {waves:.1f} waves"
             + (": slots stay empty" if waves < 1 and train.mode in ("sync", "periodic") else "")
         )
     return rows

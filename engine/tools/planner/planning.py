@@ -22,12 +22,14 @@ from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.search import (
+    ON_POLICY,
     OWN_LAYOUT,
     SIMULATED,
     Candidate,
     CostsOf,
     Ranked,
     bound_s,
+    change_config,
     on_cpu,
     ranked_of,
     search_settings,
@@ -143,6 +145,8 @@ ADVISED = 10
 """Number of steps that the advice reads, and of settings that it simulates."""
 WORTHWHILE = 1.1
 """Minimum ratio of step times for which a setting is advised."""
+OFF_POLICY = ("one_step_off", "bounded")
+"""The other modes, which a plan shows apart."""
 COMPARED = 5
 """Number of the best settings that are tried with each change."""
 
@@ -250,6 +254,24 @@ def find_plan(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
     )
     today = Candidate({}, config, bound_s(config, model.costs_of(config), model.lengths))
     return Planned(model, ranked_of(today, model.costs_of, model.lengths), best, looked)
+
+
+def best_off_policy(plan: Planned, count: int) -> Iterator[tuple[str, Ranked | str]]:
+    """Yield each mode that is not on-policy, with its best setting on at most `count` devices, or with the reason why
+    it has none. A plan never chooses them: they train on responses of older weights. Nothing for a recipe that is in
+    such a mode itself."""
+    config = plan.model.config
+    for mode in OFF_POLICY if config.train.mode in ON_POLICY else ():
+        try:
+            found = find_plan(replace(plan.model, config=change_config(config, {"train.mode": mode})), count, COMPARED)
+        except BadInput as error:
+            yield mode, str(error)
+            continue
+        best = found.best[0]
+        yield (
+            mode,
+            replace(best, candidate=replace(best.candidate, changes={"train.mode": mode, **best.candidate.changes})),
+        )
 
 
 def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:

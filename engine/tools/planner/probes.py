@@ -18,7 +18,7 @@ STEPS = 6
 def probe_settings(config: Config) -> Iterator[dict[str, Any]]:
     """Yield the keys of each probe: four occupancies of the instances, two sizes of windows, both sides one at a time
     and at once. Together they separate costs that always occur together in a single run."""
-    places = config.rollout.concurrency
+    places = config.groups_in_flight
     half = config.train.micro_batch_tokens // 2
     small = {"train.micro_batch_tokens": half} if half >= config.rollout.max_context else {}
     yield {"train.mode": "sync", "rollout.concurrency": 1}

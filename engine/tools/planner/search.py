@@ -25,6 +25,8 @@ OWN_LAYOUT = 0
 """Value in place of a number of devices: only settings with the configuration's own layout."""
 SIMULATED = 50
 """Number of settings that are simulated: those with the best bounds."""
+ON_POLICY = ("sync", "periodic")
+"""The modes among which a search chooses. Any other mode is searched only if it is the configuration's own."""
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 SPARING: tuple[dict[str, Any], ...] = (
     {"train.recompute": "selective"},
@@ -166,13 +168,16 @@ def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterato
         layouts = _layouts(config, shape, count)
     budget = config.train.micro_batch_tokens
     budgets = [each for each in (budget // 2, budget, 2 * budget) if each >= config.rollout.max_context]
-    places = sorted({max(1, config.rollout.concurrency * factor // 2) for factor in (1, 2, 4, 8)})
-    modes = ["sync", "periodic"] if config.train.mode in ("sync", "periodic") else [config.train.mode]
-    for layout, tokens, concurrency, mode in product(layouts, budgets or [budget], places, modes):
+    places = sorted({max(1, config.groups_in_flight * factor // 2) for factor in (1, 2, 4, 8)})
+    on_policy = config.train.mode in ON_POLICY
+    modes = ON_POLICY if on_policy else (config.train.mode,)
+    staged = (config.weights.staged,) if on_policy or on_cpu(config) else (False, True)
+    for layout, tokens, concurrency, mode, stage in product(layouts, budgets or [budget], places, modes, staged):
         yield layout | {
             "train.micro_batch_tokens": tokens,
             "rollout.concurrency": concurrency,
             "train.mode": mode,
+            "weights.staged": stage,
         }
 
 
@@ -239,7 +244,7 @@ def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
     size = rollout.group_size
     responses = train.prompts_per_step * size
     instances = rollout.instances + config.dry_run.joining
-    active = min(rollout.concurrency * size, -(-responses // instances))
+    active = min(config.slots, -(-responses // instances))
     context = active * (lengths.mean_prompt + lengths.mean / 2)
     decoding = responses * lengths.mean / active * costs.decode_s(active, context) / instances
     decoding += train.prompts_per_step * lengths.mean_prompt * costs.prefill_token / instances

@@ -48,7 +48,7 @@ class SampledGroup:
     """Number of unfinished responses."""
     began: float = 0.0
     beside: int = 0
-    """Number of groups on the instance when this one began, including itself."""
+    """Number of responses on the instance when this group began, including its own."""
     versions: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -67,8 +67,6 @@ class SimulatedInstance:
         self.version = -1
         self.open = True
         """Whether it takes groups."""
-        self.groups = 0
-        """Number of groups in flight."""
         self.group_s: float | None = None
         self.slowdown = 1.0
         self.busy_s = 0.0
@@ -87,22 +85,21 @@ class SimulatedInstance:
         self._arrived = 0
 
     @property
-    def active(self) -> int:
+    def responses(self) -> int:
         """Number of responses in flight."""
         return len(self._active)
 
     def begin_group(self, group: SampledGroup, now: float) -> None:
         """Start a group."""
         self.advance(now)
-        self.groups += 1
         group.began = now
-        group.beside = self.groups
         group.versions.add(self.version)
         self._stall += self._costs.prefill_token * group.prompt
         self._context += group.prompt * len(group.lengths)
         for number, length in enumerate(group.lengths):
             self._arrived += 1
             heapq.heappush(self._active, (self._steps + length, self._arrived, number, group))
+        group.beside = self.responses
 
     def advance(self, now: float) -> None:
         """Move the clock to `now`."""
@@ -134,8 +131,7 @@ class SimulatedInstance:
         return self._now + (self._stall + seconds) * self.slowdown
 
     def finish_response(self, now: float) -> tuple[SampledGroup, int]:
-        """Remove the response that finishes now. Return its group and number. The last response of a group frees the
-        group's room."""
+        """Remove the response that finishes now. Return its group and number."""
         self.advance(now)
         at, _, number, group = heapq.heappop(self._active)
         self._steps = max(self._steps, at)  # rounding may leave the count just below it
@@ -144,13 +140,9 @@ class SimulatedInstance:
         group.left -= 1
         group.versions.add(self.version)
         if not group.left:
-            self._leave(group, now)
+            beside = max(group.beside, self.responses) / len(group.lengths)
+            self.group_s = smooth_average(self.group_s, (now - group.began) / max(1, beside))
         return group, number
-
-    def _leave(self, group: SampledGroup, now: float) -> None:
-        self.groups -= 1
-        beside = max(group.beside, self.groups + 1)
-        self.group_s = smooth_average(self.group_s, (now - group.began) / beside)
 
 
 STEPS = 4
@@ -241,7 +233,7 @@ class _Simulation:
             return True
         for instance in self._instances:
             instance.open = False
-        if not self._config.rollout.partial and any(instance.groups for instance in self._instances):
+        if not self._config.rollout.partial and any(instance.responses for instance in self._instances):
             return False  # groups in flight are finished first
         self._set_pace(math.inf)
         self._at(self._now + self._costs.sync, self._published)
@@ -273,7 +265,7 @@ class _Simulation:
             while turn:
                 if self._in_turn:
                     turn[0].open = False  # the others continue with the old weights
-                    if turn[0].groups:
+                    if turn[0].responses:
                         return False
                 self._serve(turn.popleft(), version)
             return True
@@ -321,7 +313,7 @@ class _Simulation:
         while self._waiting:
             group = self._waiting[0]
             serving = [one for one in self._instances if one.open and one.version >= self._least(group.step)]
-            best = soonest_instance(serving, self._config.rollout.concurrency)
+            best = soonest_instance(serving, self._config.slots, len(group.lengths))
             if best is None:
                 break
             best.begin_group(self._waiting.popleft(), self._now)
@@ -360,6 +352,8 @@ class _Simulation:
             self._orchestrator_s += work
             self._at(self._orchestrator_free + self._costs.verify, partial(self._put, group))
             self._changed()
+        else:
+            self._hand_out()
         self._plan(instance)
 
     def _put(self, group: SampledGroup) -> None:
@@ -397,7 +391,7 @@ class _Simulation:
             if replica_group == 0:
                 self._steps[-1].wait_s += self._now - self._idle[replica_group]
             self._span(f"trainer-{replica_group}", "wait", self._idle.pop(replica_group), step=self._step)
-            if any(instance.active for instance in self._instances):
+            if any(instance.responses for instance in self._instances):
                 seconds *= self._costs.train_slowdown
             else:
                 seconds /= self._borrowed()

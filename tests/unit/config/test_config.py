@@ -182,6 +182,16 @@ def test_units_are_the_replicas_that_share_no_expert(sizes, ranks, lockstep, rep
     assert (parallel.ranks, parallel.lockstep, parallel.replica_groups) == (ranks, lockstep, replica_groups)
 
 
+def test_all_sends_a_batch_at_once_evenly_to_the_instances():
+    def slots(concurrency, **sizes):
+        given = {"rollout": {"concurrency": concurrency, "group_size": 8, "instances": sizes.pop("instances", 1)}}
+        config = Config(train={"prompts_per_step": 30}, dry_run=sizes, **given)
+        return config.slots
+
+    found = [slots(4), slots("all"), slots("all", instances=4), slots("all", instances=0), slots("all", joining=2)]
+    assert found == [32, 240, 64, 240, 80]
+
+
 def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep():
     def window(**parallel):
         return Config(parallel=parallel, train={"micro_batch_tokens": 100}).window_tokens

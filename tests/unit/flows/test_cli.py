@@ -37,12 +37,16 @@ def problems(tmp_path):
 
 @pytest.fixture
 def refuse(tmp_path, problems):
-    """Runs `metronome run` with settings; asserts exit code 2 and one message; returns it."""
+    """Runs `metronome run` with settings; asserts exit code 2 and one message; returns it.
 
-    def check(*settings, command="run", flags=()):
+    `here`: in this process, which has the libraries already. tests/integration/test_pipeline.py starts the script.
+    """
+
+    def check(*settings, command="run", flags=(), here=True):
         given = [f"run.output={tmp_path / 'runs'}", f"data.train={problems}", f"data.heldout={problems}", *settings]
-        done = metronome(command, *[part for one in given for part in ("--set", one)], *flags)
-        assert done.returncode == 2, done.stderr
+        line = [command, *(part for one in given for part in ("--set", one)), *flags]
+        done = CliRunner().invoke(app, line) if here else metronome(*line)
+        assert (done.exit_code if here else done.returncode) == 2, done.stderr
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1, "one message, no traceback"
         return done.stderr
@@ -80,8 +84,8 @@ def test_doctor_names_every_requirement():
 
 
 def test_the_options_of_the_device_check_need_it():
-    done = metronome("doctor", "--only", "kernels")
-    assert (done.returncode, done.stderr) == (2, "error: --only, --out and --set are for metronome doctor --device\n")
+    done = CliRunner().invoke(app, ["doctor", "--only", "kernels"])
+    assert (done.exit_code, done.stderr) == (2, "error: --only, --out and --set are for metronome doctor --device\n")
 
 
 @pytest.mark.parametrize(
@@ -125,8 +129,8 @@ def test_an_unknown_option_exits_with_2():
 
 
 def test_a_recipe_that_is_not_there(tmp_path):
-    done = metronome("run", tmp_path / "no.toml")
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "no.toml")])
+    assert done.exit_code == 2
     assert "no.toml: no such file" in done.stderr
 
 
@@ -176,7 +180,7 @@ def test_a_model_folder_that_is_none_or_of_another_architecture(refuse, tmp_path
 
 def test_a_name_of_the_hub_as_model_is_asked_for_there(refuse, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    message = refuse("model.path=nobody/tiny")
+    message = refuse("model.path=nobody/tiny", here=False)  # the hub's address is read with its library
     assert "model nobody/tiny: no such file or folder here, and the Hugging Face hub can't be reached" in message
     assert "no config.json there" in refuse(f"model.path={tmp_path}/gone")
 
@@ -263,10 +267,11 @@ def test_a_run_on_own_problems_needs_its_own_heldout_ones(dry, problems):
     ("key", "said"),
     [
         ("reward.function=no_such_module:reward", "no_such_module"),
+        ("rollout.program=gone.py:program", 'rollout.program = "gone.py:program": no such file'),
         ('rollout.stop=["STOP HERE"]', "tokens of this tokenizer; it must be one"),
     ],
 )
-def test_a_dry_run_refuses_a_reward_or_a_stop_that_cannot_work(dry, key, said):
+def test_a_dry_run_refuses_a_reward_a_program_or_a_stop_that_cannot_work(dry, key, said):
     code, told = dry(key)
     assert (code, said in told) == (2, True), told
 

@@ -1,5 +1,6 @@
 import heapq
 import random
+from itertools import groupby
 from typing import NamedTuple
 
 import pytest
@@ -339,7 +340,9 @@ def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(
         assert ledger.is_over
     assert sorted(sum(windows["arrival"], [])) == list(range(6))
     size = max(1, budget // 5)
-    assert sorted(windows["prompt_order"]) == [list(range(6))[at : at + size] for at in range(0, 6, size)]
+    apart = [list(part) for one in windows["prompt_order"] for _, part in groupby(one, key=ledger.window)]
+    assert sorted(apart) == [list(range(6))[at : at + size] for at in range(0, 6, size)]
+    assert len(windows["prompt_order"]) == len(apart) or (bubble and together > 1)
 
 
 @given(tokens=st.lists(st.integers(1, 30), min_size=1, max_size=40), together=st.integers(2, 5))
@@ -368,6 +371,25 @@ class Sized(NamedTuple):
 def test_windows_given_as_one_are_of_one_mini_batch():
     ledger = ledger_of(12, ready=range(12), updates=2, together=4)
     assert [taken(ledger, budget=10) for _ in range(4)] == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+
+
+def test_under_a_pipeline_all_windows_that_wait_are_given_as_one():
+    ledger = ledger_of(10, ready=range(7), bubble=5, together=3)  # five tokens each
+    assert [taken(ledger, budget=10) for _ in range(3)] == [[0, 1, 2, 3, 4, 5], [6], []]
+    ledger = ledger_of(10, ready=range(5), bubble=5, together=3)
+    assert taken(ledger, budget=10) == [0, 1, 2, 3, 4]  # else the last would fill and drain it once more
+
+
+def test_under_a_pipeline_windows_in_prompt_order_are_given_as_one_and_stay_the_same():
+    ledger = ledger_of(12, ready=[*range(5), 6, 7], order="prompt_order", bubble=5, together=4)
+    assert [taken(ledger, budget=10) for _ in range(2)] == [[0, 1, 2, 3], []]  # 4 waits for 5
+    for index in (5, 8, 9, 10, 11):
+        ledger.add_ready(index, TOKENS)
+    assert [taken(ledger, budget=10) for _ in range(2)] == [[4, 5, 6, 7, 8, 9, 10, 11], []]
+    assert [ledger.window(index) for index in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    in_turn = ledger_of(8, ready=range(8), order="prompt_order", bubble=5, together=4, replica_groups=2, updates=2)
+    assert [taken(in_turn, 1, 10) for _ in range(3)] == [[2, 3], [6, 7], []]  # of one mini-batch
+    assert [taken(in_turn, 0, 10) for _ in range(3)] == [[0, 1], [4, 5], []]
 
 
 def test_a_window_that_waits_alone_is_given_at_once():

@@ -32,11 +32,11 @@ class World:
         self.takes_s = takes_s
         self.seeds = []
         self.place = asyncio.Lock()
-        self.instance = SimpleNamespace(client=self, name="i", groups=1, record_group=lambda *figures: None)
+        self.instance = SimpleNamespace(client=self, name="i", responses=1, record_group=lambda *figures: None)
         self.groups = []
 
     @asynccontextmanager
-    async def borrow(self, avoid=(), first=False, least=None):
+    async def borrow(self, avoid=(), first=False, least=None, size=0):
         async with self.place:
             yield SimpleNamespace(instance=self.instance, trial=False)
 
@@ -60,6 +60,7 @@ class World:
         pass
 
     record_success = record_refusal
+    free_slot = record_refusal
 
     async def score(self, prompt, responses):
         return [Score(1.0)] * len(responses)

@@ -1,11 +1,15 @@
 """Rollouts of several turns: real program processes, scripted instances."""
 
+import json
 import re
+import subprocess
+import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from random import Random
 
 import pytest
+from aiohttp import web
 
 from engine.config import Config
 from engine.data.loader import sampling_seed, turn_seed
@@ -163,3 +167,87 @@ async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name,
     mask = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
     assert list(map(bool, group.responses[0].loss_mask)) == mask
     assert group.scores[0].value == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (web.HTTPInternalServerError, "begun between "),
+        (web.HTTPConflict, "begun between begun between "),  # paused: its weights may be others afterwards
+    ],
+)
+async def test_an_instances_failure_repeats_its_turn_only(tmp_path, tiny_model, monkeypatch, failure, told):
+    monkeypatch.setenv("METRONOME_TEST_MARKS", str(tmp_path))
+    failed = []
+
+    def fails_once(conversation, seed):
+        if conversation[-1] == 7 and not failed:
+            failed.append(1)
+            raise failure
+        return tokens_of(conversation, seed)
+
+    monkeypatch.setattr(scripted, "tokens_of", fails_once)
+    async with world(tmp_path, tiny_model, "counted", {"environment": ["METRONOME_TEST_MARKS"]}, group_size=1) as w:
+        await w.run(PROMPTS[:1])
+    assert failed
+    assert (tmp_path / PROMPTS[0].id).read_text() == told
+    (prompt, seed) = (PROMPTS[0], sampling_seed(0, 0, PROMPTS[0].id, 0))
+    first = tokens_of(list(prompt.token_ids), seed)[:1]
+    second = tokens_of([*prompt.token_ids, *first, 7], turn_seed(seed, 1))
+    assert list(w.groups[0].responses[0].token_ids) == [*first, 7, *second]
+
+
+@pytest.mark.nightly
+async def test_an_environment_of_gymnasium(tmp_path, tiny_model, monkeypatch):
+    pytest.importorskip("gymnasium", reason="`pip install gymnasium` for the example in docs/examples")
+    moves = [b"north\n", *(f"{move}\n".encode() for move in (1, 1, 2, 1, 2, 2))]
+
+    def play(conversation, _):
+        return list(moves[bytes(conversation[3:]).count(b"\n") // 2])
+
+    monkeypatch.setattr(scripted, "tokens_of", play)
+    lake = {"environment": "FrozenLake-v1", "arguments": {"is_slippery": False}}
+    prompt = Prompt("0123abcd", "Cross the lake.", "", (1, 2, 3), lake)
+    program = f"{ROOT}/docs/examples/gymnasium_program.py:program"
+    async with world(tmp_path, tiny_model, program, group_size=1, room=99) as w:
+        await w.run([prompt], within_s=100)
+    (group,) = w.groups
+    assert bytes(group.responses[0].token_ids).decode().split("\n")[:-1:2] == ["0", "0", "4", "8", "9", "13", "14"]
+    assert (group.scores[0].value, group.scores[0].metrics["episode/turns"]) == (1.0, 7.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+async def test_an_environment_of_verifiers(tmp_path, tiny_model, monkeypatch):
+    pytest.importorskip("verifiers", reason="`pip install verifiers` for the example in docs/examples")
+    hf = Tokenizer(tiny_model).hf
+
+    def answer(conversation, _):
+        return hf.encode("2<|im_end|>" if "Sure?" in hf.decode(conversation) else "1<|im_end|>")
+
+    monkeypatch.setattr(scripted, "tokens_of", answer)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/support/verifiers_environment")
+    agent = {"runtime": {"type": "subprocess"}}
+    monkeypatch.setenv("VERIFIERS_ENV", json.dumps({"taskset": {"id": "verifiers-addition"}, "agent": agent}))
+    told = subprocess.run(
+        [sys.executable, "docs/examples/verifiers_program.py"], cwd=ROOT, capture_output=True, check=True, timeout=400
+    )
+    rows = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [row["problem"] for row in rows] == ["0+1=", "1+1="]
+    begun = hf.encode("<|im_start|>")
+    prompts = [Prompt(f"p{row['task']}", row["problem"], "", begun, row) for row in rows]
+    program = f"{ROOT}/docs/examples/verifiers_program.py:program"
+    reward = {"environment": ["VERIFIERS_ENV"], "on_error": "zero"}
+    limits = {"group_size": 2, "room": 200, "program_timeout_s": 300}
+    async with world(tmp_path, tiny_model, program, reward, **limits) as w:
+        await w.run(prompts, within_s=400)
+    for group in w.groups:
+        for response, score in zip(group.responses, group.scores, strict=True):
+            assert (score.value, score.status) == (float(group.prompt.id == "p1"), "ok"), score.detail
+            assert (score.metrics["asked"], score.metrics["episode/turns"]) == (2.0, 2.0)
+            sampled = [one for one, own in zip(response.token_ids, response.loss_mask, strict=True) if own]
+            assert hf.decode(sampled) == "1<|im_end|>2<|im_end|>"
+            assert hf.decode([*begun, *response.token_ids]) == (
+                f"<|im_start|>user\n{group.prompt.problem}<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+                "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"
+            )

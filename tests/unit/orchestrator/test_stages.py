@@ -32,7 +32,7 @@ def windows_of(lease_s, **tables):
 def test_our_own_trainer_gets_windows_that_wait_as_one():
     assert windows_of(None) == [8, 8, 2, 2]
     assert windows_of(60.0) == [2] * 10, "a program outside may train a window in one pass"
-    assert windows_of(None, parallel={"pipeline": 2}) == [16, 4], "of a pipeline it has several micro-batches anyway"
+    assert windows_of(None, parallel={"pipeline": 2}) == [20], "a pipeline fills and drains once for all"
 
 
 @pytest.fixture

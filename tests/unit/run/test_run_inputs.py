@@ -66,7 +66,10 @@ def change(folder: Path, part: str) -> None:
             "tokenizer",
             "the tokenizer of model.path, .*or its end-of-sequence tokens changed since the run was trained with it",
         ),
-        ("reward", r"the code of the reward or of the program changed since .*\(a copy is in .*/code/reward-[0-9a-f]{12}\)"),
+        (
+            "reward",
+            r"the code of the reward or of the program changed since .*\(a copy is in .*/code/reward-[0-9a-f]{12}\)",
+        ),
         ("algorithms", "the code of the advantage, the loss or the gradient control changed"),
     ],
 )

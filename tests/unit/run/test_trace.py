@@ -81,7 +81,7 @@ def test_the_samples_of_a_conversation_have_its_turns(tmp_path):
     sampled = Response(
         token_ids=ids,
         logprobs=(0.0,) * len(ids),
-        versions=((0, 0),),
+        versions=((0, 0), (9, 1)),
         loss_mask=mask,
         finish_reason="stop",
         text="",
@@ -91,4 +91,8 @@ def test_the_samples_of_a_conversation_have_its_turns(tmp_path):
     group = Group(step=0, index=0, prompt=Prompt("p", "", "4", ()), responses=(sampled,), scores=(Score(1.0),))
     folder.add_samples(step=0, groups=[group], decode=lambda part: bytes(part).decode())
     (sample,) = read_lines(folder.samples_of(0))
-    assert sample["turns"] == [["model", "2+2="], ["environment", "<4>"], ["model", "So 4"]]
+    assert sample["turns"] == [
+        {"role": "model", "text": "2+2=", "trained": True, "tokens": 4, "versions": [0]},
+        {"role": "environment", "text": "<4>", "trained": False, "tokens": 3},
+        {"role": "model", "text": "So 4", "trained": True, "tokens": 4, "versions": [0, 1]},
+    ]

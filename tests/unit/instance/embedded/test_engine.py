@@ -108,6 +108,32 @@ def test_equal_prompts_share_one_prefill(engine):
     assert engine.load()["prefills"] == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_turn_computes_only_what_is_new_and_has_the_bits_of_the_whole_computed_again(folder, dtype):
+    """With two conversations at once. They share their first piece."""
+
+    def engine():
+        return engine_of(folder, max_context=256, deterministic=True, dtype=dtype, conversations=True)
+
+    kept = engine()
+    computed = []
+    compute = kept.prompts.compute
+    kept.prompts.compute = lambda ids, before: computed.append(len(ids)) or compute(ids, before)
+    conversations = [[*PROMPT] * 14 for _ in range(2)]
+    for turn in range(3):
+        results = []
+        for one in (kept, engine()):
+            sent = Sent(one)
+            for seed, conversation in enumerate(conversations):
+                sent.send(conversation, seed=10 * turn + seed)
+            results.append(sent.finish())
+        assert results[0] == results[1]  # floats: bit for bit
+        for conversation, result in zip(conversations, results[0], strict=True):
+            conversation += [*result.token_ids, *range(2, 34)]
+    assert len(conversations[0]) == 70 + 3 * 40
+    assert sum(computed) == 64 + 6 + 2 * ((110 - 64) + (128 - 64) + (150 - 128))
+
+
 def test_recent_prompts_are_kept_within_their_limit(engine):
     engine.prompts.limit = 12
     for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from engine.config import Config
+from engine.data.loader import sampling_seed
 from engine.errors import MetronomeError
 from engine.orchestrator.dynamic_sampling import DynamicSampling
 from engine.orchestrator.pool.circuit_breaker import LIMIT
@@ -34,6 +35,25 @@ async def test_every_response_comes_exactly_once_within_the_limits(world):
         assert max(a.most, b.most) <= 2 * 4
         assert min(len(a.seeds), len(b.seeds)) >= 8
         assert one.groups == 0
+
+
+async def test_a_slot_is_free_when_a_response_ends_and_a_group_is_sent_once_it_has_one_for_each_of_its_own(world):
+    """Two groups of four fill it. Three of each group end soon, and the fourth much later."""
+    async with world() as w:
+        a, one = await w.join("a")
+        slow = {sampling_seed(0, 0, prompt.id, 0) for prompt in PROMPTS[:2]}
+        a.takes = lambda body: 60.0 if body["seed"] in slow else 0.01
+        running = asyncio.create_task(w.run(PROMPTS[:5]))
+        try:
+            await until(lambda: len(w.groups) == 3, "the three groups that do not wait for the slow responses")
+            assert sorted(group.index for group in w.groups) == [2, 3, 4]
+            assert (one.groups, one.responses, a.running) == (2, 2, 2)
+            assert a.most <= 8
+            sent = [tuple(body["prompt"]) for body in a.asked]
+            assert [sent.count(prompt.token_ids) for prompt in PROMPTS[:5]] == [4] * 5
+            assert [len(set(sent[at : at + 4])) for at in range(0, 20, 4)] == [1] * 5  # each group at once
+        finally:
+            running.cancel()
 
 
 async def test_groups_that_are_scored_as_a_whole(world):

@@ -64,8 +64,8 @@ def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_tran
     assert passed == {(state, after) for state, following in NEXT.items() for after in following}
 
 
-async def ask_without_giving_back(self, avoid, first, least):
-    asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
+async def ask_without_giving_back(self, avoid, first, least, size):
+    asked = _Waiter(asyncio.get_running_loop().create_future(), size, avoid, least)
     (self._waiting.appendleft if first else self._waiting.append)(asked)
     self.hand_out()
     return await asked.place
@@ -270,15 +270,22 @@ def test_tokens_per_second_are_those_between_two_answers_and_none_after_a_restar
     assert found == [0.0, 100.0, 0.0, 20.0]
 
 
-def test_it_has_no_more_places_than_its_limit_and_none_unless_it_serves():
+def test_it_has_no_more_slots_than_its_limit_and_none_unless_it_serves():
     one = brought("serving")
-    first, _ = (one.take_place(2) for _ in range(2))
-    with pytest.raises(RuntimeError, match="instance a: no slot for a group: serving, 2 in flight"):
-        one.take_place(2)
+    first, second = (one.take_place(4, 2) for _ in range(2))
+    one.free_slot(second)
+    with pytest.raises(RuntimeError, match="instance a: no slots for 2 responses: serving, 3 in flight"):
+        one.take_place(4, 2)
     one.give_back(first)
+    assert (one.groups, one.responses) == (1, 1)
+    with pytest.raises(RuntimeError, match="instance a: no slots for 5 responses: serving, 1 in flight"):
+        one.take_place(4, 5)
+    one.give_back(second)
+    larger = one.take_place(4, 5)  # a single group may have more responses than there are slots
+    one.give_back(larger)
     one.exclude("silent")
-    with pytest.raises(RuntimeError, match="instance a: no slot for a group: silent, 1 in flight"):
-        one.take_place(2)
+    with pytest.raises(RuntimeError, match="instance a: no slots for 2 responses: silent, 0 in flight"):
+        one.take_place(4, 2)
 
 
 def test_a_trial_that_is_broken_off_may_be_made_again(clock):
@@ -287,7 +294,8 @@ def test_a_trial_that_is_broken_off_may_be_made_again(clock):
     for _ in range(LIMIT):
         one.breaker.record_fault()
     clock.now += one.breaker.wait_s
-    place = one.take_place(2)
+    place = one.take_place(4, 2)
+    assert one.responses == 1
     assert (place.trial, one.breaker.passes) == (True, False)
     one.give_back(place)
     assert one.breaker.passes

@@ -19,7 +19,7 @@ def ends(instance, groups, starts):
     """When each response of the groups is finished, by (group, number)."""
     found = {}
     waiting = sorted(zip(starts, groups, strict=True), key=lambda each: each[0])
-    while waiting or instance.active:
+    while waiting or instance.responses:
         finish = instance.next_finish()
         if waiting and (finish is None or waiting[0][0] < finish):
             at, group = waiting.pop(0)
@@ -39,7 +39,7 @@ def test_a_response_alone_takes_a_decode_step_for_each_token():
     found = ends(instance, [SampledGroup(0, 0, prompt, (length,))], [3.0])
     # the context grows with each token: the integral of a + c (prompt + k) over k
     assert found[0, 0] == pytest.approx(3 + a * length + c * (prompt * length + length**2 / 2))
-    assert instance.groups == 0
+    assert instance.responses == 0
     assert instance.busy_s == pytest.approx(found[0, 0] - 3)
 
 

@@ -17,6 +17,7 @@ from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.page import WIDTH, write_plan
 from engine.tools.planner.planning import (
     StepModel,
+    best_off_policy,
     find_plan,
     on_cores,
     plan_sensitivity,
@@ -284,6 +285,22 @@ def test_the_plan_says_what_it_rests_on_and_what_else_would_be_best(recipe):
     assert min(one.gain for one in found.values()) >= 1
     assert found["responses twice as long"].today.step_s > plan.today.step_s
     assert found["trainer 20 % faster"].today.step_s <= plan.today.step_s
+
+
+def test_modes_that_are_not_on_policy_are_shown_apart_with_their_best_setting_or_why_not(recipe):
+    large = change_config(recipe, {"platform.memory_gib": 200.0})
+    plan = find_plan(prior_model(large, DEVICES["910b"], LENGTHS), 2, kept=1)
+    assert plan.best[0].candidate.config.train.mode in ("sync", "periodic")
+    found = dict(best_off_policy(plan, 2))
+    assert list(found) == ["one_step_off", "bounded"]
+    for mode, best in found.items():
+        assert best.candidate.changes["train.mode"] == best.candidate.config.train.mode == mode
+        assert best.candidate.config.weights.staged  # a transfer that nobody waits for is never slower
+        assert best.step_s <= plan.best[0].step_s
+    off = replace(plan.model, config=change_config(large, {"train.mode": "one_step_off"}))
+    assert not list(best_off_policy(replace(plan, model=off), 2))
+    none = dict(best_off_policy(plan, 1))  # no device is left for an instance
+    assert [reason.startswith("--devices 1: none") for reason in none.values()] == [True, True]
 
 
 def test_the_page_has_the_table_the_bars_and_the_timelines(recipe, tmp_path):

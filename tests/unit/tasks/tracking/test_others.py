@@ -1,0 +1,129 @@
+"""The trackers of `tracking.also` have the figures of the run folder, read back by their own packages."""
+
+import json
+import struct
+
+import pytest
+
+from engine.config import Config, Run, Tracking, Train
+from engine.errors import BadInput
+from engine.run.files import append_line
+from tasks.tracking import others
+
+EVALUATION = {
+    **{"step": 2, "weight_version": 2, "benchmark": "held out", "problems": 4, "samples": 2, "avg_at_k": 0.5},
+    **{"pass_at_k": 0.75, "ci_low": 0.2, "ci_high": 0.8, "table": "evaluations/step-2.jsonl"},
+}
+
+
+@pytest.fixture
+def config_of(tmp_path, monkeypatch):
+    """The config of a run with three steps and an evaluation of an earlier one, for a tracker that is installed."""
+
+    def make(name, needed=None):
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # trackio reads it when it is imported
+        pytest.importorskip(needed or name)
+        config = Config(
+            run=Run(name="tried", output=str(tmp_path)), tracking=Tracking(also=(name,)), train=Train(steps=5)
+        )
+        config.folder.mkdir()
+        for step in range(3):
+            add_step(config, step)
+        append_line(config.folder / "evaluations.jsonl", EVALUATION)
+        return config
+
+    return make
+
+
+def add_step(config, step):
+    append_line(
+        config.folder / "steps.jsonl", {"step": step, "loss": step / 10, "versions_seen": [step], "staleness": {"0": 8}}
+    )
+
+
+def scalars(folder):
+    """{tag: [(step, value), ...]} of all event files, by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return {
+        tag: [(event.step, float(tensor_util.make_ndarray(event.tensor_proto))) for event in read.Tensors(tag)]
+        for tag in read.Tags()["tensors"]
+    }
+
+
+def wandb_rows(file):
+    """The rows of history in wandb's offline file: records of LevelDB's log, which begin after seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = file.read_bytes()
+    assert len(data) < 32768, "one block"
+    rows = []
+    place = 7
+    while place < len(data):
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        assert kind == 1, "a whole record"
+        record = Record.FromString(data[place + 7 : place + 7 + length])
+        if record.WhichOneof("record_type") == "history":
+            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+        place += 7 + length
+    return rows
+
+
+def test_tensorboard_has_each_figure_once_also_after_a_resume(config_of):
+    config = config_of("tensorboard")
+    others.push_once(config)
+    add_step(config, 3)
+    thread = others.OtherTrackersThread(config)
+    thread.close()
+    others.push_once(config)
+    found = scalars(config.folder / "tensorboard")
+    assert found["loss"] == [(step, pytest.approx(step / 10)) for step in range(4)]
+    assert found["versions_seen_max"] == [(step, step) for step in range(4)]
+    assert found["staleness/0"] == [(step, 8) for step in range(4)]
+    assert found["held out/avg_at_k"] == [(2, 0.5)]
+    assert "step" not in found
+
+
+def test_trackio_has_them(config_of):
+    config = config_of("trackio")
+    others.push_once(config)
+    add_step(config, 3)
+    others.push_once(config)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs("metronome", "tried")
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(n, n / 10) for n in range(4)]
+    assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
+
+
+def test_wandb_has_them_in_its_offline_mode(config_of):
+    config = config_of("wandb")
+    others.push_once(config)
+    (file,) = config.folder.rglob("run-*.wandb")
+    rows = wandb_rows(file)
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(0, 0.0), (1, 0.1), (2, 0.2)]
+    assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
+
+
+def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(config_of, monkeypatch, capsys):
+    config = config_of("wandb", needed="json")
+
+    def away(config):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(others, "TRACKERS", {"wandb": away})
+    trackers = others.OtherTrackers(config)
+    trackers.push()
+    trackers.push()
+    assert capsys.readouterr().err.count("warning: wandb (tracking.also) does not take the figures: no route") == 1
+    assert not (config.folder / others.STATE).exists()
+
+
+def test_a_package_that_is_missing_is_bad_input(monkeypatch):
+    monkeypatch.setattr(others.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"tracking.also: trackio is not installed; install it: pip install 'metronome"):
+        others.check_others(Config(tracking=Tracking(also=("trackio",))))

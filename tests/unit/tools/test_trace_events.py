@@ -1,0 +1,113 @@
+"""A run's spans in the trace event format."""
+
+import gzip
+import json
+from collections import defaultdict
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from engine.run.trace import Trace
+from flows.cli import app
+
+NUMBER = {"type": "number", "minimum": 0}
+PLACE = {"name": {"type": "string"}, "pid": {"type": "integer"}, "tid": {"type": "integer"}, "args": {"type": "object"}}
+FORMAT = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "traceEvents": {
+            "type": "array",
+            "items": {
+                "oneOf": [
+                    {
+                        "properties": {**PLACE, "ph": {"const": "X"}, "ts": NUMBER, "dur": NUMBER, "cat": {}},
+                        "required": ["name", "ph", "ts", "dur", "pid", "tid"],
+                        "additionalProperties": False,
+                    },
+                    {
+                        "properties": {
+                            **PLACE,
+                            "ph": {"const": "C"},
+                            "ts": NUMBER,
+                            "args": {"additionalProperties": {"type": "number"}},
+                        },
+                        "required": ["name", "ph", "ts", "pid", "args"],
+                        "additionalProperties": False,
+                    },
+                    {
+                        "properties": {
+                            **PLACE,
+                            "ph": {"const": "M"},
+                            "name": {"enum": ["process_name", "process_sort_index", "thread_name"]},
+                        },
+                        "required": ["name", "ph", "pid", "args"],
+                        "additionalProperties": False,
+                    },
+                ]
+            },
+        },
+    },
+}
+"""What Google's "Trace Event Format" says of the three kinds of events that are written."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    trainer = Trace(tmp_path / "run/trace", "trainer-0")
+    instance = Trace(tmp_path / "run/trace", "instance-0")
+    for step in range(3):
+        at = 1000.0 + 10 * step
+        instance.add_span("rollout", at, at + 6, step=step, group=0, tokens=9)
+        instance.add_span("rollout", at + 1, at + 3, step=step, group=1, tokens=4)
+        trainer.add_span("train", at + 4, at + 7, step=step, groups=[1])
+        trainer.add_span("update", at + 8, at + 9, step=step)
+    instance.add_span("serving", 1000.0, 1012.0, lane="pool instance-0")
+    trainer.flush()
+    instance.flush()
+    (tmp_path / "run/config.toml").write_text("")
+    rows = [{"step": step, "reward_mean": step / 4, "pool_size": 1} for step in range(3)]
+    (tmp_path / "run/steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "run"
+
+
+def written(*arguments):
+    done = CliRunner().invoke(app, ["trace", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_trace_has_every_span_in_its_lane_and_the_figures_of_the_steps(folder):
+    assert "13 spans" in written(folder)
+    found = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    jsonschema.validate(found, FORMAT)
+    events = found["traceEvents"]
+    lanes = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert list(lanes.values()) == ["trainer-0", "instance-0", "pool instance-0", "steps"]
+    spans = [one for one in events if one["ph"] == "X"]
+    first = next(one for one in spans if one["name"] == "train")
+    assert (lanes[first["pid"]], first["ts"], first["dur"]) == ("trainer-0", 4e6, 3e6)
+    assert first["args"] == {"step": 0, "groups": [1]}
+    threads = defaultdict(list)
+    for one in spans:
+        threads[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+    assert all(end <= start for own in threads.values() for (_, end), (start, _) in zip(own, own[1:], strict=False))
+    rewards = [(one["ts"], one["args"]["reward_mean"]) for one in events if one["name"] == "reward_mean"]
+    assert rewards == [(9e6, 0.0), (19e6, 0.25), (29e6, 0.5)]
+
+
+def test_only_some_steps_and_what_happened_in_their_time(folder, tmp_path):
+    written(folder, "--steps", "1:1", "--out", tmp_path / "one.json")
+    spans = [one for one in json.loads((tmp_path / "one.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    assert {one["args"].get("step") for one in spans} == {1, None}
+    assert [one["name"] for one in spans if "step" not in one["args"]] == ["serving"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [("7:9", "has no spans of steps 7 to 9"), ("7", "expected FIRST:LAST, for example 10:19")]
+)
+def test_steps_that_are_not_there_are_bad_input(folder, steps, told):
+    done = CliRunner().invoke(app, ["trace", str(folder), "--steps", steps])
+    assert (done.exit_code, told in done.stderr) == (2, True), done.output

@@ -1,0 +1,125 @@
+"""Agents with the client `openai` over the conversation of a rollout program."""
+
+import asyncio
+import json
+import re
+import shutil
+
+import aiohttp
+import openai
+import pytest
+
+from engine.data.tokenizer import Tokenizer
+from engine.errors import OutOfRoom
+from engine.types import Prompt
+from engine.verifier.program import Chat, ProgramTokenizer
+from engine.wire.columns import open_ids, pack_ids
+from engine.wire.verifier_messages import TurnSampled
+
+TEMPLATE = """{%- if tools %}<|im_start|>tools
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+USER = {"role": "user", "content": "1+1="}
+
+
+class Orchestrator:
+    """Samples what a test says, and keeps what the program appended before each turn."""
+
+    def __init__(self, turns):
+        self.turns = list(turns)
+        self.appended = []
+        self.chat = None
+
+    def send(self, asked):
+        self.appended.append(list(open_ids(asked.appended)))
+        turn = self.turns.pop(0) if self.turns else []
+        sampled = TurnSampled(asked.number, pack_ids(turn), "stop")
+        asyncio.get_running_loop().call_later(0.05, self.chat.receive_turn, sampled)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model, tmp_path_factory):
+    model = shutil.copytree(tiny_model, tmp_path_factory.mktemp("tools") / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return ProgramTokenizer(Tokenizer(model).for_verifiers)
+
+
+def begin_chat(tokenizer, prompt, turns):
+    """A chat, and the orchestrator that samples its turns."""
+    orchestrator = Orchestrator(turns)
+    orchestrator.chat = Chat(0, Prompt("p", "1+1=", "", tokenizer.encode(prompt)), orchestrator, tokenizer)
+    return orchestrator.chat, orchestrator
+
+
+async def test_a_request_is_a_turn_and_what_was_sampled_is_never_tokenized_again(tokenizer):
+    """What the agent repeats has other tokens than what was sampled: a space less, and no half character."""
+    call = 'So <tool_call>{"name":  "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    turns = [tokenizer.encode(call), [*b"It is 2", 255], [*b"Yes\n"]]
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>", turns)
+    async with chat.openai() as (base_url, key):
+        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
+        said = [{"role": "system", "content": "Add."}, USER]
+        first = await ask(model="policy", messages=said, tools=TOOLS, temperature=0.5)
+        message = first.choices[0].message
+        (made,) = message.tool_calls
+        assert (first.choices[0].finish_reason, message.content) == ("tool_calls", "So")
+        assert (made.function.name, made.function.arguments) == ("add", '{"a": 1}')
+        said += [message, {"role": "tool", "tool_call_id": made.id, "content": [{"type": "text", "text": "2"}]}]
+        stream = await ask(
+            model="policy", messages=said, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert first.usage.total_tokens < chunks[-1].usage.prompt_tokens < chunks[-1].usage.total_tokens == chat.length
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+        said += [{"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
+        last = await ask(model="policy", messages=said, tools=TOOLS, stop="\n")
+        assert (text, last.choices[0].message.content) == ("It is 2\ufffd", "Yes")
+    assert list(map(tokenizer.hf.decode, orchestrator.appended)) == [
+        f"tools\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>system\nAdd.<|im_end|>\n"
+        "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    with pytest.raises(aiohttp.ClientConnectionError):  # its server is gone
+        async with aiohttp.ClientSession() as session:
+            await session.get(base_url)
+
+
+async def test_an_agent_ends_as_a_program_does_where_no_room_is_left(tokenizer):
+    chat, _ = begin_chat(tokenizer, "<|im_start|>user\n", [])
+    with pytest.raises(OutOfRoom) as raised:
+        async with chat.openai() as (base_url, key):
+            await openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create(model="", messages=[USER])
+    assert raised.value.__cause__.code == "context_length_exceeded"
+
+
+async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conversation(tokenizer):
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"], [*b"2"]])
+    one = {"role": "assistant", "content": "1"}
+    async with chat.openai() as (base_url, key), aiohttp.ClientSession() as session:
+        trusted = {"Authorization": f"Bearer {key}"}
+
+        async def ask(status, said, *messages, headers=trusted, **more):
+            body = {"messages": messages or [USER], **more}
+            async with session.post(f"{base_url}/chat/completions", json=body, headers=headers) as reply:
+                text = await reply.text()
+                assert (reply.status, bool(re.search(said, text))) == (status, True), text
+
+        await ask(401, "wrong API key", headers={})
+        await ask(401, "wrong API key", headers={"Authorization": "Bearer no"})
+        await ask(403, "web page", headers={**trusted, "Origin": "http://x.test"})
+        await ask(403, "IP address", headers={**trusted, "Host": "x.test"})
+        await ask(400, "does not begin with the prompt '<.im_start.>user.*1'", {"role": "system", "content": "x"}, USER)
+        await ask(400, "n: 2; only 1", n=2)
+        await ask(400, "message 0 is .*image_url", {"role": "user", "content": [{"type": "image_url"}]})
+        await ask(400, "stop 'no one token' is 12 tokens", stop="no one token")
+        await asyncio.gather(ask(200, '"content": "1"'), ask(400, "still being sampled"))
+        await ask(400, "no message after the last answer", USER, one)
+        await ask(400, "message 1 is .*'one'.*has .*'1'} there", USER, {**one, "content": "one"}, USER)
+        await ask(400, "message 1 is None", USER)
+        await ask(200, '"content": "2"', USER, {**one, "content": " 1 "}, USER)
+    assert len(orchestrator.appended) == 2
