@@ -44,7 +44,8 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f'algorithm.gradient_control = "{algorithm.gradient_control}", and only "gac" reads it',
         )
     if config.cluster.engine != "ray":
-        yield ("cluster.address", "cluster.wait_s"), f'cluster.engine = "{config.cluster.engine}", and only "ray" reads it'
+        engine = config.cluster.engine
+        yield ("cluster.address", "cluster.wait_s"), f'cluster.engine = "{engine}", and only "ray" reads it'
     if config.queue.store == "orchestrator":
         yield (
             ("queue.address", "queue.unauthenticated"),

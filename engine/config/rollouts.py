@@ -148,7 +148,8 @@ class Rollout(Table):
     until it answers again."""
     wait_s: PositiveFloat = 60.0
     """Seconds that a run whose last instance died or left waits for another before it stops with a checkpoint, and that
-    an instance which joined waits for an orchestrator that does not answer. A run waits longer if the model takes longer to load (100 MiB/s)."""
+    an instance which joined waits for an orchestrator that does not answer. A run waits longer if the model takes
+    longer to load (100 MiB/s)."""
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""

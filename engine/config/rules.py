@@ -465,8 +465,8 @@ def _check_vllm(config: Tree) -> None:
 def _check_cluster(config: Tree) -> None:
     if config.parallel.rendezvous == "auto" and config.cluster.engine != "ray":
         raise ValueError(
-            'parallel.rendezvous = "auto" needs cluster.engine = "ray"; without it give host:port of the first training '
-            "node"
+            'parallel.rendezvous = "auto" needs cluster.engine = "ray"; without it give host:port of the first '
+            "training node"
         )
 
 

@@ -110,7 +110,7 @@ class Pool:
         """Largest number of responses in flight on one instance, unless a single group has more."""
         self.processes = InstanceProcesses(config, model, folder)
         self._loading_s = loading_s(model)
-        self.start_s = max(rollout.timeout_s, self._loading_s)
+        self.start_s = max(config.rollout.timeout_s, self._loading_s)
         """Seconds that the start of an instance may take."""
         self.sync: Sync | None = None
         """Used by the health monitor; None until a weight sync is set up."""
