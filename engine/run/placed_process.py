@@ -26,7 +26,7 @@ PIECE = 2**20
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlace:
     """Where an actor is."""
 
     node: str
@@ -52,7 +52,7 @@ class PlacedProcess:
     """The process, as the actor has it. It gets the actor's environment, in which the cluster shows it its devices."""
 
     def __init__(self, node: str, host: str) -> None:
-        self._place = Place(
+        self._place = ActorPlace(
             node=node,
             host=host,
             devices={name: os.environ[name] for name in VISIBLE.values() if os.environ.get(name)},
@@ -62,13 +62,13 @@ class PlacedProcess:
         self._child: Child | None = None
         self._read = 0
 
-    def place(self) -> Place:
+    def place(self) -> ActorPlace:
         """Where it is."""
         return self._place
 
     def start(
         self, module: str, arguments: Sequence[str], files: Mapping[str, str], environment: Mapping[str, str]
-    ) -> Place:
+    ) -> ActorPlace:
         """Start a module with `arguments`, in which FOLDER and HOST are replaced. `files`: texts by the names that they
         get in FOLDER. `environment` is added to the node's own."""
         for name, text in files.items():

@@ -26,7 +26,7 @@ import tomli_w
 from engine.config import Cluster, Config
 from engine.config.placing import bundles_of
 from engine.errors import BadInput, DeadlineError, clean_text
-from engine.run.placed_process import FOLDER, HOST, News, Place, PlacedProcess
+from engine.run.placed_process import FOLDER, HOST, ActorPlace, News, PlacedProcess
 from engine.run.process import BAD_INPUT
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
@@ -63,7 +63,7 @@ class _Part:
     actor: Any = None
     answer: Any = None
     """What the actor has been asked; None once it is not looked at any more."""
-    place: Place | None = None
+    place: ActorPlace | None = None
     """Where it runs; None while it has no place."""
     again: float = 0.0
     """Monotonic time from which on it may be started, 0 if it has been."""
@@ -147,7 +147,7 @@ def _ending(parts: Sequence[_Part]) -> Iterator[None]:
 
 
 @contextmanager
-def _connected(cluster: Cluster) -> Iterator[Place]:
+def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
     """Join the cluster during the body. Yields this machine's place in it."""
     try:
         import ray
@@ -168,7 +168,7 @@ def _connected(cluster: Cluster) -> Iterator[Place]:
             for number, handler in handlers.items():  # Ray puts its own there
                 signal.signal(number, handler)
         context = ray.get_runtime_context()
-        yield Place(context.get_node_id(), ray.util.get_node_ip_address(), {}, os.nice(0))
+        yield ActorPlace(context.get_node_id(), ray.util.get_node_ip_address(), {}, os.nice(0))
     finally:
         ray.shutdown()
 
@@ -246,7 +246,7 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _take_room(parts: Sequence[_Part], strategy: str, wait_s: float, first: Place | None) -> None:
+def _take_room(parts: Sequence[_Part], strategy: str, wait_s: float, first: ActorPlace | None) -> None:
     """Take the room of the parts at once. `first`: where the first one must be. Raises DeadlineError."""
     if not parts:
         return
@@ -307,7 +307,7 @@ class _Held(PlacedProcess):
         super().__init__(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
-def _await_start(part: _Part, config: Config, here: Place) -> None:
+def _await_start(part: _Part, config: Config, here: ActorPlace) -> None:
     """Wait until a process has been started. Raises BadInput if its node lacks Metronome, or if weights can't get to
     it."""
     import ray
@@ -419,7 +419,7 @@ def _look_at(part: _Part, restarts: int, logs: Path) -> None:
         part.answer = None
         part.again = time.monotonic() + BACKOFF_S
         return
-    if isinstance(news, Place):
+    if isinstance(news, ActorPlace):
         part.place = news
         say("cluster", f"{part.name} starts on {news.host} ({news.node[:6]})")
     elif _has_ended(part, news, restarts, logs):
