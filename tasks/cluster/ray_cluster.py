@@ -186,7 +186,7 @@ def _node(number: int, amounts: Mapping[str, float], config: Config, folder: Pat
     if number == 0:
         return _Part("trainer node 0", 0, amounts)
     arguments = [str(folder.resolve()), "--wait", str(_patience(config))]
-    return _Part(f"trainer node {number}", number, amounts, RANKS, arguments)
+    return _Part(f"trainer node {number}", number, amounts, module=RANKS, arguments=arguments)
 
 
 def _patience(config: Config) -> float:
@@ -204,7 +204,7 @@ def _instance(number: int, amounts: Mapping[str, float], config: Config, model: 
     config = config.model_copy(update={"rollout": rollout})
     arguments = ["serve", f"{FOLDER}/config.toml", "--join", f"{bracket_host(host)}:{port}", "--host", HOST]
     files = {"config.toml": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))}
-    return _Part(f"instance-{number}", number, amounts, "flows.cli", arguments, files)
+    return _Part(f"instance-{number}", number, amounts, module="flows.cli", arguments=arguments, files=files)
 
 
 def _with_addresses(config: Config, host: str, training: bool) -> Config:
