@@ -68,8 +68,8 @@ def opened(
         name_flow_run(name_of(folder))
 
         def train_on_nodes(config: Config) -> int:
-            with other_nodes(config, pool_instances):
-                return train(config, finished.resumed)
+            with other_nodes(config, pool_instances) as placed:
+                return train(placed.config, finished.resumed, placed.await_nodes)
 
         yield EnteredRun(
             config=config,

@@ -44,8 +44,16 @@ def count_devices(config: Config, pool_instances: int = 0, training: bool = True
 
     A run on CUDA holds at least the devices that its nodes show it, because it takes them from the first on: two runs
     on one machine would share device 0. `pool_instances`: instances on the rollout pool. Without `training`, the run
-    only evaluates. An evaluation without any instance starts one itself (engine.orchestrator.rollout_service).
+    only evaluates. An evaluation without any instance starts one itself (engine.orchestrator.rollout_service). None
+    with cluster.engine = "ray", because Ray counts the devices; instances on the rollout pool are then refused.
     """
+    if config.cluster.engine == "ray":
+        if pool_instances:
+            raise BadInput(
+                f'on_rollout_pool = {pool_instances}: with cluster.engine = "ray" the cluster has the instances; set '
+                "rollout.instances"
+            )
+        return 0, CPU_SLOTS
     device = config.platform.device
     if device == "auto":
         device = "npu" if NPU_MANAGER.exists() else "cuda" if visible_cuda_devices() else "cpu"
@@ -73,9 +81,12 @@ def hold_devices(count: int, limit: str = NPUS, wait_s: float = WAIT_S) -> Itera
     """Hold `count` slots of a limit during the body. They are all taken at once, so two runs cannot block each other.
 
     A run that loses its lease is ended, because two runs on one device would both fail. CUDA devices and CPU slots are
-    not counted if their limit does not exist. Raises DeadlineError after `wait_s`, and BadInput if the limit is less
-    than `count` or, for NPUs, does not exist.
+    not counted if their limit does not exist; 0 slots need none. Raises DeadlineError after `wait_s`, and BadInput if
+    the limit is less than `count` or, for NPUs, does not exist.
     """
+    if not count:
+        yield
+        return
     slots = concurrency(limit, occupy=count, timeout_seconds=wait_s, strict=True, lease_duration=LEASE_S)
     with ExitStack() as stack:
         try:
