@@ -127,7 +127,8 @@ def test_the_exit_code_says_whether_it_conforms(embedded, model):
     fault, _ = FAULTS["a wrong digest"]
     with BrokenEngine(embedded, TOKEN, fault).serving() as url:
         for place, only, code in ((embedded, "digest", 0), (url, "seeds", 0), (url, "none", 2)):
-            assert metronome("conform", place, "--only", only, "--model", model)[0] == code
+            line = ["conform", place, "--only", only, "--model", model]
+            assert metronome(*line)[0] == code
         command = [sys.executable, "-m", "flows.cli", "conform", url, "--only", "digest", "--model", model]
         ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert ended.returncode == 1, ended.stdout + ended.stderr
