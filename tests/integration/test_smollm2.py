@@ -46,11 +46,14 @@ def test_the_written_model_answers_as_an_instruct_model_does(model):
 
 @pytest.mark.slow
 def test_two_steps_of_the_recipe_are_on_policy(model, tmp_path):
+    """Few responses, of which none may be right; so their rewards are such as differ, and the weights change."""
     small = {"train.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 16}
+    small["reward.function"] = f"{ROOT}/tests/support/rewards.py:even"
     run_recipe("train", tmp_path, **{"train.steps": 2, "checkpoint.every": 0, **small})
     steps = list(read_lines(tmp_path / "run/steps.jsonl"))
     assert [step["versions_seen"] for step in steps] == [[0], [1]]
     assert all(step["max_ratio_gap"] <= 1e-3 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
     assert json.loads((tmp_path / "run/policy/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
