@@ -565,7 +565,7 @@ def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for _command in (new_recipe.init, reports.runs, reports.status, reports.trace, reports.logs):
+for _command in (new_recipe.init, reports.runs, reports.status, reports.watch, reports.trace, reports.logs):
     app.command()(_ending_with_code(_command))
 
 

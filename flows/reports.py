@@ -1,4 +1,4 @@
-"""Commands that tell about runs: `metronome runs`, `status`, `trace` and `logs`."""
+"""Commands that tell about runs: `metronome runs`, `status`, `watch`, `trace` and `logs`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from engine.errors import BadInput
+from engine.tools.watch import PORT
 from tasks import console
 
 Output = Annotated[Path, typer.Option("--output", help="folder of the runs (run.output)")]
@@ -31,6 +32,22 @@ def status(run: OneRun = "", output: Output = Path("runs")) -> None:
 
     folder = find_folder(run, output)
     console.print_table(f"Run {folder.path.name}", status_rows(folder))
+
+
+def watch(
+    run: OneRun = "",
+    output: Output = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="address to listen on; any but loopback needs METRONOME_TOKEN")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = PORT,
+) -> None:
+    """Show a run on a page that follows it: curves, timeline, pool, conversations, warnings."""
+    from engine.tools.watch.server import serve_page
+    from tasks.run_reports import find_folder
+
+    folder = find_folder(run, output).path
+    serve_page(folder, host, port, lambda address: console.say("watch", f"{folder}: {address}"))
 
 
 def trace(

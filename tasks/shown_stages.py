@@ -11,7 +11,7 @@ from engine.orchestrator.run_events import RunEvents
 from engine.run.folder import RunFolder
 from engine.run.served_model import in_use
 from engine.types import JsonObject
-from tasks.console import StepLines, say
+from tasks.console import StepLines, is_terminal, own_program, say
 from tasks.fenced import run_folder
 from tasks.orchestrator_process import run_training
 from tasks.progress_display import show_progress
@@ -29,6 +29,8 @@ def train_shown(
     folder = run_folder(config)
     line = StepLines(config.train.steps)
     evaluated = InRun(folder)
+    if is_terminal():
+        say("watch", f"in another terminal: {own_program('metronome')} watch {folder.path}")
 
     def on_step(row: JsonObject) -> None:
         folder.fence.check_attempt()

@@ -7,6 +7,7 @@ so a slow or unresponsive server delays neither training nor MLflow.
 from __future__ import annotations
 
 import contextvars
+import socket
 import threading
 import time
 from collections import deque
@@ -16,7 +17,12 @@ from typing import Any
 
 import httpx
 from prefect import task
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
@@ -33,7 +39,8 @@ from engine.errors import (
 )
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
-from tasks.artifact_cells import markdown_table
+from engine.tools.watch import PORT
+from tasks.artifact_cells import code_span, markdown_table
 from tasks.console import format_duration, say
 from tasks.fenced import run_folder
 from tasks.finished_stages import START, count_attempt, last_end
@@ -46,7 +53,8 @@ END_S = 5.0
 
 
 class TrainingArtifacts:
-    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run."""
+    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run.
+    `watch` links to the page of the run."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -73,11 +81,13 @@ class TrainingArtifacts:
 
     def _tell(self) -> None:
         bar = None
+        linked = False
         steps = self._config.train.steps
         while True:
             last = self._ended.wait(UPDATE_S if bar is not None else 0.0)
             try:
                 bar = bar or create_progress_artifact(0.0, key="training", description=f"Training, {steps} steps")
+                linked = linked or bool(_link_page(self._config))
                 self._update(bar)
             except httpx.HTTPError as error:
                 say("warning", f"the Prefect server rejects the progress: {type(error).__name__}: {error}")
@@ -93,6 +103,18 @@ class TrainingArtifacts:
             steps_page(self._config, rows), key="training-status", description="Progress of the training"
         )
         self._shown = rows[-1]
+
+
+def _link_page(config: Config) -> object:
+    """Link to the page of `metronome watch`, which a person starts. Returns the artifact's id."""
+    command = code_span(f"metronome watch {RunFolder(config.folder).path.resolve()}")
+    return create_link_artifact(
+        f"http://127.0.0.1:{PORT}/",
+        link_text=f"{config.run.name} as it goes on",
+        key="watch",
+        description=f"The page is there while {command} runs on {code_span(socket.gethostname())}. When the training "
+        "has ended, timeline.html in the run folder is the same page.",
+    )
 
 
 def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:

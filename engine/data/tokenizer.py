@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Pieces = Callable[[Sequence[int]], list[str]]
+"""Returns the text of each of some token ids."""
+LONGEST_CHARACTER = 4
+"""Most tokens that are one character together, a byte each."""
+HALF = "\ufffd"
+"""What a decoder writes for a part of a character."""
 NO_TEXT = ("bos_token", "eos_token", "pad_token")
 """The tokens that are not text of a response, by their names in transformers."""
 ANSWER = "metronome"
@@ -56,6 +62,8 @@ class Tokenizer:
         """Returns the text of a response: everything that the model wrote, including special tokens (`<think>`),
         without those that begin, end or fill a sequence or end a turn. Any thread may call it, because it does not use
         `hf`, which cannot be used while it encodes."""
+        self.pieces: Pieces | None = make_pieces(self.for_verifiers)
+        """Returns the text of each token; None if the tokenizer has no tokenizer.json. Any thread may call it."""
 
     def vocabulary(self) -> int:
         """Number of tokens of the model in this folder. Raises BadInput if its config.json does not say."""
@@ -100,6 +108,37 @@ def make_decoder(tokenizer: LoadTokenizer) -> Decode:
 
     slow = AutoTokenizer.from_pretrained(tokenizer.model, trust_remote_code=False, local_files_only=True)
     return lambda ids: slow.decode([one for one in ids if one not in left_out], clean_up_tokenization_spaces=False)
+
+
+def make_pieces(tokenizer: LoadTokenizer) -> Pieces | None:
+    """Return the function that gives the text of each token; None without a tokenizer.json. Tokens that are parts of
+    one character have the text "", but for the last of them."""
+    if not tokenizer.json:
+        return None
+    from tokenizers import Tokenizer as FastTokenizer
+
+    fast = FastTokenizer.from_str(tokenizer.json.decode())
+    before = fast.encode("a", add_special_tokens=False).ids[-1:]  # else some decoders leave out the first token's space
+    skipped = len(fast.decode(before, skip_special_tokens=False))
+    known: dict[int, str] = {}
+    """The texts of the tokens that were asked for; at most the vocabulary."""
+
+    def pieces(ids: Sequence[int]) -> list[str]:
+        if new := list({*ids} - known.keys()):
+            found = fast.decode_batch([[*before, one] for one in new], skip_special_tokens=False)
+            known.update(zip(new, (text[skipped:] for text in found), strict=True))
+        texts = [known[one] for one in ids]
+        for end, text in enumerate(texts):
+            for first in range(end - 1, max(-1, end - LONGEST_CHARACTER), -1):
+                if HALF not in text or HALF not in texts[first]:
+                    break
+                whole = fast.decode([*before, *ids[first : end + 1]], skip_special_tokens=False)[skipped:]
+                if HALF not in whole:
+                    texts[first : end + 1] = [*[""] * (end - first), whole]
+                    break
+        return texts
+
+    return pieces
 
 
 def render_chat(

@@ -394,8 +394,15 @@ class Plane:
             low = self.config.algorithm.gac_low
             self.service.notices.add_cosine(step, report.grad_cosine, LOW if low == "auto" else low)
         samples = await self._texts(batch.samples if batch is not None else [])
-        decode = self.service.tokenizer.decode if self.service is not None else None
-        self.folder.add_samples(step, samples, keep_steps=self.config.run.keep_steps, decode=decode)
+        tokenizer = self.service.tokenizer if self.service is not None else None
+        self.folder.add_samples(
+            step,
+            samples,
+            keep_steps=self.config.run.keep_steps,
+            decode=None if tokenizer is None else tokenizer.decode,
+            pieces=None if tokenizer is None else tokenizer.pieces,
+            advantages=request.advantages,
+        )
         if self._evaluation is not None and step == self.config.train.steps - 1:
             await self._evaluation.finish_evaluations()
         if self._leases.recorder is not None:

@@ -151,8 +151,8 @@ def export_command(checkpoint: Path, target: Path) -> list[str]:
 
 
 def timeline_command(folder: Path) -> list[str]:
-    """Command line that draws the timeline of a run folder."""
-    return python_command("engine.tools.timeline", str(folder))
+    """Command line that draws the page of a run folder, timeline.html."""
+    return python_command("engine.tools.watch.page", str(folder))
 
 
 def instance_command(

@@ -19,7 +19,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error
-from engine.types import Group, Response, StepReport
+from engine.types import Group, JsonObject, Response, StepReport
 
 FIXED = (
     "run.seed",
@@ -56,6 +56,8 @@ RESERVE = 64 * 1024
 
 SAMPLED_GROUPS = 2
 """Number of groups per step whose prompts, responses and scores are kept for people to read."""
+SAMPLED_TOKENS = 2048
+"""Number of first tokens of such a response that are kept one by one."""
 
 
 class RunFolder:
@@ -156,9 +158,12 @@ class RunFolder:
         groups: Sequence[Group],
         keep_steps: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
+        pieces: Callable[[Sequence[int]], list[str]] | None = None,
+        advantages: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
         """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response, and delete the file that is
-        now older than the newest `keep_steps` (0: none). `decode`: gives the texts of a conversation's parts. Raises
+        now older than the newest `keep_steps` (0: none). `decode`: gives the texts of a conversation's parts;
+        `pieces`: the text of each token; `advantages`: by the index of a group and a response's number in it. Raises
         TakenOver."""
         self.fence.check_attempt()
         rows = [
@@ -173,10 +178,16 @@ class RunFolder:
                 "score": score.value,
                 "status": score.status,
                 "detail": score.detail,
+                **(
+                    {}
+                    if (value := (advantages or {}).get(group.index, {}).get(number)) is None
+                    else {"advantage": value}
+                ),
+                **({} if pieces is None else {"tokens": _tokens(response, pieces)}),
                 **{f"reward/{name}": value for name, value in score.metrics.items()},
             }
             for group in groups[:SAMPLED_GROUPS]
-            for response, score in zip(group.responses, group.scores, strict=True)
+            for number, (response, score) in enumerate(zip(group.responses, group.scores, strict=True))
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(self.samples_of(step), text)
@@ -250,6 +261,20 @@ def _from_here(config: Config) -> str:
 def dump_config(config: Config, path: Path) -> None:
     """Write the resolved config as TOML, atomically. `load_config(path)` gives an equal config."""
     write_atomically(path, tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+
+
+def _tokens(response: Response, pieces: Callable[[Sequence[int]], list[str]]) -> JsonObject:
+    """The first tokens of a response: their texts and log-probabilities, and (first token, value) of each run of tokens
+    that are trained or not, and that one weight version sampled."""
+    shown = slice(0, SAMPLED_TOKENS)
+    own = [bool(value) for value in response.loss_mask[shown]]
+    return {
+        "count": len(response.token_ids),
+        "texts": pieces(response.token_ids[shown]),
+        "logprobs": [round(value, 4) for value in response.logprobs[shown]],
+        "trained": [[at, int(value)] for at, value in enumerate(own) if at == 0 or own[at - 1] != value],
+        "versions": [list(run) for run in response.versions],
+    }
 
 
 def _turns(response: Response, decode: Callable[[Sequence[int]], str]) -> list[dict[str, object]]:

@@ -104,16 +104,26 @@ def _take(
 def _holder(descriptor: int) -> str:
     """Return who holds the lock: a process of this machine by /proc/locks, else who wrote its name into the file. That
     may be another one, which has ended since."""
-    written = os.pread(descriptor, 200, 0).decode(errors="replace")
-    file = os.fstat(descriptor)
+    if (process := _holding_process(os.fstat(descriptor))) is not None:
+        return f"process {process} on {socket.gethostname()}"
+    return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+
+
+def is_seen_held(file: Path) -> bool:
+    """Whether a process of this machine is seen to hold the lock. Takes nothing, so it is in nobody's way."""
+    return file.exists() and _holding_process(file.stat()) is not None
+
+
+def _holding_process(file: os.stat_result) -> int | None:
+    """The process of this machine that holds a file's lock by /proc/locks; None if none is seen there."""
     device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             # "1: FLOCK ADVISORY WRITE 4711 08:02:131081 0 EOF"; that of a process that waits has "->" after the number
             _, kind, _, _, process, locked, *_ = line.split()
             if kind == "FLOCK" and locked == device and int(process) > 0:
-                return f"process {process} on {socket.gethostname()}"
-    return written or "another process"
+                return int(process)
+    return None
 
 
 def _try(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

@@ -1,4 +1,4 @@
-"""Spans of every process of a run, one JSON line each. `engine.tools.timeline` draws them on one time axis."""
+"""Spans of every process of a run, one JSON line each. `engine.tools.timeline` puts them on one time axis."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from engine.errors import BadInput
-from engine.run.files import SpanLine, append_lines, put_in_place, read_lines
+from engine.run.files import SpanLine, append_lines, parse_line, put_in_place, read_lines
+
+TAIL = 64 * 2**20
+"""Most bytes that are read of the end of a file, for the last steps."""
 
 
 class _Attributes(TypedDict, total=False):
@@ -106,6 +109,42 @@ def iterate_spans(folder: Path) -> Iterator[Span]:
 def read_spans(folder: Path) -> list[Span]:
     """All spans in a run's trace folder, sorted by start; gigabytes for a long run."""
     return sorted(iterate_spans(folder), key=lambda span: span["start"])
+
+
+def last_spans(folder: Path, first: int) -> list[Span]:
+    """The spans of the steps from `first` on, sorted by start, from the ends of the files of a trace that processes
+    still write. Those without a step begin with them at the earliest. At most `TAIL` bytes of each file are read.
+    Raises BadInput for a damaged line."""
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(".earlier")]
+    found = [span for path in paths for span in _tail(path, first) if span.get("step", first) >= first]
+    begin = min((span["start"] for span in found if "step" in span), default=0.0)
+    cut: list[Span] = [{**span, "start": max(span["start"], begin)} for span in found if span["end"] > begin]
+    return sorted(cut, key=lambda span: span["start"])
+
+
+def _tail(path: Path, first: int) -> list[Span]:
+    """The spans at the end of a file, from before the step `first` on if it has some."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = min(size, TAIL // 64)
+        while True:
+            file.seek(size - length)
+            whole = file.read(length).rpartition(b"\n")[0]
+            lines = whole.split(b"\n") if whole else []
+            if length < size:
+                del lines[:1]  # its beginning may be missing
+            spans = [parse_span(path, line) for line in lines]
+            if length == min(size, TAIL) or any(span.get("step", first) < first for span in spans):
+                return spans
+            length = min(size, TAIL, 4 * length)
+
+
+def parse_span(path: Path, line: bytes) -> Span:
+    """A line of a trace. Raises BadInput if it is damaged."""
+    try:
+        return cast(Span, parse_line(path, 0, line, SpanLine))
+    except BadInput:
+        raise BadInput(f"{path}: a line near its end is damaged; truncate the file before this line") from None
 
 
 def cut_spans(path: Path, before: int, dry: bool = False) -> int:

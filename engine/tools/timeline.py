@@ -1,22 +1,17 @@
-"""Draws the spans of a run on one time axis: `timeline.html`, one file that opens offline, with a legend in words.
-
-It uses a canvas and 150 lines of script, because plotly's script has 4.8 MB and is slow with 30,000 spans.
-"""
+"""The spans of a run on one time axis, with a legend in words: bars and lanes for the page of a run
+(engine.tools.watch)."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.run.files import encode_for_page, read_lines, write_atomically
-from engine.run.logs import log_line
-from engine.run.process import report_errors, watch_lifeline
 from engine.run.trace import Span, iterate_spans, read_spans
+from engine.types import JsonObject
 
 LANES = {
     "trainer-": "a rank of the trainer: what it computes, and where it waits for groups",
@@ -87,7 +82,7 @@ COLORS = {
     "draining": "#d4a6c8",
     "silent": "#79706e",
 }
-"""Colours by the name of the span; other spans are black."""
+"""Colours by the name of the span; other spans have that of the text."""
 WINDOW_STEPS = 3
 """Number of visible steps when the page opens."""
 MOST_SPANS = 100_000
@@ -99,25 +94,18 @@ MOST_STEPS = 2**20
 """Number of steps in a block up to which bars are merged further; beyond it only lanes and names are left."""
 
 
-def draw_timeline(run_folder: Path) -> Path:
-    """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page.
+def whole_run(trace: Path, sizes: Mapping[int, int]) -> JsonObject:
+    """The timeline of a run's trace folder for the page (engine.tools.watch). `sizes`: pool_size of finished steps.
 
     The trace is read as a stream, because that of a long run has gigabytes. With more than `MOST_SPANS` spans, each
     step outside the window in which the page opens has one bar per name and lane. If there would be more than
     `MOST_BARS`, several steps share one.
     """
-    trace = run_folder / "trace"
     outline = _Outline()
     for span in iterate_spans(trace):
         outline.add(span)
     spans = read_spans(trace) if outline.count <= MOST_SPANS else _thinned(iterate_spans(trace), outline.shown())
-    overlaps = _overlaps(outline, iterate_spans(trace))
-    sizes = {line["step"]: line["pool_size"] for line in read_lines(run_folder / "steps.jsonl")}
-    target = run_folder / "timeline.html"
-    content = encode_for_page(_content(run_folder.name, spans, overlaps, sizes))
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    write_atomically(target, template.replace("/*DATA*/null", content))
-    return target
+    return content_of(spans, sizes, _overlaps(outline, iterate_spans(trace)))
 
 
 class _Outline:
@@ -244,26 +232,27 @@ def rows_of(spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def _content(
-    name: str, spans: Sequence[Span], overlaps: Mapping[int, bool], sizes: Mapping[int, int]
-) -> dict[str, Any]:
-    """The data for the page's script, with times in seconds from the first span. `overlaps`: from `overlapped_steps`;
-    `sizes`: pool_size of finished steps."""
+def content_of(
+    spans: Sequence[Span], sizes: Mapping[int, int], overlaps: Mapping[int, bool] | None = None
+) -> JsonObject:
+    """The data for the page's script, with times in seconds from the first span, which are sorted by start. `sizes`:
+    pool_size of finished steps. `overlaps`: from `overlapped_steps`, with which the page opens in the middle of the run
+    instead of showing all spans."""
     zero = min((span["start"] for span in spans), default=0.0)
     end = max((span["end"] for span in spans), default=1.0) - zero
     starts = [(step, start - zero) for step, start in step_starts(spans)]
     lanes, bars = _bars(spans, zero)
     kinds = _kinds(spans)
     return {
-        "title": f"{name}: timeline",
-        "summary": _summary(overlaps),
-        "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in kinds],
+        "summary": "" if overlaps is None else _summary(overlaps),
+        "kinds": [{"name": kind, "color": COLORS.get(kind, "")} for kind in kinds],
         "legend": legend_entries((lane for lane, _ in lanes), kinds),
         "lanes": lanes,
         "spans": bars,
         "steps": [(step, start, sizes.get(step)) for step, start in starts],
+        "zero": zero,
         "end": end,
-        "window": _window([start for _, start in starts], end),
+        "window": (0.0, end) if overlaps is None else _window([start for _, start in starts], end),
     }
 
 
@@ -316,13 +305,3 @@ def _window(starts: Sequence[float], end: float) -> tuple[float, float]:
     left = starts[first]
     right = [*starts, end][first + WINDOW_STEPS]
     return left - 0.02 * (right - left), right + 0.02 * (right - left)
-
-
-def main() -> int:
-    """Draw the timeline of the run folder on the command line. Return the exit code."""
-    watch_lifeline()
-    return report_errors(lambda: log_line(str(draw_timeline(Path(sys.argv[1])))))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,6 +30,8 @@ class MicroBatch(PackedRow):
     """Whether the token was sampled. One that a rollout program appended has no log-probability to compare with."""
     behind: Tensor
     """Whether the token was sampled by weights older than the step's."""
+    of_members: tuple[float, ...]
+    """The advantage of each of `members`."""
     reference: Tensor | None = None
     """The reference's log-probabilities, if a separate stage has computed them for the whole window."""
 
@@ -92,6 +94,7 @@ def _micro_batch(
         response=row.joined((torch.full((n,), i) for i, n in enumerate(lengths)), torch.long),
         sampled=row.joined((tensor_of(response.loss_mask, torch.bool) for response in responses), torch.bool),
         behind=row.joined((_sampled_by_older(group, number) for group, number in row.members), torch.bool),
+        of_members=tuple(map(float, own)),
         reference=row.joined(_reference(row)) if has_reference else None,
     )
 

@@ -39,7 +39,7 @@ from engine.trainer.group_advantages import GroupAdvantages, coefficients_of
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import LARGEST_NORM, is_sound, optimizer_of, scheduler_of
-from engine.trainer.step_metrics import RankMetrics, StepMetrics
+from engine.trainer.step_metrics import Advantages, RankMetrics, StepMetrics, joined_advantages
 from engine.trainer.step_sums import StepSums, sum_over_context
 from engine.types import FinishedResponse, Group, TrainingFigures, UpdateFigures
 
@@ -192,6 +192,8 @@ class Policy(Trainer):
         self.group_advantages = GroupAdvantages.of(config)
         self._packed = PackedWindows(self.packing)
         self.sums = StepSums(self.ranks, self.group_advantages, config.train.updates)
+        self.advantages: Advantages = {}
+        """Those of the last step whose `figures` were asked for, over all ranks."""
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's advantage is wrong
@@ -534,7 +536,9 @@ class Policy(Trainer):
         """Return the step's figures over all ranks, by the keys of steps.jsonl. Call this after the last update.
         Collective over all ranks."""
         self.metrics.expert_tokens = take_counts(self.models.policy)
-        ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
+        mine = RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes(), self.sums.advantages)
+        ranks = self.ranks.gather(mine)
+        self.advantages = joined_advantages(ranks)
         by_response = self._loss.aggregation == "response"
         merged = StepMetrics.merged(ranks, self.sums.denominators, by_response, self._peak)
         if not self._coefficients.kl:

@@ -218,7 +218,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     def report(step: int, figures: Figures) -> None:
         checkpoints.poll()
         told = cast(StepFigures, {key: figures[key] for key in StepFigures.__annotations__ if key in figures})
-        ranks.from_first(lambda: plane.ask(messages.Report(step=step, figures=told)))
+        ranks.from_first(lambda: plane.ask(messages.Report(step=step, figures=told, advantages=policy.advantages)))
         checkpoints.prompt_position = rollouts.prompt_position
         profiler.end_step(step)
 

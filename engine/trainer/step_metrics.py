@@ -191,6 +191,10 @@ class LossCounts(msgspec.Struct):
         self.unequal += unequal
 
 
+Advantages = dict[int, dict[int, float]]
+"""The advantages of responses, by the index of their group and their number in it."""
+
+
 class RankMetrics(msgspec.Struct):
     """One rank's message to the others at the end of the step."""
 
@@ -199,6 +203,16 @@ class RankMetrics(msgspec.Struct):
     """Whether the rank leads its replica group."""
     peak_bytes: int
     """`Platform.peak_bytes` of the rank."""
+    advantages: Advantages = {}
+    """Of the responses in the rank's micro-batches; empty on ranks that compute no loss."""
+
+
+def joined_advantages(ranks: Iterable[RankMetrics]) -> Advantages:
+    """Return the advantages of the whole step."""
+    whole: Advantages = {}
+    for index, found in chain.from_iterable(rank.advantages.items() for rank in ranks):
+        whole.setdefault(index, {}).update(found)
+    return whole
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:

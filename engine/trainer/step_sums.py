@@ -17,7 +17,7 @@ from engine.errors import MetronomeError
 from engine.ranks.rank_group import RankGroup
 from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.micro_batches import MicroBatch
-from engine.trainer.step_metrics import LossCounts, StepMetrics
+from engine.trainer.step_metrics import Advantages, LossCounts, StepMetrics
 from engine.types import Group
 
 
@@ -27,6 +27,7 @@ class StepSums:
     def __init__(self, ranks: RankGroup, group_advantages: GroupAdvantages, updates: int) -> None:
         """`updates`: number of updates in a step."""
         self.metrics = StepMetrics(losses=[0.0] * updates)
+        self.advantages: Advantages = {}
         self.denominators: list[float] = []
         """Denominators of the updates already reduced."""
         self._ranks = ranks
@@ -102,6 +103,8 @@ class StepSums:
         metrics.clipped += clipped
         metrics.dropped += dropped
         metrics.worst_ratio(ratio_max)
+        for (group, number), advantage in zip(batch.members, batch.of_members, strict=True):
+            self.advantages.setdefault(group.index, {})[number] = advantage
         self._note_unsound(batch, (total, kl, entropy, ratio_max))
 
     def _note_unsound(self, batch: MicroBatch, figures: Sequence[float]) -> None:

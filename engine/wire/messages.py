@@ -235,6 +235,8 @@ class Report(Request[Done]):
 
     step: int
     figures: StepFigures
+    advantages: dict[int, dict[int, float]] = {}
+    """Of the step's responses, by the index of their group and their number in it."""
 
 
 class StageFailed(Request[Done]):

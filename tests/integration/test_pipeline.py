@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 
@@ -29,6 +30,7 @@ def small(settings):
     }
 
 
+@pytest.mark.slow
 def test_the_whole_pipeline(small, tmp_path):
     even = small["reward.function"]
     small["reward.function"] = ""
@@ -43,7 +45,17 @@ def test_the_whole_pipeline(small, tmp_path):
     evaluations = list(read_lines(folder / "evaluations.jsonl"))
     assert [row["weight_version"] for row in evaluations] == [0, 3]
     assert all(row["reward/even"] == row["avg_at_k"] for row in evaluations)
-    assert all(row["reward/again"] == row["score"] for row in read_lines(folder / "responses/step-000002.jsonl"))
+    samples = list(read_lines(folder / "responses/step-000002.jsonl"))
+    assert all(row["reward/again"] == row["score"] for row in samples)
+    for prompt in {row["prompt_id"] for row in samples}:
+        group = [row for row in samples if row["prompt_id"] == prompt]
+        scores = [row["score"] for row in group]
+        wanted = [(score - fmean(scores)) / (stdev(scores) + 1e-6) for score in scores]
+        assert [row["advantage"] for row in group] == pytest.approx(wanted, abs=1e-5)
+    for row in samples:
+        assert "".join(row["tokens"]["texts"]).startswith(row["response"])
+        assert len(row["tokens"]["logprobs"]) == row["tokens"]["count"]
+        assert (row["tokens"]["trained"], row["tokens"]["versions"]) == ([[0, 1]], [[0, 2]])
     assert (folder / "policy/model.safetensors").exists()
     assert "train" in (folder / "timeline.html").read_text()
     assert len(list((folder / "responses").iterdir())) == 3

@@ -422,6 +422,7 @@ def _check_artifacts(api, flow_run, run):
     found = post_json(f"{api}/artifacts/filter", query)
     newest = {one["key"]: one for one in reversed(found)}
     assert {"mlflow", "training", "training-status", "evaluation", "base-model", "registered-model"} <= set(newest)
+    assert f"metronome watch {run.data.params['run.output']}" in newest["watch"]["description"]
     assert f"/runs/{run.info.run_id}" in newest["mlflow"]["data"]
     assert newest["training"]["type"] == "progress"
     assert float(newest["training"]["data"]) == 100

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.run.files import write_atomically
 from engine.tools.planner.planning import Planned, Sensitivity
 from engine.tools.planner.search import Ranked
-from engine.tools.timeline import draw_timeline
+from engine.tools.watch.page import draw_page
 
 SHOWN = 20
 """Number of settings in the table."""
@@ -66,7 +66,7 @@ def _timeline(one: Ranked, folder: Path) -> Path:
     trace = folder / "trace"
     trace.mkdir(parents=True, exist_ok=True)
     write_atomically(trace / "simulated.jsonl", "".join(json.dumps(span) + "\n" for span in one.simulated.spans))
-    return draw_timeline(folder)
+    return draw_page(folder)
 
 
 def _row(plan: Planned, one: Ranked, settings: str) -> list[str]:

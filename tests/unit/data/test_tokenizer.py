@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.data.tokenizer import Tokenizer, make_decoder
+from engine.data.tokenizer import Tokenizer, make_decoder, make_pieces
 from engine.errors import BadInput
 from engine.wire.verifier_messages import LoadTokenizer
 from support.runs import byte_tokenizer
@@ -125,3 +125,15 @@ def test_a_tokenizer_that_the_library_tokenizers_does_not_have_is_loaded_from_th
 def test_without_a_tokenizer_nothing_is_decoded():
     with pytest.raises(ValueError, match="must come with its text"):
         make_decoder(LoadTokenizer())([1])
+    assert make_pieces(LoadTokenizer()) is None
+
+
+def test_the_pieces_of_a_text_are_its_tokens_and_a_character_of_several_is_whole(tokenizer):
+    text = " 2+2 is 四, naïve \U0001f389"
+    ids = tokenizer.hf.encode(text, add_special_tokens=False)
+    for _ in range(2):  # the second time they are known
+        pieces = tokenizer.pieces(ids)
+        assert "".join(pieces) == text
+        assert len(pieces) == len(ids)
+    assert "\U0001f389" in pieces
+    assert tokenizer.pieces([*b"a", 0xE5]) == ["a", "\ufffd"]  # cut within a character

@@ -191,7 +191,8 @@ async def test_an_instances_failure_repeats_its_turn_only(tmp_path, tiny_model, 
         await w.run(PROMPTS[:1])
     assert failed
     assert (tmp_path / PROMPTS[0].id).read_text() == told
-    (prompt, seed) = (PROMPTS[0], sampling_seed(0, 0, PROMPTS[0].id, 0))
+    prompt = PROMPTS[0]
+    seed = sampling_seed(0, 0, prompt.id, 0)
     first = tokens_of(list(prompt.token_ids), seed)[:1]
     second = tokens_of([*prompt.token_ids, *first, 7], turn_seed(seed, 1))
     assert list(w.groups[0].responses[0].token_ids) == [*first, 7, *second]
@@ -207,7 +208,7 @@ async def test_an_environment_of_gymnasium(tmp_path, tiny_model, monkeypatch):
 
     monkeypatch.setattr(scripted, "tokens_of", play)
     lake = {"environment": "FrozenLake-v1", "arguments": {"is_slippery": False}}
-    prompt = Prompt("0123abcd", "Cross the lake.", "", (1, 2, 3), lake)
+    prompt = Prompt("0123abcd", "Cross the lake.", "", (1, 2, 3), columns=lake)
     program = f"{ROOT}/docs/examples/gymnasium_program.py:program"
     async with world(tmp_path, tiny_model, program, group_size=1, room=99) as w:
         await w.run([prompt], within_s=100)
@@ -235,7 +236,7 @@ async def test_an_environment_of_verifiers(tmp_path, tiny_model, monkeypatch):
     rows = [json.loads(line) for line in told.stdout.splitlines()]
     assert [row["problem"] for row in rows] == ["0+1=", "1+1="]
     begun = hf.encode("<|im_start|>")
-    prompts = [Prompt(f"p{row['task']}", row["problem"], "", begun, row) for row in rows]
+    prompts = [Prompt(f"p{row['task']}", row["problem"], "", begun, columns=row) for row in rows]
     program = f"{ROOT}/docs/examples/verifiers_program.py:program"
     reward = {"environment": ["VERIFIERS_ENV"], "on_error": "zero"}
     limits = {"group_size": 2, "room": 200, "program_timeout_s": 300}

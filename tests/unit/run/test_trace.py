@@ -96,3 +96,33 @@ def test_the_samples_of_a_conversation_have_its_turns(tmp_path):
         {"role": "environment", "text": "<4>", "trained": False, "tokens": 3},
         {"role": "model", "text": "So 4", "trained": True, "tokens": 4, "versions": [0, 1]},
     ]
+
+
+def test_the_samples_have_advantages_and_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.run.folder.SAMPLED_TOKENS", 4)
+    folder = RunFolder(tmp_path)
+    folder.create(Config(), resume=False)
+    sampled = Response(
+        token_ids=(50, 51, 52, 53, 54),
+        logprobs=(-0.5, 0.0, -1.23456, -2.0, -3.0),
+        versions=((0, 2), (3, 3)),
+        loss_mask=(True, False, False, True, True),
+        finish_reason="stop",
+        text="23456",
+        seed=None,
+        instance="a",
+    )
+    group = Group(
+        step=3, index=5, prompt=Prompt("p", "", "4", ()), responses=(sampled, sampled), scores=(Score(1.0),) * 2
+    )
+    folder.add_samples(3, [group], pieces=lambda ids: [chr(one) for one in ids], advantages={5: {1: -0.5}})
+    first, second = read_lines(folder.samples_of(3))
+    assert "advantage" not in first
+    assert second["advantage"] == -0.5
+    assert first["tokens"] == {
+        "count": 5,
+        "texts": ["2", "3", "4", "5"],
+        "logprobs": [-0.5, 0.0, -1.2346, -2.0],
+        "trained": [[0, 1], [1, 0], [3, 1]],
+        "versions": [[0, 2], [3, 3]],
+    }

@@ -19,7 +19,7 @@ from engine.run.progress import read_progress
 from engine.run.run_start import read_start
 from engine.run.served_model import weight_version
 from engine.run.trace import Trace, read_spans
-from engine.tools.timeline import draw_timeline
+from engine.tools.watch.page import draw_page
 from support.damages import damaged
 from support.run_folders import finished, interrupted
 from tasks import resume_checks
@@ -76,7 +76,7 @@ def reads(path):
     trace.add_span("sync", 50.0, 51.0, step=step)
     trace.flush()
     append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1})
-    draw_timeline(path)
+    draw_page(path)
     from_folder(path)
     return step
 

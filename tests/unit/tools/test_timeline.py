@@ -1,5 +1,4 @@
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -8,7 +7,7 @@ import pytest
 
 from engine.run.trace import Trace, read_spans
 from engine.tools import timeline
-from engine.tools.timeline import KINDS, draw_timeline, lane_text, lanes_of, legend_entries, overlapped_steps, rows_of
+from engine.tools.timeline import KINDS, lane_text, lanes_of, legend_entries, overlapped_steps, rows_of, whole_run
 
 
 def span(lane, name, start, end, **attributes):
@@ -71,37 +70,29 @@ def test_lanes_are_ordered_by_role():
 
 
 @pytest.fixture
-def page(tmp_path):
-    trace = Trace(tmp_path / "trace", "orchestrator")
+def data(tmp_path):
+    trace = Trace(tmp_path, "orchestrator")
     for number in range(10):
         for each in step(number, 10 * number, 4 if number else 7):
             trace.add_span(**each)
     trace.flush()
-    lines = [json.dumps({"step": number, "pool_size": 2 - number // 8}) for number in range(9)]
-    (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
-    return draw_timeline(tmp_path)
+    return whole_run(tmp_path, {number: 2 - number // 8 for number in range(9)})
 
 
-def test_the_page_holds_every_lane_and_span_and_reports_the_overlap(page, tmp_path):
-    text = page.read_text()
-    data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+def test_every_lane_and_span_is_there_and_the_overlap_is_told(data, tmp_path):
     assert [name for name, _ in data["lanes"]] == ["trainer-0", "instance-0", "instances", "verifier"]
-    assert len(data["spans"]) == len(read_spans(tmp_path / "trace")) == 70
+    assert len(data["spans"]) == len(read_spans(tmp_path)) == 70
     assert "In 9 of 10 steps (90%)" in data["summary"]
     assert [start for _, start, _ in data["steps"]] == [10.0 * number for number in range(10)]
     assert [size for _, _, size in data["steps"]] == [2] * 8 + [1, None]  # the last step was not finished
 
 
-def test_the_page_opens_on_three_steps_and_needs_no_network(page):
-    text = page.read_text()
-    left, right = json.loads(re.search(r'"window":(\[[^]]*\])', text).group(1))
+def test_it_opens_on_three_steps(data):
+    left, right = data["window"]
     assert 30 < right - left < 33
-    assert "src=" not in text
-    assert "http" not in text
 
 
-def test_the_page_says_what_each_lane_and_colour_shows(page):
-    data = json.loads(re.search(r"const data = (.*);\n", page.read_text()).group(1))
+def test_each_lane_and_colour_has_a_meaning(data):
     said = dict(data["legend"])
     assert {kind["name"] for kind in data["kinds"]} <= said.keys()
     assert timeline.COLORS.keys() <= KINDS.keys()
@@ -114,18 +105,8 @@ def test_the_page_says_what_each_lane_and_colour_shows(page):
     assert legend_entries(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane_text("instance-0"))]
 
 
-def test_no_name_ends_the_script_or_begins_a_comment(tmp_path):
-    trace = Trace(tmp_path / "trace", "orchestrator")
-    trace.add_span(**span("<!--<script>", "</script>", 0.0, 1.0, step=0))
-    trace.flush()
-    text = draw_timeline(tmp_path).read_text()
-    assert text.count("</script>") == text.count("<script>") == 1
-    assert "<!--" not in text
-    assert json.loads(re.search(r"const data = (.*);\n", text).group(1))["lanes"][0][0] == "<!--<script>"
-
-
-def test_a_run_without_spans_gives_a_page(tmp_path):
-    assert "No step was finished." in draw_timeline(tmp_path).read_text()
+def test_a_run_without_spans_has_a_timeline(tmp_path):
+    assert whole_run(tmp_path, {})["summary"] == "No step was finished."
 
 
 def many(folder, steps, responses):
@@ -147,10 +128,8 @@ def many(folder, steps, responses):
 
 def test_a_long_run_has_every_span_where_the_page_opens_and_one_bar_for_many_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_SPANS", 1000)
-    (tmp_path / "trace").mkdir()
-    many(tmp_path / "trace", steps=20, responses=64)
-    text = draw_timeline(tmp_path).read_text()
-    data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    many(tmp_path, steps=20, responses=64)
+    data = whole_run(tmp_path, {})
     rollouts = Counter(step for _, _, kind, _, _, step, _ in data["spans"] if kind == "rollout")
     verified = Counter(step for _, _, kind, _, _, step, _ in data["spans"] if kind == "verify")
     assert set(rollouts.values()) == {64}  # one for each instance
@@ -162,9 +141,8 @@ def test_a_long_run_has_every_span_where_the_page_opens_and_one_bar_for_many_els
 def test_many_lanes_and_steps_share_bars_and_none_reaches_over_the_steps_that_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_SPANS", 1000)
     monkeypatch.setattr(timeline, "MOST_BARS", 500)
-    (tmp_path / "trace").mkdir()
-    many(tmp_path / "trace", steps=60, responses=64)
-    data = json.loads(re.search(r"const data = (.*);\n", draw_timeline(tmp_path).read_text()).group(1))
+    many(tmp_path, steps=60, responses=64)
+    data = whole_run(tmp_path, {})
     bars = [(kind, start, start + length, step) for _, _, kind, start, length, step, _ in data["spans"]]
     first, last = data["window"]
     outside = [bar for bar in bars if not first - 10 <= bar[1] <= last + 10]
@@ -179,8 +157,8 @@ def test_many_lanes_and_steps_share_bars_and_none_reaches_over_the_steps_that_ar
 MEASURE = """
 import re, sys
 from pathlib import Path
-from engine.tools.timeline import draw_timeline
-draw_timeline(Path(sys.argv[1]))
+from engine.tools.watch.page import draw_page
+draw_page(Path(sys.argv[1]))
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """
 """Prints the peak of its own memory. That of `resource` includes the process that started it."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.trainer.step_metrics import RankMetrics, StepMetrics
+from engine.trainer.step_metrics import RankMetrics, StepMetrics, joined_advantages
 from support.groups import group
 
 
@@ -114,3 +114,9 @@ def test_the_spread_of_lengths_is_over_the_responses_of_all_ranks(lengths, p90, 
     halves = [StepMetrics(lengths=lengths[::2]), StepMetrics(lengths=lengths[1::2])]
     figures = StepMetrics.merged([RankMetrics(half, True, 1) for half in halves], [4])
     assert [figures[f"response_length_{name}"] for name in ("p90", "max", "tail")] == [p90, longest, tail]
+
+
+def test_the_advantages_of_a_step_are_those_of_all_ranks():
+    parts = [{0: {0: 1.0}, 2: {0: 0.5}}, {}, {0: {1: -1.0}}]  # of group 0, two ranks have a response each
+    ranks = [RankMetrics(StepMetrics(), True, 1, part) for part in parts]
+    assert joined_advantages(ranks) == {0: {0: 1.0, 1: -1.0}, 2: {0: 0.5}}

@@ -1,0 +1,110 @@
+"""What the page of a run is told: what is new, and in which state the run is."""
+
+import json
+import os
+
+import pytest
+
+from engine.errors import BadInput
+from engine.run import trace
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from engine.run.lock import hold_lock
+from engine.run.trace import Trace, last_spans, read_spans
+from engine.tools.watch.run_view import RunView
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.toml").write_text('[train]\nsteps = 4\nmode = "periodic"\n')
+    return RunFolder(tmp_path)
+
+
+def steps(folder, *numbers, **figures):
+    for number in numbers:
+        append_line(folder.steps, {"step": number, "step_s": 2.0, "pool_size": 1, "reward_mean": 0.5} | figures)
+
+
+def test_only_new_steps_are_told_and_a_file_that_was_cut_is_told_whole(folder):
+    view = RunView(folder.path)
+    assert view.steps()["columns"] == {}
+    steps(folder, 0, 1)
+    steps(folder, 2, kl=1e-9, memory_peak_gib=[1.0])
+    told = view.steps()
+    assert told["first"] == 0
+    assert told["columns"]["step"] == [0, 1, 2]
+    assert told["columns"]["kl"] == [None, None, 1e-9]
+    assert "memory_peak_gib" not in told["columns"]
+    steps(folder, 3)
+    with folder.steps.open("a") as file:
+        file.write('{"step": 4, "torn')
+    new = view.steps(after=3, of=told["of"])
+    assert (new["first"], new["columns"]["step"]) == (3, [3])
+    folder.cut_steps(2)
+    again = view.steps(after=4, of=told["of"])
+    assert (again["first"], again["columns"]["step"]) == (0, [0, 1])
+
+
+def test_the_state_is_that_of_the_folder(folder):
+    view = RunView(folder.path)
+    assert view.state()["state"] == "died"
+    with hold_lock(folder.lock, "it", 0.0):
+        assert view.state()["state"] == "starting"
+        steps(folder, 0, 1)
+        told = view.state()
+        assert (told["state"], told["done"], told["steps"], told["left_s"]) == ("running", 2, 4, 4.0)
+        folder.failure.write_text(json.dumps({"error": "RewardError", "message": "no"}))
+        assert view.state()["state"] == "ending"
+    assert (view.state()["state"], view.state()["failure"]) == ("failed", ["RewardError", "no"])
+    folder.failure.write_text(json.dumps({"error": "Stopped", "message": "by SIGTERM"}))
+    assert view.state()["state"] == "stopped"
+    folder.failure.unlink()
+    assert view.state(live=False)["state"] == "ended"
+    steps(folder, 2, 3)
+    assert view.state()["state"] == "finished"
+
+
+def test_a_watched_run_can_be_entered(folder, monkeypatch):
+    """The state is read without a lock, which a run that starts at that moment would find taken."""
+    folder.lock.touch()
+    monkeypatch.setattr("fcntl.flock", lambda *_: pytest.fail("the watcher takes a lock"))
+    assert RunView(folder.path).state()["going"] is False
+
+
+def test_the_last_steps_are_those_of_the_whole_trace(folder, monkeypatch):
+    monkeypatch.setattr(trace, "TAIL", 64 * 500)
+    for role in ("orchestrator", "trainer-0"):
+        own = Trace(folder.trace, role)
+        for step in range(40):
+            own.add_span("train", 10.0 * step, 10.0 * step + 5, step=step)
+            own.add_span("serving", 10.0 * step, 10.0 * step + 9, lane="pool instance-0")
+        own.flush()
+    newest = [span for span in read_spans(folder.trace) if span["start"] >= 350.0]
+    assert last_spans(folder.trace, 35) == newest
+    assert last_spans(folder.trace, -3) == read_spans(folder.trace)
+    steps(folder, *range(40))
+    shown = RunView(folder.path).timeline(whole=False)
+    assert sorted(step for *_, step, _ in shown["spans"] if step is not None) == [36, 36, 37, 37, 38, 38, 39, 39]
+    history = RunView(folder.path).rest()["pool"]["instances"]["instance-0"]
+    assert [(state, start, end) for state, start, end in history] == [("serving", 0.0, 399.0)]
+
+
+def test_a_damaged_line_is_named(folder):
+    folder.steps.write_text('{"step": "x"}\n')
+    view = RunView(folder.path)
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"steps\.jsonl, line 1"):
+            view.state()
+    folder.trace.mkdir()
+    (folder.trace / "orchestrator.jsonl").write_text("{}\n")
+    with pytest.raises(BadInput, match=r"orchestrator\.jsonl: a line near its end is damaged"):
+        last_spans(folder.trace, 0)
+
+
+def test_it_writes_nothing(folder):
+    steps(folder, 0)
+    before = sorted(os.listdir(folder.path))
+    view = RunView(folder.path)
+    for read in (view.state, view.steps, view.rest, lambda: view.timeline(True), lambda: view.samples(0)):
+        read()
+    assert sorted(os.listdir(folder.path)) == before
