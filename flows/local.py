@@ -15,7 +15,7 @@ from engine.run.served_model import weight_version
 from tasks import console, summary
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.cluster.ray_cluster import running_on_ray
-from tasks.fenced import write_fenced
+from tasks.fenced import evaluation_failure, write_fenced
 from tasks.finished_stages import TRAIN, EnteredRun, Stages
 from tasks.orchestrator_process import timeline_at_end
 from tasks.shown_stages import evaluate_shown, train_shown
@@ -52,7 +52,11 @@ def evaluate_here(config: Config) -> None:
     if not folder.config.exists():
         folder.create(config, resume=False)
     meeting = folder.path / "evaluations" / f"instances-{os.getpid()}"
-    with console.print_stage("evaluate") as say, evaluation_nodes(config, model, 0, meeting) as (there, place):
+    with (
+        evaluation_failure(folder),
+        console.print_stage("evaluate") as say,
+        evaluation_nodes(config, model, 0, meeting) as (there, place),
+    ):
         found = evaluate_shown(
             config=there, model=model, weight_version=weight_version(model), folder=folder, meeting=place
         )

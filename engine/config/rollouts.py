@@ -129,6 +129,10 @@ class Rollout(Table):
     max_turns: PositiveInt = 16
     """Largest number of turns of a response of a program. `max_new_tokens` counts all of its turns and what the program
     has put between them."""
+    template_rewrites: Literal["keep", "refuse"] = "keep"
+    """Where the chat template would write an earlier turn of a program otherwise than it was sampled (without its
+    thinking, without its spaces): "keep" goes on with the tokens that were sampled and says so once; with "refuse" the
+    program fails."""
     partial: bool = False
     """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""

@@ -17,11 +17,13 @@ from engine.errors import BadInput, DeadlineError
 NPUS = "ascend-npus"
 """Name of the limit of NPUs; `metronome deploy --npus N` creates it."""
 CUDA_DEVICES = "cuda-devices"
-"""The same for CUDA devices: `--cuda-devices N`. Without the limit they are not counted."""
+"""The same for CUDA devices: `--cuda-devices N`, or the devices of the machine that deploys first."""
 CPU_SLOTS = "cpu-slots"
 """The same for runs on a CPU, each of which takes one: `--cpu-slots N`."""
 OPTIONS = {NPUS: "--npus", CUDA_DEVICES: "--cuda-devices", CPU_SLOTS: "--cpu-slots"}
 """Options of `metronome deploy` by limit."""
+UNCOUNTED = {CUDA_DEVICES: "CUDA devices", CPU_SLOTS: "runs on a CPU"}
+"""What is not counted while its limit does not exist. Runs on NPUs are refused then."""
 LEASE_S = 120.0
 """Seconds after which the NPUs of a killed run are free again; Prefect's default is 300 s. A living run renews its
 lease every 90 s, with three attempts within a few seconds. If the server answers none of them, the run loses its lease.

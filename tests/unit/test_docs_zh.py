@@ -55,7 +55,8 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_a_translation_says_what_the_english_page_says(page):
-    ours, theirs = parts(page), parts(english(page))
+    ours = parts(page)
+    theirs = parts(english(page))
     for what in theirs:
         assert ours[what] == theirs[what], f"docs/zh/{page.name}: {what}"
 
