@@ -16,8 +16,9 @@ attention by SDPA; log-probabilities come from its `output_logits`. The batch si
 for both (--batch).
 
 `--turns PROMPT` measures instead episodes of six turns on the embedded engine: a prompt of this many tokens (with what
-describes the tools), shared by a group of 8, turns of 32 sampled tokens, and 64 tokens of a tool between them. With `--conversations`, as in runs with
-`rollout.program`, a turn computes what is new; without it, the whole conversation. Only sampled tokens count.
+describes the tools), shared by a group of 8, turns of 32 sampled tokens, and 64 tokens of a tool between them. With
+`--conversations`, as in runs with `rollout.program`, a turn computes what is new; without it, the whole conversation.
+Only sampled tokens count.
 
 `--decode FOLDER` measures instead a decoding step of the embedded engine with a real model, in fp32 and, if the
 processor has it, in bf16: CPU time of one thread with 32 and 64 responses of about 100 tokens. Beside it stand the two
@@ -192,7 +193,8 @@ def turn_sides(model: Path, requests: list[Request]) -> dict[str, Callable[[], A
 
 def report_turns(requests: list[Request], rates: dict[str, list[float]]) -> None:
     found = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"{len(requests)} episodes of {TURNS} turns, prompts of {len(requests[0].prompt)} tokens; sampled tokens per CPU-second (median, range):")
+    print(f"{len(requests)} episodes of {TURNS} turns, prompts of {len(requests[0].prompt)} tokens")
+    print("sampled tokens per CPU-second (median, range):")
     for name, values in rates.items():
         print(f"  {name:24}{found[name]:8.0f}   {min(values):.0f} – {max(values):.0f}")
     figures = {f"{name}_tokens_per_cpu_s": value for name, value in found.items()}

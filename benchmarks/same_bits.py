@@ -34,7 +34,12 @@ JOBS: dict[str, dict[str, object]] = {
     "one_step_off": {"train.mode": "one_step_off"},
     "bounded": {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": "true"},
     "two_replicas": {"parallel.data": 2},
-    "pipeline": {"parallel.pipeline": 2, "train.micro_batch_tokens": 70, "train.prompts_per_step": 32},
+    "pipeline": {
+        "parallel.pipeline": 2,
+        "train.mode": "sync",
+        "train.micro_batch_tokens": 70,
+        "train.prompts_per_step": 32,
+    },
     "four_updates": {"train.updates": 4},
     "kl_previous": {"algorithm.kl_coef": 0.05, "algorithm.old_policy": "previous"},
     "dynamic_sampling": {"algorithm.dynamic_sampling": "true"},

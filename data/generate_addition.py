@@ -1,6 +1,8 @@
-"""Writes the quickstart's problem sets, the same bytes each time: `python data/generate_addition.py [FOLDER]`.
+"""Writes the problem sets of quickstart.toml and calculator.toml, the same bytes each time: `python
+data/generate_addition.py [FOLDER]`.
 
-A problem is a three-digit addition, its solution the addition worked column by column.
+A problem of the quickstart is a three-digit addition, its solution the addition worked column by column. One of the
+calculator is a product of three-digit numbers, its answer the product's last three digits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from pathlib import Path
 SEED = 2025
 TRAIN_ROWS = 4_500
 HELDOUT_ROWS = 512
+PRODUCTS_TRAIN = 2_000
+PRODUCTS_HELDOUT = 256
 COLUMNS = 3
 """Number of digits of each summand. Columns are worked from the units upwards."""
 
@@ -49,20 +53,32 @@ def worked(first: int, second: int, slip: tuple[int, int] | None = None) -> str:
 
 
 def rows() -> list[dict[str, str]]:
-    """All rows in DeepScaleR's schema (problem, answer, solution), no problem twice; the held-out ones come last."""
-    draw = random.Random(SEED)
-    pairs: dict[tuple[int, int], None] = {}
-    while len(pairs) < TRAIN_ROWS + HELDOUT_ROWS:
-        pairs[draw.randint(100, 999), draw.randint(100, 999)] = None
+    """All additions in DeepScaleR's schema (problem, answer, solution), no problem twice; the held-out ones come
+    last."""
+    pairs = _pairs(TRAIN_ROWS + HELDOUT_ROWS)
     return [{"problem": f"{a}+{b}=", "answer": str(a + b), "solution": worked(a, b)} for a, b in pairs]
 
 
+def products() -> list[dict[str, str]]:
+    """All products, no problem twice; the held-out ones come last."""
+    pairs = _pairs(PRODUCTS_TRAIN + PRODUCTS_HELDOUT)
+    return [{"problem": f"{a}x{b}=", "answer": f"{a * b % 1000:03}"} for a, b in pairs]
+
+
 def write(folder: Path) -> None:
-    """Write addition_train.jsonl and addition_heldout.jsonl into `folder`."""
-    everything = rows()
-    for name, part in (("train", everything[:TRAIN_ROWS]), ("heldout", everything[TRAIN_ROWS:])):
-        text = "".join(f"{json.dumps(row)}\n" for row in part)
-        (folder / f"addition_{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
+    """Write the train and heldout file of each set into `folder`."""
+    for name, everything, train in (("addition", rows(), TRAIN_ROWS), ("products", products(), PRODUCTS_TRAIN)):
+        for part, chosen in (("train", everything[:train]), ("heldout", everything[train:])):
+            text = "".join(f"{json.dumps(row)}\n" for row in chosen)
+            (folder / f"{name}_{part}.jsonl").write_text(text, encoding="utf-8", newline="\n")
+
+
+def _pairs(count: int) -> list[tuple[int, int]]:
+    draw = random.Random(SEED)
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < count:
+        pairs[draw.randint(100, 999), draw.randint(100, 999)] = None
+    return list(pairs)
 
 
 def _digit(number: int, column: int) -> int:

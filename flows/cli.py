@@ -23,7 +23,10 @@ from tasks import console, interruption
 from tasks.progress_display import show_progress, since_now
 from tasks.resume import Resumed
 
-Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
+Recipe = Annotated[
+    str,
+    typer.Argument(help=f"TOML file; recipes that ship: infra/recipes/NAME.toml. Default: {QUICKSTART}"),
+]
 OwnRecipe = Annotated[
     str,
     typer.Argument(
@@ -113,6 +116,13 @@ def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
     return Resumed(config, named)
 
 
+def _named(recipe: str) -> str:
+    """The recipe of a command, by default the quickstart, which is said."""
+    if not recipe:
+        console.say("recipe", f"{QUICKSTART}, as none is named")
+    return recipe or QUICKSTART
+
+
 def _default_recipe(given: JsonObject) -> tuple[str, str]:
     """The recipe of a training that names none, and the line that says so; "" for the quickstart as it is. Raises
     BadInput for problems of one's own without held-out ones."""
@@ -172,7 +182,7 @@ def train(
 
 @app.command()
 def evaluate(
-    recipe: Recipe = QUICKSTART,
+    recipe: Recipe = "",
     overrides: Set = [],  # noqa: B006
     model: Annotated[
         str,
@@ -193,14 +203,14 @@ def evaluate(
     with _exit_codes():
         given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
-        config = load_config(recipe, [*overrides, *given])
+        config = load_config(_named(recipe), [*overrides, *given])
         config = with_model_folder(check_inputs(config, training=False)[0])
         evaluate_here(config)
 
 
 @app.command("try-reward")
 def try_reward(
-    recipe: Recipe = QUICKSTART,
+    recipe: Recipe = "",
     overrides: Set = [],  # noqa: B006
     response: Annotated[
         list[str], typer.Option("--response", metavar="TEXT", help="a response to score (default: the row's answer)")
@@ -217,7 +227,7 @@ def try_reward(
 
     with _exit_codes():
         given = read_given(response, responses)
-        shown, whole = run_trial(with_model_folder(load_config(recipe, overrides)), given, rows)
+        shown, whole = run_trial(with_model_folder(load_config(_named(recipe), overrides)), given, rows)
         console.print_page(shown)
         raise typer.Exit(0 if whole else 1)
 
@@ -257,7 +267,7 @@ def serve(
             text = model if is_model_name(model) else text
             with in_use(Path(config.model.path)):
                 raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
-        config = with_model_folder(load_config(recipe or QUICKSTART, overrides))
+        config = with_model_folder(load_config(_named(recipe), overrides))
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
         raise typer.Exit(
@@ -288,13 +298,13 @@ def export(
 
 
 @app.command()
-def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
+def service(recipe: Recipe = "", overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync in the foreground, for your own trainer or programs."""
     from engine.orchestrator.serve import run_service as serve_programs
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        config = load_config(recipe, overrides)
+        config = load_config(_named(recipe), overrides)
         config = with_model_folder(check_inputs(config, training=False)[0])
         serve_programs(config, partial(console.say, "service"))
 
@@ -337,14 +347,17 @@ def conform(
 
 @app.command()
 def deploy(
-    recipe: Recipe = QUICKSTART,
+    recipe: Recipe = "",
     overrides: Set = [],  # noqa: B006
     name: Annotated[
         str, typer.Option(help="for several recipes or teams on one server: deployments and policies of its own")
     ] = "",
     pool: Annotated[str, typer.Option(help="work pool of training and evaluation, of infra/pools/pools.toml")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
-    timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
+    timezone: Annotated[
+        str,
+        typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai (default: as it was, else UTC)"),
+    ] = "",
     schedule: Annotated[
         bool, typer.Option("--schedule", help="train every night at 22:00, evaluate every morning at 6:00")
     ] = False,
@@ -375,6 +388,7 @@ def deploy(
     """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
     without --schedule (or a cron line)."""
     with _exit_codes():
+        recipe = _named(recipe)
         load_config(recipe, overrides)
         from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
         from tasks.cluster.deploy import deploy_flows as make
@@ -408,7 +422,7 @@ def worker(
     name: Annotated[str, typer.Option(help="name in the UI (default: made up)")] = "",
     limit: Annotated[int, typer.Option(min=0, help="runs at a time (0: any number)")] = 0,
     grace_s: Annotated[
-        float, typer.Option("--grace", min=0, help="seconds that its runs have to save and end when it is stopped")
+        float, typer.Option("--grace", min=1, help="seconds that its runs have to save and end when it is stopped")
     ] = 50.0,
     healthcheck: Annotated[
         bool, typer.Option("--with-healthcheck", help="answer /health (PREFECT_WORKER_WEBSERVER_PORT, 8080)")
@@ -498,7 +512,7 @@ def plan(
     from tasks.plan import make_plan, measure_probes
 
     with _exit_codes():
-        config = load_config(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
+        config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
         if measured or autotune:
             config = with_model_folder(check_inputs(config)[0])
         make_plan(

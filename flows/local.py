@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.served_model import weight_version
 from tasks import console, summary
-from tasks.fenced import write_fenced
+from tasks.cluster.other_nodes import evaluation_nodes
+from tasks.cluster.ray_cluster import running_on_ray
+from tasks.fenced import evaluation_failure, write_fenced
 from tasks.finished_stages import TRAIN, EnteredRun, Stages
 from tasks.orchestrator_process import timeline_at_end
 from tasks.shown_stages import evaluate_shown, train_shown
@@ -29,7 +32,14 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, d
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
         if data is not None:
             write_json(folder.path / REPORT, data)
-        run = EnteredRun(config, lambda config: train_shown(config, resume, replay), Stages(folder))
+
+        def train(config: Config) -> int:
+            if config.cluster.engine != "ray" or replay is not None:
+                return train_shown(config, resume, replay)
+            with running_on_ray(config, folder.path) as placed:
+                return train_shown(placed.config, resume)
+
+        run = EnteredRun(config, train, Stages(folder))
         replace(TRAIN, is_stored=False).run(run)
     console.print_table(f"Run {config.run.name}", summary.outcome_rows(config, {}))
 
@@ -41,8 +51,16 @@ def evaluate_here(config: Config) -> None:
     tracked_run.check_store(config)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with console.print_stage("evaluate") as say:
-        say(evaluation_texts.describe_evaluations(evaluate_shown(config, model, weight_version(model), folder)))
+    meeting = folder.path / "evaluations" / f"instances-{os.getpid()}"
+    with (
+        evaluation_failure(folder),
+        console.print_stage("evaluate") as say,
+        evaluation_nodes(config, model, 0, meeting) as (there, place),
+    ):
+        found = evaluate_shown(
+            config=there, model=model, weight_version=weight_version(model), folder=folder, meeting=place
+        )
+        say(evaluation_texts.describe_evaluations(found))
     console.say("evaluate", f"of {config.model.path}; brackets: 95 % interval")
     console.say("evaluate", f"the figures are in {folder.evaluations}, each response in {folder.path}/evaluations/")
     evaluations.log_or_say(config)

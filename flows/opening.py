@@ -9,7 +9,7 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
 from engine.run.run_start import ContinueFrom
-from flows.settings import Settings, form_errors, given_keys, named_run
+from flows.settings import Settings, check_start, form_errors, given_keys, named_run
 from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.flow_names import name_flow_run, name_of
 from tasks.cluster.other_nodes import other_nodes
@@ -42,6 +42,7 @@ def opened(
         if resume:
             found = find_resumed(recipe, given.run, given.deploy)
         else:
+            check_start(given, continue_from)
             given = named_run(given, recipe, settings)
             found = Resumed(load_config(recipe, given.all), recipe)
         check_names(found.config, found.recipe)
@@ -67,8 +68,8 @@ def opened(
         name_flow_run(name_of(folder))
 
         def train_on_nodes(config: Config) -> int:
-            with other_nodes(config, pool_instances):
-                return train(config, finished.resumed)
+            with other_nodes(config, pool_instances) as placed:
+                return train(placed.config, finished.resumed, placed.await_nodes)
 
         yield EnteredRun(
             config=config,

@@ -107,11 +107,26 @@ class Given:
 def given_keys(settings: Settings, overrides: Sequence[str]) -> Given:
     """What was given in addition to the recipe. Outside of a deployment all of it is the run's.
 
-    The deploy's overrides stay when a flow run replaces the list: they are the values that the form shows.
+    The deploy's overrides stay when a flow run replaces the list: they are the values that the form shows. Raises
+    BadInput if settings and overrides contradict each other.
     """
     shown, of_deploy = read_form()
-    own = [*settings.changed(shown), *(one for one in overrides if one not in of_deploy)]
-    return Given(of_deploy, own)
+    changed = settings.changed(shown)
+    more = [one for one in overrides if one not in of_deploy]
+    fields = override_keys(changed)
+    for key, value in override_keys(more).items():
+        if fields.get(key, value) != value:
+            raise BadInput(f"{key} is {fields[key]!r} in settings and {value!r} in overrides: leave one of them out")
+    return Given(of_deploy, [*changed, *more])
+
+
+def check_start(given: Given, start: str) -> None:
+    """Raise BadInput if a run that starts from a registered policy (`start`) was given a model as well."""
+    if start != "base" and "model.path" in override_keys(given.run):
+        raise BadInput(
+            f"continue_from = {start} starts from a registered policy, and model.path names another model: leave "
+            "model.path out, or choose continue_from = base"
+        )
 
 
 def run_name(settings: Settings, overrides: Sequence[str]) -> str:
@@ -139,7 +154,7 @@ def form_errors(settings: Settings, overrides: Sequence[str]) -> Iterator[None]:
     except BadInput as error:
         if not deployment.id:
             raise
-        name_flow_run(f"{run_name(settings, overrides)} (refused)")
+        name_flow_run(f"{run_name(settings, overrides)}{console.REFUSED}")
         raise BadInput(in_form_words(str(error))) from None
 
 

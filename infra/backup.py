@@ -14,16 +14,22 @@ import os
 import shutil
 import sqlite3
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 JOURNALS = ("-wal", "-shm", "-journal")
 """Ends of the names of files that belong to an open database: the backup has their content."""
+LOCKED_S = 60.0
+"""Seconds that a database may stay locked by another process."""
+POLL_S = 0.5
+"""Seconds that an attempt to copy a locked database takes."""
 
 
 def copy_folder(source: Path, target: Path) -> None:
     """Copy `source` to the new folder `target`. A file that vanishes meanwhile is left out. Ends with a message if
-    `source` is no folder, or if `target` exists or is in it. Until they have the modes of `source`, the copies are
-    readable only by their owner."""
+    `source` is no folder, if `target` exists or is in it, or if a database stays locked for `LOCKED_S` seconds. Until
+    they have the modes of `source`, the copies are readable only by their owner."""
     if not source.is_dir():
         sys.exit(f"error: {source}: no such folder")
     if target.exists():
@@ -38,8 +44,11 @@ def copy_folder(source: Path, target: Path) -> None:
     for database in databases:
         copy = partial / database.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(sqlite3.connect(database)) as there, contextlib.closing(sqlite3.connect(copy)) as here:
-            there.backup(here)
+        with (
+            contextlib.closing(sqlite3.connect(database, POLL_S)) as there,
+            contextlib.closing(sqlite3.connect(copy)) as here,
+        ):
+            there.backup(here, progress=deadline_of(database))
         shutil.copystat(database, copy)
     done = {*databases, *(Path(f"{database}{end}") for database in databases for end in JOURNALS)}
     for path in sorted(source.rglob("*")):
@@ -55,6 +64,21 @@ def copy_folder(source: Path, target: Path) -> None:
                 shutil.copy2(path, copy)
     shutil.copymode(source, partial)
     partial.rename(target)
+
+
+def deadline_of(database: Path) -> Callable[[int, int, int], None]:
+    """What sqlite calls after each attempt to copy a database. Ends with a message after `LOCKED_S` seconds, because
+    sqlite itself would wait for the lock for ever."""
+    deadline = time.monotonic() + LOCKED_S
+
+    def check(status: int, remaining: int, total: int) -> None:
+        if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and time.monotonic() > deadline:
+            sys.exit(
+                f"error: {database} has been locked by another process for {LOCKED_S:g} s; stop that process, for "
+                "example a database upgrade, and start the backup again"
+            )
+
+    return check
 
 
 def is_database(path: Path) -> bool:

@@ -170,6 +170,8 @@ def own_program(name: str) -> str:
     return str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)
 
 
+REFUSED = " (refused)"
+"""End of the name of a flow run whose settings were refused."""
 DEPLOY = "METRONOME_DEPLOY"
 """Environment variable of a flow run: NAME of the `metronome deploy --name NAME` that made its deployment."""
 

@@ -41,8 +41,8 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
     """
     folder = run_folder(config)
     meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"
-    with evaluation_nodes(config, model, pool_instances, meeting) as place:
-        rows = evaluate_shown(config=config, model=model, weight_version=weight_version, folder=folder, meeting=place)
+    with evaluation_nodes(config, model, pool_instances, meeting) as (there, place):
+        rows = evaluate_shown(config=there, model=model, weight_version=weight_version, folder=folder, meeting=place)
     for row in rows[1:]:
         say("evaluate", evaluation_texts.describe_evaluation(row))
     for row in rows:

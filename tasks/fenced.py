@@ -33,6 +33,21 @@ def write_fenced(folder: RunFolder) -> Iterator[None]:
         _held.remove(folder.fence)
 
 
+@contextmanager
+def evaluation_failure(folder: RunFolder) -> Iterator[None]:
+    """If an evaluation, the body, fails, write its reason to failure.json, and none if it succeeds. The folder of a
+    training is left alone: its failure.json says how the training ended."""
+    if folder.steps.exists():
+        yield
+        return
+    folder.failure.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        folder.write_failure(error)
+        raise
+
+
 def run_folder(config: Config) -> RunFolder:
     """The run's folder. If this process has entered it, the folder carries the process's right to write."""
     folder = RunFolder(config.folder)

@@ -57,8 +57,9 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
 
 def check_address(config: Config) -> None:
     """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Do not call this for a restarted
-    flow: its previous orchestrator may still hold the address."""
-    check_listens(config.rollout.listen)
+    flow: its previous orchestrator may still hold the address. On a Ray cluster the address is chosen later."""
+    if config.cluster.engine != "ray":
+        check_listens(config.rollout.listen)
 
 
 def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
@@ -127,7 +128,8 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         _warn(sentence)
     config = with_local_model(config)
     if training and sampling:
-        listen_address(config.rollout.listen)
+        if config.cluster.engine != "ray":
+            listen_address(config.rollout.listen)
         check_instances(config)
     if training:
         check_training(config)

@@ -94,7 +94,7 @@ def _accepted(wishes: Wishes) -> tuple[Keys, Config]:
     """The first layout that the dry run accepts. Raises BadInput with what it says about the last one."""
     refusal = BadInput(
         f"--devices {wishes.devices}: expected 1, or an even number up to {MOST}, of one node; for several nodes begin "
-        "with a recipe in infra/recipes/papers (docs/several_nodes.md)"
+        "with a recipe in infra/recipes/papers (docs/clusters.md)"
     )
     for layout in _layouts(wishes):
         keys = _keys(wishes, layout)

@@ -6,7 +6,6 @@ MLflow keeps a run with its figures and its small files; only its policy and the
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 import tomllib
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 from engine.errors import BadInput
 from engine.run.checkpoint_store import delete_published, place_of, published_size
@@ -218,14 +218,15 @@ def _forget(client: MlflowClient, run_id: str, versions: Sequence[ModelVersion])
 
 
 def _in_prefect(folder: RunFolder) -> tuple[str, list[Removable]]:
-    """The same for Prefect: flow runs with the run's name on the server of PREFECT_API_URL, if it is set."""
+    """The same for Prefect: the flow runs that entered the folder, on the server of PREFECT_API_URL, if it is set. Runs
+    of other folders may have the same name."""
     import httpx
     from prefect.settings import get_current_settings
 
     if not get_current_settings().api.url:
         return "", []
     try:
-        found = list(_flow_runs(folder.path.name))
+        found = _flow_runs(folder)
     except httpx.HTTPError as error:
         raise BadInput(
             f"the Prefect server (PREFECT_API_URL) does not say which runs it needs, so none is deleted: {error}"
@@ -238,17 +239,23 @@ def _in_prefect(folder: RunFolder) -> tuple[str, list[Removable]]:
     return "", [Removable(label, f"{len(ids)} flow runs", 0, partial(_delete_flow_runs, ids))] if ids else []
 
 
-def _flow_runs(name: str) -> Iterator[FlowRun]:
+def _flow_runs(folder: RunFolder) -> list[FlowRun]:
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
-    whole = re.compile(rf"(evaluation of )?{re.escape(name)}( \(try \d+\))?")  # tasks.cluster.flow_names
-    wanted = FlowRunFilter(name=FlowRunFilterName(like_=name))
+    try:
+        ids = [UUID(one) for one in folder.flow_runs.read_text().split()] if folder.flow_runs.exists() else []
+    except ValueError:
+        raise BadInput(
+            f"{folder.flow_runs}: the file is damaged, so the run's flow runs are unknown; delete the file, and they "
+            "stay in Prefect"
+        ) from None
+    found: list[FlowRun] = []
     with get_client(sync_client=True) as client:
-        offset = 0
-        while page := client.read_flow_runs(flow_run_filter=wanted, limit=PAGE, offset=offset):
-            yield from (run for run in page if whole.fullmatch(run.name))
-            offset += len(page)
+        for start in range(0, len(ids), PAGE):
+            wanted = FlowRunFilter(id=FlowRunFilterId(any_=ids[start : start + PAGE]))
+            found += client.read_flow_runs(flow_run_filter=wanted, limit=PAGE)
+    return found
 
 
 def _delete_flow_runs(ids: Sequence[object]) -> None:

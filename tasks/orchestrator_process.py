@@ -20,6 +20,7 @@ from engine.run.fence import TAKEN_OVER
 from engine.run.files import parse_line
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
+from engine.run.logs import last_message
 from engine.run.process import Child
 from engine.run.progress import Progress, folder_size, format_size
 from engine.types import JsonObject
@@ -255,6 +256,5 @@ def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
 def last_error(child: Child) -> str:
     """The message of the orchestrator's last `error: ` line."""
     assert child.log is not None
-    lines = child.log.read_text(errors="replace").splitlines()
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[-1] if told else f"the {child.name} {child.how_it_ended()}"
+    told = last_message(child.log, "error: ")
+    return told.removeprefix("error: ") or f"the {child.name} {child.how_it_ended()}"

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from textwrap import shorten
@@ -16,11 +17,10 @@ from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import check_not_held
-from engine.run.logs import log_line
 from engine.run.progress import read_progress
 from engine.types import JsonObject
 from tasks.cluster.prefect_api import post_json
-from tasks.console import format_duration, print_error
+from tasks.console import REFUSED, format_duration, print_error, print_page
 from tasks.finished_stages import Stages, count_resumes, registered_policy
 from tasks.tracking.evaluation_texts import describe_evaluation
 
@@ -28,8 +28,16 @@ FLOW_RUNS = 100
 """Number of newest flow runs that the server is asked for."""
 LOOK_S = 0.5
 """Seconds between two looks at the logs that are followed."""
+REASON_LENGTH = 120
+"""Characters of a reason in the list of runs; `status` has all of it."""
+_WELL = ("Running", "Finished", "Completed")
+"""States in which an earlier failure is of no account."""
 _RECENT = 20
 """Number of steps whose mean time predicts the time left."""
+_TIME = re.compile(r"^.{,30}?(?:(\d{4})-)?(\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d+)?)")
+"""The time of a log's line, as Metronome or vLLM (without the year) writes it."""
+_PREFECTS = re.compile(r"^Flow run encountered an exception: \w+: ")
+"""What Prefect writes before an error's text."""
 _FLOW_NAME = re.compile(r"^(?:evaluation of )?(.*?)(?: \(try \d+\))?$")
 
 
@@ -45,6 +53,8 @@ def find_folder(run: str, output: Path) -> RunFolder:
     for path in (Path(run), output / name):
         if (path / "config.toml").is_file():
             return RunFolder(path)
+    if run.endswith(REFUSED):
+        raise BadInput(f"{run}: it was refused before it had a folder, so it has no logs; metronome runs says why")
     raise BadInput(f"{run}: no such run in {output}; metronome runs lists them")
 
 
@@ -54,11 +64,11 @@ def list_rows(output: Path, count: int) -> list[list[str]]:
     states = _flow_states()
     known = {folder.path.name for folder in _folders(output)}
     waiting = [
-        [row["name"], row["state_name"], "", "", "", "", "", clean_line((row["state"] or {}).get("message") or "")]
+        [row["name"], row["state_name"], "", "", "", "", "", "", _short((row["state"] or {}).get("message") or "")]
         for row in states.values()
         if _FLOW_NAME.sub(r"\1", row["name"]) not in known and row["state_name"] not in ("Scheduled", "Completed")
     ]
-    head = ["run", "state", "steps", "accuracy", "champion", "resumed", "device-hours", "where"]
+    head = ["run", "state", "steps", "accuracy", "champion", "resumed", "device-hours", "where", "reason"]
     return [head, *waiting[:count], *(_row(folder, states) for folder in folders)]
 
 
@@ -91,17 +101,13 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
 
 
 def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None:
-    """Print the last lines of the logs of a run's processes, each after the name of its process; the log that was
-    written last comes last. `follow`: then print new lines until the run has ended. Raises BadInput for an unknown
-    process."""
+    """Print the last lines of each of the logs of a run's processes, ordered by time, each after the name of its
+    process. `follow`: then print new lines until the run has ended. Raises BadInput for an unknown process."""
     positions: dict[Path, int] = {}
-    for file in _logs(folder, process):
-        text = file.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        positions[file] = len(whole)
-        _print(file, whole.splitlines()[-lines:])
-    while follow:
+    last = -lines
+    while True:
         ended = not _is_running(folder)
+        found: list[tuple[str, str]] = []
         for file in _logs(folder, process):
             size = file.stat().st_size
             start = positions.get(file, 0)
@@ -110,9 +116,12 @@ def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None
                 opened.seek(start)
                 whole = opened.read().rpartition(b"\n")[0]
             positions[file] = start + len(whole) + 1 if whole else start
-            _print(file, whole.splitlines())
-        if ended:
+            found += _timed_lines(file, whole.decode(errors="replace").splitlines()[last:])
+        for _, line in sorted(found, key=lambda one: one[0]):
+            print_page(line)
+        if ended or not follow:
             return
+        last = 0
         time.sleep(LOOK_S)
 
 
@@ -124,9 +133,18 @@ def _logs(folder: RunFolder, process: str) -> list[Path]:
     return [file for file in logs if process in ("", file.stem)]
 
 
-def _print(file: Path, lines: Sequence[bytes]) -> None:
-    for line in lines:
-        log_line(f"{file.stem:<14} {line.decode(errors='replace')}")
+def _timed_lines(file: Path, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """(time, text) of each line of a log. A line without a time has that of the line before it; lines before the first
+    time have that one; a log without any has the time of its last change."""
+    changed = datetime.fromtimestamp(file.stat().st_mtime).isoformat(" ")
+    found = map(_TIME.search, lines)
+    times = [f"{one[1] or changed[:4]}-{one[2]} {one[3]}" if one else "" for one in found]
+    now = next(filter(None, times), changed)
+    made = []
+    for at, line in zip(times, lines, strict=True):
+        now = at or now
+        made.append((now, f"{file.stem:<14} {line}"))
+    return made
 
 
 def _folders(output: Path) -> list[RunFolder]:
@@ -141,17 +159,24 @@ def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
         made = registered_policy(folder)
         of = folder.read_config().train.steps
     except BadInput as error:  # the other runs are shown all the same
-        return [folder.path.name, "Damaged", "", "", "", "", "", clean_line(str(error))]
+        return [folder.path.name, "Damaged", "", "", "", "", "", str(folder.path), clean_line(str(error))]
+    state = _state(folder, states)
+    told = folder.last_failure()
     return [
         folder.path.name,
-        _state(folder, states),
+        state,
         f"{steps[-1]['step'] + 1 if steps else 0}/{of}",
         _accuracy(folder),
         shorten(made.verdict, 60, placeholder=" …") if made is not None else "",
         str(count_resumes(folder)),
         f"{device_hours(steps):.2f}",
         str(folder.path),
+        _short(told[1]) if told is not None and state not in _WELL else "",
     ]
+
+
+def _short(reason: str) -> str:
+    return shorten(_PREFECTS.sub("", clean_line(reason)), REASON_LENGTH, placeholder=" …")
 
 
 def device_hours(steps: Sequence[JsonObject]) -> float:
@@ -180,7 +205,8 @@ def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
         return "Running"
     if (told := folder.last_failure()) is not None:
         return "Stopped" if told[0] == "Stopped" else "Failed"
-    return "Finished" if folder.policy.is_dir() else "Died"
+    only_evaluated = not folder.steps.exists() and bool(rows_of(folder))
+    return "Finished" if folder.policy.is_dir() or only_evaluated else "Died"
 
 
 def _is_running(folder: RunFolder) -> bool:

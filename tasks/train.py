@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -175,9 +175,9 @@ def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
     retry_delay_seconds=DELAY_S,
     retry_condition_fn=_worth_resuming,
 )
-def train(config: Config, resume: bool = False) -> int:
+def train(config: Config, resume: bool = False, ready: Callable[[], None] = lambda: None) -> int:
     """Train from the newest published checkpoint if `resume` is set or this is a retry, else from step 0. Return the
-    number of steps.
+    number of steps. `ready` is called before each attempt; it waits for the other nodes.
 
     Raises the error that ended the run, or MetronomeError when the run is no longer resumed.
     """
@@ -192,6 +192,7 @@ def train(config: Config, resume: bool = False) -> int:
         time.sleep(pause_s)
     with TrainingArtifacts(config) as progress:
         try:
+            ready()
             return train_shown(config, resume or again, also=progress)
         except TakenOver:
             raise  # another flow writes the folder now

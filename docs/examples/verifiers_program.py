@@ -5,8 +5,8 @@
     [reward]
     environment = ["VERIFIERS_ENV"]     # {"taskset": {"id": "gsm8k"}, "agent": {"runtime": {"type": "subprocess"}}}
 
-`VERIFIERS_ENV=… python docs/examples/verifiers_program.py >tasks.jsonl` writes the data. `data.prompt_template` is how
-the environment's first request begins, for example "<|im_start|>".
+`VERIFIERS_ENV=… python docs/examples/verifiers_program.py >problems.jsonl` writes the data. `data.prompt_template` is
+how the environment's first request begins, for example "<|im_start|>".
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from engine.config.results import Evaluate, ServiceLimits, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.rules import BATCH_SCOPE, BATCH_SCOPE_LOSSES, RULES
 from engine.config.stages import Stage
-from engine.config.training import Algorithm, Attention, Bapo, Checkpoint, M2po, Parallel, Platform, Train
+from engine.config.training import Algorithm, Attention, Bapo, Checkpoint, Cluster, M2po, Parallel, Platform, Train
 from engine.config.tree import WINDOW_PER_STAGE, WINDOWS_TOGETHER, Tree
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Attention",
     "Bapo",
     "Checkpoint",
+    "Cluster",
     "Config",
     "Data",
     "DryRun",

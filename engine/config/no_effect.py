@@ -43,6 +43,9 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("algorithm.gac_low", "algorithm.gac_high", "algorithm.gac_skips"),
             f'algorithm.gradient_control = "{algorithm.gradient_control}", and only "gac" reads it',
         )
+    if config.cluster.engine != "ray":
+        engine = config.cluster.engine
+        yield ("cluster.address", "cluster.wait_s"), f'cluster.engine = "{engine}", and only "ray" reads it'
     if config.queue.store == "orchestrator":
         yield (
             ("queue.address", "queue.unauthenticated"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from engine.config import Config
 
@@ -11,6 +12,38 @@ from engine.config import Config
 def joining_nodes(config: Config) -> int:
     """Number of nodes that the instances of dry_run.joining need."""
     return math.ceil(config.dry_run.joining / max(1, config.platform.devices_per_node // config.rollout.tensor))
+
+
+class Bundles(NamedTuple):
+    """What a run asks of a cluster: an amount by resource for each of its parts."""
+
+    nodes: list[dict[str, float]]
+    """The trainer nodes, with the ranks of [stages.reference] on the first. Empty for an evaluation."""
+    instances: list[dict[str, float]]
+    """The rollout instances."""
+
+
+def bundles_of(config: Config, kind: str, training: bool = True) -> Bundles:
+    """The bundles of a run whose instances all join. `kind`: the cluster's resource for a device: "NPU", "GPU", or
+    "CPU", where each rank and instance counts as one. The embedded engine runs on CPUs everywhere."""
+    nodes = [{kind: float(config.parallel.ranks_per_node)} for _ in range(config.parallel.nodes)]
+    nodes[0][kind] += config.scorer_ranks
+    instance = {"CPU": 1.0} if config.rollout.engine == "embedded" else {kind: float(config.rollout.tensor)}
+    return Bundles(nodes if training else [], [dict(instance) for _ in range(config.dry_run.joining)])
+
+
+def all_joining(config: Config) -> Config:
+    """The config where, with cluster.engine = "ray", all instances join: the run starts none itself. A second call
+    changes nothing."""
+    rollout = config.rollout
+    if config.cluster.engine != "ray" or not rollout.instances:
+        return config
+    return config.model_copy(
+        update={
+            "rollout": rollout.model_copy(update={"instances": 0, "devices": []}),
+            "dry_run": config.dry_run.model_copy(update={"joining": config.dry_run.joining + rollout.instances}),
+        }
+    )
 
 
 def describe_placing(config: Config) -> Iterator[str]:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from engine.config import Config
 from engine.config.keys import flatten_keys, nest_keys
 from engine.config.other_names import KEYS, find_other_name
+from engine.config.placing import all_joining
 from engine.config.table import is_table, named_table, tables_in
 from engine.errors import BadInput
 from engine.types import JsonObject
@@ -106,7 +107,7 @@ def load_config(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] 
         _with_absolute_paths({**in_file, **overriding}), "--set" if overriding and _is_tree(in_file) else where
     )
     try:
-        config = Config.model_validate(tree)
+        config = all_joining(Config.model_validate(tree))
     except ValidationError as error:
         blamed = "--set" if _is_of(error, in_file, overriding) else where
         raise BadInput(f"{blamed}: {_first_mistake(error)}") from None

@@ -129,6 +129,10 @@ class Rollout(Table):
     max_turns: PositiveInt = 16
     """Largest number of turns of a response of a program. `max_new_tokens` counts all of its turns and what the program
     has put between them."""
+    template_rewrites: Literal["keep", "refuse"] = "keep"
+    """Where the chat template would write an earlier turn of a program otherwise than it was sampled (without its
+    thinking, without its spaces): "keep" goes on with the tokens that were sampled and says so once; with "refuse" the
+    program fails."""
     partial: bool = False
     """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
@@ -148,7 +152,8 @@ class Rollout(Table):
     until it answers again."""
     wait_s: PositiveFloat = 60.0
     """Seconds that a run whose last instance died or left waits for another before it stops with a checkpoint, and that
-    an instance which joined waits for an orchestrator that does not answer."""
+    an instance which joined waits for an orchestrator that does not answer. A run waits longer if the model takes
+    longer to load (100 MiB/s)."""
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
@@ -160,9 +165,12 @@ class Rollout(Table):
         gets them. The embedded engine draws from a seed in any case."""
         return self.deterministic or self.engine == "embedded"
 
-    def patience(self, met: bool) -> tuple[float, str]:
+    def patience(self, met: bool, loading_s: float = 0.0) -> tuple[float, str]:
         """Seconds that the run and its instances wait for each other, and the key that sets them. Until they have met
-        it is as long as the start of an instance may take: the other side is started by hand, or loads a model."""
+        it is as long as the start of an instance may take: the other side is started by hand, or loads a model. It is
+        never less than the `loading_s` that an instance needs to load the model."""
+        if loading_s > max(self.wait_s, 0.0 if met else self.timeout_s):
+            return loading_s, "the time to load the model"
         if met or self.wait_s > self.timeout_s:
             return self.wait_s, "rollout.wait_s"
         return self.timeout_s, "rollout.timeout_s"

@@ -462,6 +462,14 @@ def _check_vllm(config: Tree) -> None:
         )
 
 
+def _check_cluster(config: Tree) -> None:
+    if config.parallel.rendezvous == "auto" and config.cluster.engine != "ray":
+        raise ValueError(
+            'parallel.rendezvous = "auto" needs cluster.engine = "ray"; without it give host:port of the first '
+            "training node"
+        )
+
+
 def _check_store(config: Tree) -> None:
     if config.queue.store == "orchestrator":
         return
@@ -497,7 +505,8 @@ RULES: tuple[Callable[[Tree], None], ...] = (
     _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_profile,
     _check_learning_rate, _check_early_scores, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial,
     _check_ratio, _check_template,
-    _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_store,
+    _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_cluster,
+    _check_store,
     check_no_password,
 )  # fmt: skip
 """All rules, in the order in which they are checked; the first that does not hold is reported."""

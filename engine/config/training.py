@@ -264,10 +264,11 @@ class Parallel(Table):
     experts. It must divide the number of experts; 1 for a dense model."""
     nodes: PositiveInt = 1
     """Machines that run trainer ranks, the same number of ranks on each. All must see the run folder
-    (docs/several_nodes.md)."""
+    (docs/clusters.md)."""
     rendezvous: str = ""
     """Address host:port on the orchestrator's node at which the nodes meet; at the port after it the ranks reach the
-    orchestrator, over TLS. Needed with nodes above 1, else empty."""
+    orchestrator, over TLS. Needed with nodes above 1, else empty. With cluster.engine = "ray" it may be "auto"; an
+    address that this machine does not have, or that is in use, is replaced, as with `rollout.listen`."""
     sequence: bool = False
     """Share the norms' work and activations among the tensor ranks, too (sequence parallelism). Needs tensor above 1.
     Off by default, because it is slower on a CPU."""
@@ -299,7 +300,7 @@ class Parallel(Table):
         if (self.nodes > 1) != bool(self.rendezvous):
             raise ValueError(
                 'parallel.nodes above 1 needs parallel.rendezvous = "host:port" (an address of the orchestrator\'s '
-                "node); one node needs none"
+                'node; "auto" with cluster.engine = "ray"); one node needs none'
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(
@@ -342,6 +343,21 @@ class Platform(Table):
     peak_tflops: float = Field(default=0.0, ge=0)
     """Peak dense TFLOP/s (10¹² operations per second) of one of the trainer's devices, for `mfu` in steps.jsonl. 0: the
     published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""
+
+
+class Cluster(Table):
+    """What places the processes of a run that are not on its own node (docs/clusters.md)."""
+
+    engine: Literal["pools", "ray"] = "pools"
+    """"pools": Prefect's work pools for a deployed run; otherwise a person starts them. "ray": a running Ray cluster of
+    which this machine is a node (`pip install metronome[ray]`). It gets all instances (`rollout.instances` and
+    `dry_run.joining` together), the further trainer nodes, and the devices of the first one; an instance or node that
+    dies starts again where there is room."""
+    address: str = "auto"
+    """Address "host:port" of the Ray cluster's head; "auto": the cluster of this machine."""
+    wait_s: PositiveFloat = 600.0
+    """Seconds that a run waits for Ray to have room for it, at its start, and before it resumes after the death of a
+    trainer node."""
 
 
 class Checkpoint(Table):

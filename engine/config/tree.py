@@ -12,7 +12,7 @@ from engine.config.results import Evaluate, ServiceLimits, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.stages import REFERENCE_STAGE, Stage
 from engine.config.table import Table
-from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
+from engine.config.training import Algorithm, Attention, Checkpoint, Cluster, Parallel, Platform, Train
 
 WINDOW_PER_STAGE = 4
 """Micro-batches of a window per pipeline stage."""
@@ -39,6 +39,7 @@ class Tree(Table):
     attention: Attention = Attention()
     parallel: Parallel = Parallel()
     platform: Platform = Platform()
+    cluster: Cluster = Cluster()
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()

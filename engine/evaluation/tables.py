@@ -27,6 +27,7 @@ SAME = (
     "chat_template_kwargs",
     "reward",
     "reward_hash",
+    "program",
     "samples",
     "temperature",
     "top_p",
@@ -51,7 +52,9 @@ class EvaluationProtocol(TypedDict):
     chat_template_kwargs: JsonObject
     reward: str
     reward_hash: str
-    """Hash of the reward's code; "" for a built-in one."""
+    """Hash of the code of the reward and the program; "" without code."""
+    program: str
+    """rollout.program, without its folder."""
     pass_threshold: float
     samples: int
     temperature: float
@@ -131,6 +134,7 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
         "chat_template_kwargs": dict(config.data.chat_template_kwargs),
         "reward": _reward_anywhere(config.reward),
         "reward_hash": find_inputs(config, Path(), ("reward",))["reward"]["hash"],
+        "program": config.rollout.program.rpartition("/")[2],
         "pass_threshold": settings.pass_threshold,
         "samples": settings.samples,
         "temperature": settings.temperature,

@@ -19,6 +19,7 @@ from engine.config import Config
 from engine.errors import BadInput, DeadlineError, ProcessDied
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
+from engine.run.limits import loading_s
 from engine.run.process import Child
 from engine.run.served_model import weight_version
 from engine.wire.access_token import (
@@ -141,7 +142,7 @@ async def _serve(
             return await _join_and_serve(
                 child=child,
                 port_file=port_file,
-                timeout_s=config.rollout.timeout_s,
+                timeout_s=max(config.rollout.timeout_s, loading_s(Path(config.model.path))),
                 asked=asked,
                 joins=None if joins is None else lambda url: joins(url, token),
             )

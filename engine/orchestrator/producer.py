@@ -127,6 +127,7 @@ class Producer:
         self._deadlines_count = deadlines_count
         self._notices = notices or RunEvents()
         self._programs = programs
+        self._told_rewrite = False
 
     async def run(
         self,
@@ -377,6 +378,7 @@ class Producer:
                 "program", began, time.time(), lane="programs", step=work.step, group=work.index, number=number
             )
             if turn is None:
+                self._tell_rewrite(episode.rewritten)
                 return episode.response()
             sampled = await self._sample_turn(
                 work=work,
@@ -391,6 +393,17 @@ class Producer:
                 episode.wait_for_instance(keep=not work.busy)  # a paused instance gets new weights
                 return None
             episode.add_turn(sampled)
+
+    def _tell_rewrite(self, rewritten: str) -> None:
+        """Say once that the chat template rewrites turns."""
+        if rewritten and not self._told_rewrite:
+            self._told_rewrite = True
+            self._notices.happened(
+                "responses",
+                "rewritten",
+                f"the chat template would write an earlier turn otherwise than it was sampled, {rewritten}; it stays "
+                "as it was sampled (rollout.template_rewrites)",
+            )
 
     async def _sample_turn(
         self,

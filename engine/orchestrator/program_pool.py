@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from engine.config import Config
@@ -134,6 +135,8 @@ class ProgramPool:
 
     async def start(self, tokenizer: LoadTokenizer) -> None:
         """Start all processes. Raises BadInput if the program can't be loaded."""
+        refuses = self.config.rollout.template_rewrites == "refuse"
+        tokenizer = msgspec.structs.replace(tokenizer, refuse_rewrites=refuses)
         for worker in self._workers:
             worker.process.launch()
             worker.process.begin(tokenizer)
@@ -216,6 +219,8 @@ class Episode:
     def __init__(self, pool: ProgramPool, prompt: Prompt, seed: int | None, sampling: SamplingSettings) -> None:
         self.score: Score | None = None
         """The program's own score, or that of its failure; None: the reward scores the response."""
+        self.rewritten = ""
+        """As `EpisodeOver.rewritten`."""
         self._pool = pool
         self._prompt = prompt
         self._seed = seed
@@ -265,6 +270,7 @@ class Episode:
         elif isinstance(message, EpisodeOver):
             self._leave()
             self._over = True
+            self.rewritten = message.rewritten
             if message.error:
                 self._fail("error", message.error)
             elif message.scores is not None:

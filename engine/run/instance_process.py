@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import BadInput, DeadlineError
+from engine.run.logs import last_message
 from engine.run.process import Child
 
 REFILL_S = 3600.0
@@ -68,6 +69,5 @@ class InstanceProcess:
     def _refusal(self) -> str:
         """The line of its log that says why it refuses its input."""
         log = self.child.log
-        lines = log.read_text(errors="replace").splitlines() if log is not None else []
-        said = [line for line in lines if line.startswith(f"{self.name}: ")]
-        return f"{said[-1]} (its log: {log})" if said else f"{self.name} {self.child.how_it_ended()}"
+        said = last_message(log, f"{self.name}: ") if log is not None else ""
+        return f"{said} (its log: {log})" if said else f"{self.name} {self.child.how_it_ended()}"

@@ -44,6 +44,8 @@ PROBLEMS = 256
 UNDER_WAY_S = 20.0
 SLOW_DISK = 50 * 2**20
 """Bytes per second at which every disk is taken to write a checkpoint."""
+SLOW_READ = 100 * 2**20
+"""Bytes per second at which every instance is taken to read its model, from a file system that many share."""
 SIZES = {"float32": 4, "bfloat16": 2}
 PIDS = Path("/sys/fs/cgroup/pids.max")
 
@@ -211,6 +213,11 @@ def saving_s(config: Config) -> float:
     """Longest time in seconds until a trainer that was told to stop has a whole checkpoint: UNDER_WAY_S for the
     micro-batch under way, and the time that SLOW_DISK takes."""
     return UNDER_WAY_S + checkpoint_size(config, stored_parameters(Path(config.model.path))) / SLOW_DISK
+
+
+def loading_s(model: Path) -> float:
+    """Longest time in seconds that an instance needs to read the safetensors files of a model folder."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors")) / SLOW_READ
 
 
 def stored_parameters(model: Path) -> int:

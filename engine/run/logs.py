@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 
 from engine.errors import LONGEST_TEXT, clean_text
@@ -22,21 +23,37 @@ EVERY_S = 1.0
 """Seconds between two checks of the logs' sizes: a process that prints 100 MB/s adds 100 MB in between."""
 
 
+LOGGED = "METRONOME_LOGGED"
+"""Environment variable of processes whose output goes to a log: their messages begin with the time."""
+TIME_LENGTH = len("2026-11-27 22:00:00.000")
+
+
 def log_line(text: str) -> None:
-    """Print a message to stdout, cleaned (`engine.errors.clean_text`)."""
-    print(clean_text(text), flush=True)
+    """Print a message to stdout, cleaned (`engine.errors.clean_text`), in a log after the time."""
+    print(_timed(clean_text(text)), flush=True)
 
 
 def log_error(text: str) -> None:
     """The same to stderr, for what ends a process or goes wrong."""
-    print(clean_text(text), file=sys.stderr, flush=True)
+    print(_timed(clean_text(text)), file=sys.stderr, flush=True)
 
 
 def log_traceback(error: BaseException, where: str = "") -> None:
     """The same for an exception that is not ours, with its traceback. `where`: a line above it."""
     text = f"{where}\n" if where else ""
     text += "".join(traceback.format_exception(error)).rstrip()
-    print(clean_text(text, LONGEST_TRACEBACK), file=sys.stderr, flush=True)
+    print(_timed(clean_text(text, LONGEST_TRACEBACK)), file=sys.stderr, flush=True)
+
+
+def _timed(text: str) -> str:
+    return f"{datetime.now().isoformat(' ', 'milliseconds')} {text}" if LOGGED in os.environ else text
+
+
+def last_message(log: Path, start: str) -> str:
+    """The last line of a log that begins with `start`, apart from its time; "" if there is none."""
+    lines = log.read_text(errors="replace").splitlines()
+    said = (line[TIME_LENGTH + 1 :] if line[TIME_LENGTH + 1 :].startswith(start) else line for line in reversed(lines))
+    return next((line for line in said if line.startswith(start)), "")
 
 
 class CleanFormatter(logging.Formatter):

@@ -227,8 +227,8 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     """The memory of one device of a rollout instance, and its key-value cache.
 
     vLLM gives the remaining memory to the key-value cache, and one response at full length must fit. The embedded
-    engine reserves memory for all slots, in fp32, and with a rollout program keeps as many conversations beside them; it
-    keeps bf16 weights twice (`Linear` of its model).
+    engine reserves memory for all slots, in fp32, and with a rollout program keeps as many conversations beside them.
+    It keeps bf16 weights twice (`Linear` of its model).
     """
     rollout = config.rollout
     size = BYTES[config.model.dtype] if rollout.engine == "vllm" else BYTES["float32"]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
-from engine.run.logs import clean_tracebacks, log_error
+from engine.run.logs import LOGGED, clean_tracebacks, log_error
 
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
@@ -146,7 +146,7 @@ class Child:
         self.name = name
         self.log = log
         base = os.environ if inherited is None else inherited
-        full = {**base, **(env or {}), LIFELINE: hold_lifeline()}
+        full = {**base, **(env or {}), LIFELINE: hold_lifeline(), **({LOGGED: "1"} if log is not None else {})}
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         output = open(log, "ab") if log is not None else None  # noqa: SIM115

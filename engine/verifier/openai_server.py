@@ -158,7 +158,8 @@ class _ConversationServer:
         def take(found: re.Match[str]) -> str:
             try:
                 called = json.loads(found[1])
-                name, arguments = called["name"], called.get("arguments", {})
+                name = called["name"]
+                arguments = called.get("arguments", {})
             except (ValueError, KeyError):
                 return found[0]
             if not isinstance(arguments, str):

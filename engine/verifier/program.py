@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from os.path import commonprefix
 from threading import Thread
 from typing import Any, Protocol
 
@@ -31,8 +32,10 @@ from engine.wire.verifier_messages import (
     VerifierMessage,
 )
 
-MARK = "metronome-turn"
-"""Stands for the last turn when a chat template is asked what follows it."""
+MARK = "metronome-turn-{};"
+"""Stands for a turn when a chat template is asked what stands around it."""
+SHOWN = 40
+"""Characters of a rewritten turn that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class ProgramTokenizer:
 
     def __init__(self, loaded: LoadTokenizer) -> None:
         self.decode = make_decoder(loaded)
+        self.refuse_rewrites = loaded.refuse_rewrites
         self._loaded = loaded
         self._fast: Any = None
         self._slow: Any = None
@@ -122,6 +126,10 @@ class Chat:
     """The conversation of one response, as its program sees it."""
 
     def __init__(self, number: int, prompt: Prompt, channel: Channel, tokenizer: ProgramTokenizer) -> None:
+        self.rewritten = ""
+        """As `EpisodeOver.rewritten`."""
+        self._turns: list[int] = []
+        """Places of the turns in the history."""
         self._number = number
         self._channel = channel
         self._tokenizer = tokenizer
@@ -156,6 +164,7 @@ class Chat:
             raise OutOfRoom("the response has no token or no turn left")
         self.length += len(token_ids)
         self._last = Turn(self._tokenizer.decode(token_ids), token_ids, sampled.finish_reason)
+        self._turns.append(len(self._history))
         self._history.append({"role": "assistant", "content": self._last.text})
         return self._last
 
@@ -172,19 +181,40 @@ class Chat:
         own.
 
         What the template writes after the last turn is appended. What was sampled stays as it is, also where the
-        template would rewrite it. Raises RuntimeError before the first turn, and BadInput if the template fails.
+        template would rewrite it. Raises RuntimeError before the first turn, and BadInput if the template fails, or
+        would rewrite a turn and `rollout.template_rewrites` is "refuse".
         """
         if self._last is None:
             raise RuntimeError("chat.messages: the prompt is in its template already; messages follow a turn")
-        before = [*self._history[:-1], {"role": "assistant", "content": MARK}]
-        text = render_chat(self._tokenizer.hf, [*before, *messages], variables)
-        if MARK not in text:
+        history = [*self._history, *messages]
+        marked = list(history)
+        for place in self._turns:
+            marked[place] = {**history[place], "content": MARK.format(place)}
+        text = render_chat(self._tokenizer.hf, marked, variables)
+        _, last, after = text.rpartition(MARK.format(self._turns[-1]))
+        if not last:
             raise BadInput("chat.messages: the chat template leaves out the last turn")
-        ids = self._tokenizer.encode(text.rpartition(MARK)[2])
+        self._note_rewrite(render_chat(self._tokenizer.hf, history, variables), text)
+        ids = self._tokenizer.encode(after)
         if ids[:1] == list(self._last.token_ids)[-1:]:
             ids = ids[1:]  # the end of the turn was sampled
         self._history += messages
         self._appended += ids
+
+    def _note_rewrite(self, written: str, marked: str) -> None:
+        """Compare what the template makes of the turns with the turns in place of their marks. Raises BadInput if they
+        differ and that is to be refused."""
+        for place in self._turns:
+            marked = marked.replace(MARK.format(place), self._history[place]["content"])
+        if written == marked:
+            return
+        begin = len(commonprefix((written, marked)))
+        self.rewritten = f"{marked[begin : begin + SHOWN]!r} as {written[begin : begin + SHOWN]!r}"
+        if self._tokenizer.refuse_rewrites:
+            raise BadInput(
+                f"chat.messages: the chat template would rewrite what was sampled, {self.rewritten}; with "
+                'rollout.template_rewrites = "keep" it stays as it was sampled'
+            )
 
     def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
         """Say which messages the prompt begins, before the first turn. What follows the prompt in their chat template
@@ -274,4 +304,4 @@ async def _run_episode(
             score = Scores.of([check(value, 0)], 0)
         except RewardError as wrong:
             error = str(wrong)
-    channel.send(EpisodeOver(number, score, cut_text(error)))
+    channel.send(EpisodeOver(number, score, cut_text(error), chat.rewritten))

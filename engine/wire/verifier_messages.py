@@ -66,6 +66,8 @@ class LoadTokenizer(VerifierMessage):
     """Tokens left out of a response's text."""
     folder: str = ""
     """The model's folder, for the chat template."""
+    refuse_rewrites: bool = False
+    """rollout.template_rewrites = "refuse"."""
 
 
 class RewardLoaded(VerifierMessage):
@@ -177,6 +179,8 @@ class EpisodeOver(VerifierMessage):
     number: int
     scores: Scores | None
     error: str
+    rewritten: str = ""
+    """How the chat template would have written an earlier turn that it rewrites; empty if it rewrites none."""
 
 
 AnyVerifierMessage = (

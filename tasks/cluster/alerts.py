@@ -19,9 +19,16 @@ from prefect.types import SecretDict
 
 from engine.errors import BadInput
 from tasks.cluster import events, watchdog
+from tasks.cluster.signed_webhook import DINGTALK, FEISHU, KEY, SignedWebhook
 
 BLOCK = "metronome-alerts"
 """Name of the block on the server."""
+SIGNED_BLOCK = "metronome-signed-alerts"
+"""Its name if messages are signed."""
+SECRET = "METRONOME_NOTIFY_SECRET"
+"""Environment variable of a deploy: the secret with which a robot wants its messages signed."""
+SIGNED = (FEISHU, DINGTALK)
+"""The formats whose receivers know signatures."""
 OFF = "off"
 """The value of --notify that removes the alerts."""
 WAIT_MINUTES = 30
@@ -62,8 +69,9 @@ _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.met
 _WAITS = {"prefect.flow-run.Late", "prefect.flow-run.AwaitingRetry"}
 
 
-def choose_format(url: str, given: str = "") -> str:
-    """The format of messages to an address: `given`, else the format of its host. Raises BadInput."""
+def choose_format(url: str, given: str = "", secret: str = "") -> str:
+    """The format of messages to an address: `given`, else the format of its host. Raises BadInput, also for a `secret`
+    to sign with that the receiver does not know."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -72,19 +80,31 @@ def choose_format(url: str, given: str = "") -> str:
         raise BadInput("--notify: expected the address of a webhook, https://HOST/PATH, or off")
     if given and given not in FORMATS:
         raise BadInput(f"--notify-format {given}: expected one of {', '.join(FORMATS)}")
-    return given or HOSTS.get(parts.hostname, "json")
+    kind = given or HOSTS.get(parts.hostname, "json")
+    if secret and kind not in SIGNED:
+        raise BadInput(f"{SECRET} is set, but only messages to {' and '.join(SIGNED)} are signed, not {kind}: unset it")
+    return kind
 
 
-def webhook_block(url: str, kind: str) -> CustomWebhookNotificationBlock:
-    """The block that sends messages in the format `kind`. The address is one of its secrets."""
+def webhook_block(url: str, kind: str, secret: str = "") -> CustomWebhookNotificationBlock:
+    """The block that sends messages in the format `kind`, signed with the robot's `secret` if there is one. The address
+    is one of its secrets."""
+    if secret:
+        return SignedWebhook(
+            name="metronome",
+            robot=kind,
+            url="{{address}}",
+            json_data=FORMATS[kind],
+            secrets=SecretDict({"address": url, KEY: secret}),
+        )
     return CustomWebhookNotificationBlock(
         name="metronome", url="{{address}}", json_data=FORMATS[kind], secrets=SecretDict({"address": url})
     )
 
 
-def install_alerts(url: str, kind: str, wait_minutes: float) -> list[str]:
+def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -> list[str]:
     """Create or update block and automations on the server that PREFECT_API_URL names; returns the names. `url` may be
-    `OFF`, which removes the automations."""
+    `OFF`, which removes the automations. `secret`: see `webhook_block`."""
     if url == OFF:
         for automation in build_alerts(UUID(int=0), "", wait_minutes):
             try:
@@ -92,7 +112,8 @@ def install_alerts(url: str, kind: str, wait_minutes: float) -> list[str]:
             except (ValueError, ObjectNotFound):
                 continue
         return []
-    block = webhook_block(url, kind).save(BLOCK, overwrite=True)
+    name = SIGNED_BLOCK if secret else BLOCK
+    block = webhook_block(url, kind, secret).save(name, overwrite=True)
     return watchdog.install(build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes, kind))
 
 

@@ -25,8 +25,9 @@ import httpx
 import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import TypeAdapter, ValidationError
@@ -37,7 +38,7 @@ from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
 from tasks.cluster import alerts, watchdog
 from tasks.cluster.deployment_form import show_recipe
-from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS
+from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, visible_cuda_devices
 from tasks.cluster.prefect_api import CLIENT_AUTH
 from tasks.console import DEPLOY, named_deployment, own_program
 
@@ -146,6 +147,10 @@ ADDRESSES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL")
 NIGHTLY_TRAINING = "0 22 * * *"
 NIGHTLY_EVALUATION = "0 6 * * *"
 """Cron lines of --schedule."""
+LIMITS = 200
+"""Number of limits that Prefect gives in one reply."""
+UTC = "Etc/UTC"
+"""Time zone of new schedules."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,8 @@ class Choices:
     """Work pool of all training and evaluation."""
     rollout_pool: str = "cpu"
     """Work pool of rollout instances that join a run."""
-    timezone: str = "Etc/UTC"
-    """Time zone of the schedules (IANA name)."""
+    timezone: str = ""
+    """Time zone of the schedules (IANA name); empty: the one that they have on the server, else `UTC`."""
     training: str = ""
     """Cron line of the nightly training; empty: no schedule."""
     evaluation: str = ""
@@ -197,20 +202,21 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     templates = {name: read_template(name, known) for name in pools}
     config = load_config(recipe, list(overrides))
     server = _server()
+    _keep_timezones(tree)
     _make_pools(templates)
-    with get_client(sync_client=True) as client:
-        for limit, slots in choices.limits.items():
-            if slots:
-                client.upsert_global_concurrency_limit_by_name(limit, slots)
+    limits = _set_limits(choices, templates[choices.pool][0])
     _deploy(tree)
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
     watched = watchdog.install_automations()
     if choices.notify:
-        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
+        watched += alerts.install_alerts(
+            choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
+        )
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
+        "devices": limits,
         **rows,
         "automations": ", ".join([*_triggers(tree), *watched]),
         "start a worker": " and ".join(_worker_command(name, templates[name][0], choices) for name in pools),
@@ -273,7 +279,7 @@ def _check(choices: Choices) -> None:
     if choices.name and not re.fullmatch(NAME, choices.name):
         raise BadInput(f"--name {choices.name}: expected letters, digits, - and _, beginning with a letter or digit")
     try:
-        ZoneInfo(choices.timezone)
+        ZoneInfo(choices.timezone or UTC)
     except (ZoneInfoNotFoundError, ValueError):
         raise BadInput(
             f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
@@ -295,7 +301,8 @@ def _check(choices: Choices) -> None:
 
 def _notify_format(choices: Choices) -> str:
     told = choices.notify not in ("", alerts.OFF)
-    return alerts.choose_format(choices.notify, choices.notify_format) if told else ""
+    secret = os.environ.get(alerts.SECRET, "")
+    return alerts.choose_format(choices.notify, choices.notify_format, secret) if told else ""
 
 
 def _server() -> str:
@@ -333,6 +340,57 @@ def _make_pools(templates: Mapping[str, tuple[str, JsonObject]]) -> None:
                 ) from None
 
 
+def _set_limits(choices: Choices, kind: str) -> str:
+    """Set the limits that were chosen, and that of CUDA devices by this machine if there is none and the worker of the
+    training pool (of type `kind`) may run here. Return what is counted then, and what is not."""
+    wanted = {limit: slots for limit, slots in choices.limits.items() if slots}
+    with get_client(sync_client=True) as client:
+        known = {one.name for one in client.read_global_concurrency_limits(limit=LIMITS)}
+        here = visible_cuda_devices() if kind == watchdog.PROCESS else 0
+        derived = {CUDA_DEVICES: here} if here and CUDA_DEVICES not in {*known, *wanted} else {}
+        for limit, slots in (wanted | derived).items():
+            client.upsert_global_concurrency_limit_by_name(limit, slots)
+        counted = {one.name: one.limit for one in client.read_global_concurrency_limits(limit=LIMITS)}
+    found = [
+        f"{limit} {counted[limit]}" + (f" (of this machine; {OPTIONS[limit]} N changes it)" if limit in derived else "")
+        for limit in OPTIONS
+        if limit in counted
+    ]
+    found += [f"{what} NOT counted ({OPTIONS[limit]} N)" for limit, what in UNCOUNTED.items() if limit not in counted]
+    if NPUS not in counted and "ascend" in choices.pool:
+        found.append(f"runs on NPUs are REFUSED ({OPTIONS[NPUS]} N)")
+    return ", ".join(found)
+
+
+def _keep_timezones(tree: Mapping[str, Any]) -> None:
+    """Fill in the time zones of schedules for which none was chosen: the one that the deployment has on the server,
+    else that of this name's other schedule."""
+    there = {one["name"]: _schedules_of(one) for one in tree["deployments"] if "schedules" in one}
+    zones = {
+        name: found.schedule.timezone
+        for name, schedules in there.items()
+        for found in schedules
+        if isinstance(found.schedule, CronSchedule) and found.schedule.timezone
+    }
+    for one in tree["deployments"]:
+        for schedule in one.get("schedules", ()):
+            schedule["timezone"] = schedule["timezone"] or zones.get(one["name"]) or next(iter(zones.values()), UTC)
+
+
+def _schedules_of(one: Mapping[str, Any]) -> list[DeploymentSchedule]:
+    """The schedules that a deployment has on the server; none if the server has no such deployment."""
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_deployment_schedules(client.read_deployment_by_name(_full_name(one)).id)
+        except ObjectNotFound:
+            return []
+
+
+def _full_name(one: Mapping[str, Any]) -> str:
+    flow = one["entrypoint"].rpartition(".")[2]
+    return f"{FLOWS.get(flow, flow).replace('_', '-')}/{one['name']}"
+
+
 def _deploy(tree: Mapping[str, Any]) -> None:
     """Deploy with Prefect's own command, which updates schedules and triggers correctly."""
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -355,7 +413,7 @@ def _row(one: Mapping[str, Any]) -> str:
     if "schedules" in one:
         wanted = {each["slug"] for each in one["schedules"]}
         with get_client(sync_client=True) as client:
-            deployment = client.read_deployment_by_name(f"{FLOWS.get(flow, flow).replace('_', '-')}/{one['name']}").id
+            deployment = client.read_deployment_by_name(_full_name(one)).id
             for found in client.read_deployment_schedules(deployment):
                 if found.slug not in wanted:
                     client.delete_deployment_schedule(deployment, found.id)

@@ -67,7 +67,7 @@ def in_form_words(text: str) -> str:
     """A message for the command line, in the words of the form of a deployment."""
     text = re.sub(r"give another --set run\.name=NAME", "give another run.name in settings", text)
     text = re.sub(r"by --set run\.name=NAME", "by run.name in settings", text)
-    text = re.sub(r"^--set: ", "overrides: ", text)
+    text = re.sub(r"^--set: ", "settings and overrides: ", text)
     text = re.sub(r"--set (?=\S+=)", "the override ", text)
     text = text.replace("with --set", "in overrides").replace("--set", "an override")
     return text.replace("--resume", "resume")

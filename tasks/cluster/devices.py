@@ -17,11 +17,13 @@ from engine.errors import BadInput, DeadlineError
 NPUS = "ascend-npus"
 """Name of the limit of NPUs; `metronome deploy --npus N` creates it."""
 CUDA_DEVICES = "cuda-devices"
-"""The same for CUDA devices: `--cuda-devices N`. Without the limit they are not counted."""
+"""The same for CUDA devices: `--cuda-devices N`, or the devices of the machine that deploys first."""
 CPU_SLOTS = "cpu-slots"
 """The same for runs on a CPU, each of which takes one: `--cpu-slots N`."""
 OPTIONS = {NPUS: "--npus", CUDA_DEVICES: "--cuda-devices", CPU_SLOTS: "--cpu-slots"}
 """Options of `metronome deploy` by limit."""
+UNCOUNTED = {CUDA_DEVICES: "CUDA devices", CPU_SLOTS: "runs on a CPU"}
+"""What is not counted while its limit does not exist. Runs on NPUs are refused then."""
 LEASE_S = 120.0
 """Seconds after which the NPUs of a killed run are free again; Prefect's default is 300 s. A living run renews its
 lease every 90 s, with three attempts within a few seconds. If the server answers none of them, the run loses its lease.
@@ -42,8 +44,16 @@ def count_devices(config: Config, pool_instances: int = 0, training: bool = True
 
     A run on CUDA holds at least the devices that its nodes show it, because it takes them from the first on: two runs
     on one machine would share device 0. `pool_instances`: instances on the rollout pool. Without `training`, the run
-    only evaluates. An evaluation without any instance starts one itself (engine.orchestrator.rollout_service).
+    only evaluates. An evaluation without any instance starts one itself (engine.orchestrator.rollout_service). None
+    with cluster.engine = "ray", because Ray counts the devices; instances on the rollout pool are then refused.
     """
+    if config.cluster.engine == "ray":
+        if pool_instances:
+            raise BadInput(
+                f'on_rollout_pool = {pool_instances}: with cluster.engine = "ray" the cluster has the instances; set '
+                "rollout.instances"
+            )
+        return 0, CPU_SLOTS
     device = config.platform.device
     if device == "auto":
         device = "npu" if NPU_MANAGER.exists() else "cuda" if visible_cuda_devices() else "cpu"
@@ -71,9 +81,12 @@ def hold_devices(count: int, limit: str = NPUS, wait_s: float = WAIT_S) -> Itera
     """Hold `count` slots of a limit during the body. They are all taken at once, so two runs cannot block each other.
 
     A run that loses its lease is ended, because two runs on one device would both fail. CUDA devices and CPU slots are
-    not counted if their limit does not exist. Raises DeadlineError after `wait_s`, and BadInput if the limit is less
-    than `count` or, for NPUs, does not exist.
+    not counted if their limit does not exist; 0 slots need none. Raises DeadlineError after `wait_s`, and BadInput if
+    the limit is less than `count` or, for NPUs, does not exist.
     """
+    if not count:
+        yield
+        return
     slots = concurrency(limit, occupy=count, timeout_seconds=wait_s, strict=True, lease_duration=LEASE_S)
     with ExitStack() as stack:
         try:

@@ -1,4 +1,6 @@
-"""Starts flow runs of other deployments that work for a run on other nodes, during its training or evaluation."""
+"""Has instances and trainer nodes run on other nodes during a training or an evaluation: on a Ray cluster
+(tasks.cluster.ray_cluster), or as flow runs of other deployments on Prefect's work pools. Without both, a run has its
+own machine, and a person starts the rest."""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -23,6 +26,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
+from tasks.cluster.ray_cluster import running_on_ray
 from tasks.console import named_deployment, print_error
 
 INSTANCES = "serve-rollouts/serve-rollouts"
@@ -40,15 +44,37 @@ STOP_S = 8.0
 """Seconds that the ranks of a node have to end before they are killed."""
 
 
-@contextmanager
-def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
-    """During the body, other nodes run instances on the rollout pool, and ranks on each of parallel.nodes except this
-    one.
+class Placed(Protocol):
+    """What an engine has placed for a training."""
 
-    They find the run by its folder, which all nodes must share. Flow runs left behind by a killed attempt are cancelled
-    first. Each node with instances has one flow run (`share_instances`).
+    @property
+    def config(self) -> Config:
+        """The run's config, with the addresses at which all meet."""
+
+    def await_nodes(self) -> None:
+        """Wait until the further trainer nodes have a place. Called before each attempt. Raises DeadlineError."""
+
+
+@dataclass(frozen=True)
+class _OnPools:
+    config: Config
+
+    def await_nodes(self) -> None:
+        """The agents wait for each other (engine.ranks.agent)."""
+
+
+@contextmanager
+def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[Placed]:
+    """During the body, other nodes run the instances that join, and ranks on each of parallel.nodes except this one.
+
+    On work pools there are `pool_instances`. They find the run by its folder, which all nodes must share. Flow runs
+    left behind by a killed attempt are cancelled first. Each node with instances has one flow run (`share_instances`).
     """
     folder = config.folder.resolve()
+    if config.cluster.engine == "ray":
+        with running_on_ray(config, folder) as placed:
+            yield placed
+        return
     notes = _no_others(folder)
     with ExitStack() as stack:
         _instances(stack=stack, config=config, count=pool_instances, place=folder, join=folder, notes=notes)
@@ -59,22 +85,31 @@ def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
                     deployment=RANKS, parameters={"folder": str(folder)}, name=name, notes=notes, end_s=NODE_END_S
                 )
             )
-        yield
+        yield _OnPools(config)
 
 
 @contextmanager
-def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: Path) -> Iterator[Path | None]:
-    """During the body, which is an evaluation, the rollout pool runs instances that load a model folder.
+def evaluation_nodes(
+    config: Config, model: Path, pool_instances: int, meeting: Path
+) -> Iterator[tuple[Config, Path | None]]:
+    """During the body, which is an evaluation, other nodes run instances that load a model folder: on a Ray cluster
+    those of the config, else `pool_instances` on the rollout pool.
 
-    `meeting`: a folder for this evaluation only, which all nodes must share. It is created and yielded if
-    `pool_instances` is above 0. Instances of the training, or of an evaluation of another model, have other weights;
-    they do not know this folder, so they cannot join.
+    `meeting`: a folder for this evaluation only, which all nodes of work pools must share. If there are instances, it
+    is created, and yielded with the config of the evaluation. Instances of the training, or of an evaluation of another
+    model, have other weights; they do not know this folder or its address, so they cannot join.
     """
-    if not pool_instances:
-        yield None
+    on_ray = config.cluster.engine == "ray" and config.dry_run.joining
+    if not pool_instances and not on_ray:
+        yield config, None
         return
     meeting = meeting.resolve()
     meeting.mkdir(parents=True, exist_ok=True)
+    if on_ray:
+        with running_on_ray(with_evaluation_context(config), meeting, model) as placed:
+            listen = config.rollout.model_copy(update={"listen": placed.config.rollout.listen})
+            yield config.model_copy(update={"rollout": listen}), meeting
+        return
     notes = _no_others(meeting)
     given = config.model.model_copy(update={"path": str(model.resolve())})
     dump_config(with_evaluation_context(config).model_copy(update={"model": given}), meeting / "config.toml")
@@ -82,7 +117,7 @@ def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: 
         _instances(
             stack=stack, config=config, count=pool_instances, place=meeting, join=meeting / ADDRESS_FILE, notes=notes
         )
-        yield meeting
+        yield config, meeting
 
 
 def _no_others(place: Path) -> Path:

@@ -49,6 +49,8 @@ STARTUP_S = 180.0
 created."""
 STOP_S = 8.0
 """Seconds that servers have to end before they are killed."""
+WORKER_GRACE_S = 5.0
+"""Seconds of these that a worker gives its runs."""
 PORT_S = 10.0
 """Seconds in which the port of a killed server must become free. The system may be slow to end the process and close
 its socket."""
@@ -130,27 +132,12 @@ class Watchdog(Service):
 
 
 class Worker(Service):
-    """A Prefect process worker of a work pool. It is ready when the server lists it as online."""
+    """`metronome worker` of a work pool. It is ready when the server lists it as online."""
 
     def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
         """`env` must name the server (PREFECT_API_URL). `limit`: maximum of concurrent flow runs, 0 for any number."""
-        command = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "worker",
-            "start",
-            "--pool",
-            pool,
-            "--name",
-            name,
-            "--type",
-            "process",
-            "--install-policy",
-            "never",
-            "--no-create-pool-if-not-found",
-        ]
-        command += ["--limit", str(limit)] if limit else []
+        command = python_command("flows.cli", "worker")
+        command += ["--pool", pool, "--name", name, "--limit", str(limit), "--grace", f"{WORKER_GRACE_S:g}"]
         super().__init__(name=f"worker {name} of pool {pool}", port=0, command=command, log=log, env=env)
         self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
         self._auth = env.get(CLIENT_AUTH)

@@ -160,7 +160,7 @@ def _started(config: Config, known: str | None) -> tuple[str | None, Run]:
 
 
 def _tags(config: Config) -> dict[str, str]:
-    tags = {"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode}
+    tags = {"metronome.run_folder": str(config.folder.resolve())}
     number = read_run_id(config.folder)
     return {**tags, NUMBER: number} if number else tags
 

@@ -246,7 +246,7 @@ class Disturbed:
     def processes(self, role):
         """Those of a role that live, the oldest first."""
         if role == "worker":
-            return _tree(self.worker.child.pid, "prefect worker")
+            return _tree(self.worker.child.pid, "flows.cli worker")
         if role == "guest":
             return _tree(self.guest.process.pid, "") if self.guest.process is not None else []
         return _alive(pid for pid, line in self.own().items() if ROLES[role] in line)

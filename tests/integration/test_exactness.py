@@ -55,6 +55,7 @@ def assert_traced(spans, report, responses):
         assert sent > 0
 
 
+@pytest.mark.slow
 def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     for mode, prefetch in (("sync", "off"), ("periodic", "on")):
         how = {"run.name": mode, "train.mode": mode, "train.prefetch": prefetch, "train.steps": 4}

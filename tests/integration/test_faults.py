@@ -128,7 +128,8 @@ def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
     assert all(line["reward_mean"] == pytest.approx(1 - line["reward_timeouts"] / 80) for line in lines)
 
 
-@pytest.mark.parametrize("reward", ["raises", pytest.param("too_few", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["raises", "too_few"])
 def test_a_wrong_reward_stops_the_run_after_a_checkpoint_of_its_steps_if_it_has_any(settings, tmp_path, reward):
     wrong = {"reward.function": f"{ROOT}/tests/support/rewards.py:{reward}", "train.prompts_per_step": 8}
     code, output = launch(settings | wrong | {"train.steps": 5}, tmp_path)
@@ -172,13 +173,14 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "number"),
     [
         ("orchestrator", "SIGKILL"),
-        pytest.param("orchestrator", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("trainer", "SIGKILL", marks=pytest.mark.slow),
-        pytest.param("instance", "SIGKILL", marks=pytest.mark.slow),
+        ("orchestrator", "SIGTERM"),
+        ("trainer", "SIGKILL"),
+        ("instance", "SIGKILL"),
         pytest.param("trainer", "SIGTERM", marks=pytest.mark.nightly),
         pytest.param("instance", "SIGTERM", marks=pytest.mark.nightly),
     ],
@@ -249,6 +251,7 @@ def goes_on_from_its_checkpoint(settings, folder):
     assert (folder / "run/policy/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_two_instances_survive_the_death_of_one(settings, tmp_path):
     config = write_config(settings | {"train.steps": 30, "rollout.instances": 2, "rollout.restarts": 0}, tmp_path)
     orchestrator = subprocess.Popen(

@@ -30,6 +30,7 @@ def small(settings):
     }
 
 
+@pytest.mark.slow
 def test_the_whole_pipeline(small, tmp_path):
     even = small["reward.function"]
     small["reward.function"] = ""

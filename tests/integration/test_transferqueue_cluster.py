@@ -1,18 +1,14 @@
 """Runs whose columns lie in TransferQueue's units on the nodes of a Ray cluster: three nodes on this machine."""
 
-import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import psutil
 import pytest
 
 from engine.orchestrator.launch import launch_run as launch_here
 from support.ports import two_neighbours
-from support.runs import ROOT, Tree, config_of, wait_for, write_config
+from support.ray_nodes import kill_node, ray_cluster
+from support.runs import ROOT, config_of, wait_for, write_config
 from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads, starts
 from support.whole_runs import run, same, steps, weights
 
@@ -23,25 +19,8 @@ NODES = 3
 @pytest.fixture
 def cluster(monkeypatch):
     """A user's cluster, which asks for the token that is in the environment of the run."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
-    from ray.cluster_utils import Cluster
-
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path: sockets lie in it
-    (folder / "ray").mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    found = Cluster()
-    try:
-        found.add_node(include_dashboard=False, object_store_memory=80_000_000)
-        for _ in range(NODES - 1):
-            found.add_node(object_store_memory=80_000_000)
+    with ray_cluster(monkeypatch, [{}] * NODES) as found:
         yield found
-    finally:
-        found.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -101,12 +80,7 @@ def test_the_columns_on_a_node_that_dies_are_generated_again_with_the_same_bits(
         here = store.addresses.controller.node
         node = next(node for node in cluster.worker_nodes if node.node_id != here)
         killed.append(node.node_id)
-        (raylet,) = node.all_processes["raylet"]
-        workers = Tree(raylet.process.pid).processes
-        cluster.remove_node(node, allow_graceful=False)
-        for process in workers:  # they would outlive Ray's processes by some seconds
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_node(cluster, node)
 
     killed = []
     called = disturbed(monkeypatch, kill)

@@ -142,13 +142,20 @@ def _check_two_names(api, environment):
         found = post_json(f"{api}/deployments/filter", {})
         return {one["name"]: [each["schedule"]["cron"] for each in one["schedules"]] for one in found}
 
+    def zones():
+        found = post_json(f"{api}/deployments/filter", {})
+        return {each["schedule"]["timezone"] for one in found for each in one["schedules"] if "other" in one["name"]}
+
     before = crons()
     other = [*METRONOME, "deploy", "--name", "other"]
-    assert "0 6 * * *" in call([*other, "--schedule"], environment)
+    said = call([*other, "--schedule", "--timezone", "Asia/Tokyo"], environment)
+    assert "0 6 * * * Asia/Tokyo" in said
+    assert "runs on a CPU NOT counted (--cpu-slots N)" in said
     assert crons()["other-nightly"] == ["0 22 * * *"]
     said = call([*other, "--training", "30 1 * * *"], environment)
     assert "30 1 * * *" in said
     assert "0 6 * * *" not in said
+    assert zones() == {"Asia/Tokyo"}  # kept, since none is given
     assert (crons()["other-nightly"], crons()["other-nightly-evaluation"]) == (["30 1 * * *"], [])
     bad = subprocess.run(
         [*other, "--evaluation", "0 25 * * *"], env=environment, cwd=ROOT, capture_output=True, text=True
@@ -216,6 +223,7 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     for part in ("2 steps; reward", "avg@1 ", "version 1 of ", "champion: ", f"/runs/flow-run/{flow_run}"):
         assert part in finished
     assert finished.endswith('metronome logs "day"')
+    _check_the_flow_runs_to_prune(environment, folder, flow_run)
     failed = _message(messages, " has failed")
     assert "foo" in failed
     assert f"/runs/flow-run/{refused}" in failed
@@ -232,9 +240,21 @@ def _message(messages, subject):
     return body
 
 
+def _check_the_flow_runs_to_prune(environment, folder, flow_run):
+    """The run's and its evaluation's; a run of this name in another folder has others."""
+    ids = (folder / "day/flow_runs").read_text().split()
+    assert flow_run in ids
+    assert len(ids) == 2
+    code = "import sys; from pathlib import Path; from engine.run.folder import RunFolder; from tasks import old_runs; "
+    code += "print(*(part.why for part in old_runs._in_prefect(RunFolder(Path(sys.argv[1])))[1]))"
+    (folder / "else/day").mkdir(parents=True)
+    for place, wanted in ((folder / "day", "2 flow runs\n"), (folder / "else/day", "\n")):
+        assert call([sys.executable, "-c", code, str(place)], environment) == wanted
+
+
 def _check_sockets(seen):
     """Of the servers, of the worker, and of all that the flows start."""
-    for part in ("prefect worker", "orchestrator.launch", "trainer.rank", "instance.embedded"):
+    for part in ("flows.cli worker", "orchestrator.launch", "trainer.rank", "instance.embedded"):
         assert any(part in name for name in seen.processes), (part, seen.processes)
     for part in ("prefect", "mlflow", "cluster.s3_endpoint", "orchestrator.launch", "instance.embedded"):
         assert any(part in name for name in seen.sockets.values()), (part, seen.sockets)

@@ -50,7 +50,7 @@ TRAINER_NPU = PackageList(("constraints.txt", "infra/trainer/npu.txt"), extras=(
 LISTS = (
     PackageList(("constraints.txt",), extras=("dev", "team")),
     TRAINER_NPU,
-    PackageList(("constraints.txt", "infra/trainer/transferqueue.txt"), extras=("dev", "transferqueue")),
+    PackageList(("constraints.txt", "infra/trainer/transferqueue.txt"), extras=("dev", "transferqueue", "ray")),
     *(
         PackageList((str(path.relative_to(ROOT)),), closed=path.stem != "cuda")
         for path in sorted((ROOT / "infra/vllm").glob("*.txt"))

@@ -50,6 +50,14 @@ async def one_turn(prompt, chat):
     await chat.complete()
 
 
+async def with_tool(prompt, chat):
+    """A turn, what a tool answers, in the model's chat template, and another turn."""
+    await chat.complete()
+    chat.messages([{"role": "tool", "content": "4"}], tools=[{"name": "calculator"}])
+    await chat.complete()
+    return 1.0
+
+
 async def endless(prompt, chat):
     """Ends where no room is left."""
     while True:

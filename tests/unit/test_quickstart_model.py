@@ -38,8 +38,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-def load(name):
-    return [json.loads(line) for line in (DATA / f"addition_{name}.jsonl").read_text().splitlines()]
+def load(part, name="addition"):
+    return [json.loads(line) for line in (DATA / f"{name}_{part}.jsonl").read_text().splitlines()]
 
 
 def made_by(name, folder):
@@ -48,7 +48,9 @@ def made_by(name, folder):
 
 def test_generator_reproduces_the_problems_that_ship(tmp_path):
     made_by("generate_addition.py", tmp_path)
-    for name in ("addition_train.jsonl", "addition_heldout.jsonl"):
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == [f"{name}_{part}.jsonl" for name in ("addition", "products") for part in ("heldout", "train")]
+    for name in made:
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
 
 
@@ -61,6 +63,15 @@ def test_every_row_is_right_and_no_problem_is_in_both_sets():
         assert row["solution"].endswith(f"#{row['answer']}")
     problems = [row["problem"] for row in train + heldout]
     assert len(set(problems)) == len(problems)
+
+
+def test_every_product_is_right_and_none_is_in_both_sets():
+    train, heldout = (load(part, "products") for part in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (2000, 256)
+    for row in train + heldout:
+        first, second = map(int, row["problem"].removesuffix("=").split("x"))
+        assert row["answer"] == f"{first * second:06}"[-3:]
+    assert len({row["problem"] for row in train + heldout}) == 2256
 
 
 def test_worked_by_hand():

@@ -56,8 +56,8 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits [vocabulary] of the next
-    token."""
+    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits
+    [vocabulary] of the next token."""
 
     keys: Tensor
     values: Tensor
@@ -72,9 +72,9 @@ def join_pieces(pieces: Sequence[Prefill]) -> Prefill:
     return Prefill(keys, values, pieces[-1].logits)
 
 
-Compute = Callable[[list[int], tuple[Tensor, Tensor] | None], tuple[Tensor, Tensor, Tensor]]
-"""Computes a piece (`RolloutModel.prefill`): (its tokens, keys and values of the tokens before it) -> its keys and
-values, and the logits after it."""
+Compute = Callable[[list[int], Prefill | None], tuple[Tensor, Tensor, Tensor]]
+"""Computes a piece (`RolloutModel.prefill`): (its tokens, the tokens before it) -> its keys and values, and the logits
+after it."""
 
 
 class PromptCache:
@@ -105,7 +105,7 @@ class PromptCache:
             found = self._kept.pop(key, None)
             if found is None:
                 before = join_pieces([*pieces.values()]) if pieces else None
-                found = Prefill(*self.compute(list(key[begin:]), before and (before.keys, before.values)))
+                found = Prefill(*self.compute(list(key[begin:]), before))
                 self.computed += before is None
             pieces[key] = found
         self._kept.update(reversed(pieces.items()))  # a prompt's end is dropped first: without its begin it is no use

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.errors import BadInput
-from engine.instance.embedded.cache import KeyValueCache
+from engine.instance.embedded.cache import KeyValueCache, Prefill
 
 ROWS = 32
 """Fewest rows for oneDNN. With fewer, its overhead of about 10 µs exceeds the time it saves (measured, hidden 128)."""
@@ -127,9 +127,9 @@ class RolloutModel:
         self.norm = Norm(base.norm)
         self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
 
-    def prefill(self, ids: list[int], before: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def prefill(self, ids: list[int], before: Prefill | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return a prompt's keys and values [layers, kv heads, dim, len(ids)], and the logits [vocabulary] of the next
-        token. `before`: keys and values of the tokens that stand before these ones."""
+        token. `before`: the tokens that stand before these ones."""
         keys, values, hidden = self._prompt_states(ids, before)
         return keys, values, self._logits(hidden[-1:])[0]
 
@@ -147,9 +147,7 @@ class RolloutModel:
         ]
         return (keys, values, self._logits(hidden[-1:])[0]), scores
 
-    def _prompt_states(
-        self, ids: list[int], before: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _prompt_states(self, ids: list[int], before: Prefill | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values of one prompt, and its hidden states [len(ids), hidden]."""
         keys = []
         values = []
@@ -158,10 +156,11 @@ class RolloutModel:
             keys.append(k.permute(1, 2, 0))
             values.append(v.permute(1, 2, 0))
             if before is not None:
-                k, v = (torch.cat([x[index].permute(2, 0, 1), y]) for x, y in zip(before, (k, v), strict=True))
+                k = torch.cat([before.keys[index].permute(2, 0, 1), k])
+                v = torch.cat([before.values[index].permute(2, 0, 1), v])
             return _causal_attention(q, k, v)
 
-        begun = before[0].shape[3] if before is not None else 0
+        begun = before.keys.shape[3] if before is not None else 0
         hidden = self._forward(torch.tensor(ids), torch.arange(begun, begun + len(ids)), attend)
         return torch.stack(keys), torch.stack(values), hidden
 

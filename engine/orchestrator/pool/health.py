@@ -95,7 +95,7 @@ class HealthMonitor:
             await asyncio.sleep(BACKOFF_S * 2**declared.faults)
             self._pool.processes.restart(declared)
             try:
-                address = await declared.serves(rollout.timeout_s)
+                address = await declared.serves(self._pool.start_s)
             except MetronomeError as error:
                 self._pool.failed_restart(declared.name, str(error))
                 await asyncio.to_thread(declared.child.stop, 0.0)

@@ -25,6 +25,7 @@ from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.run_events import RunEvents
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
+from engine.run.limits import loading_s
 from engine.run.process import Child, stop_all
 from engine.run.trace import Trace
 from engine.wire.access_token import VARIABLE, own_token
@@ -108,6 +109,9 @@ class Pool:
         self.slots = config.slots
         """Largest number of responses in flight on one instance, unless a single group has more."""
         self.processes = InstanceProcesses(config, model, folder)
+        self._loading_s = loading_s(model)
+        self.start_s = max(config.rollout.timeout_s, self._loading_s)
+        """Seconds that the start of an instance may take."""
         self.sync: Sync | None = None
         """Used by the health monitor; None until a weight sync is set up."""
         self.synced = synced
@@ -169,7 +173,7 @@ class Pool:
         rollout = self.config.rollout
         while True:
             try:
-                address = await one.serves(rollout.timeout_s)
+                address = await one.serves(self.start_s)
             except MetronomeError as error:
                 if not one.child.was_killed or not one.may_restart(rollout.restarts):
                     return error
@@ -362,7 +366,7 @@ class Pool:
     @property
     def patience(self) -> tuple[float, str]:
         """How many seconds the run waits for a living instance, and the key that sets this."""
-        return self.config.rollout.patience(self.lived)
+        return self.config.rollout.patience(self.lived, self._loading_s)
 
     def say_waits(self) -> None:
         """Report that there is no instance, how long the run waits for one, and how to start one that joins."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config import WINDOW_PER_STAGE, Config
+from engine.config import WINDOW_PER_STAGE, WINDOWS_TOGETHER, Config
 from engine.config.training import Parallel, Recompute
 from engine.model.flops import PEAKS, forward_flops
 from engine.model.shape import ModelShape
@@ -130,15 +130,15 @@ def estimate_training(
     The last stage adds the head: its products, and LOGIT_BYTES per logit. `recompute` adds the forward pass of the
     layers that are recomputed as a whole, or for "selective" the reading and writing of the recomputed elements.
     A micro-batch reads and writes the rank's fp32 gradients once. A pipeline of p stages takes its fullest stage's time
-    × (m + p − 1)/m with m = 4·p micro-batches a window, plus the window's host work. `scoring` forward passes are
-    counted separately, and with `offload` each copies its weights to the device in every window. Left out: the update,
-    weight syncs, waiting, launches of small kernels. Peak, bandwidth and link are those of `device`.
+    × (m + p − 1)/m with m = 16·p micro-batches, those of four windows that wait, plus the host work. `scoring` forward
+    passes are counted separately, and with `offload` each copies its weights to the device in every window. Left out:
+    the update, weight syncs, waiting, launches of small kernels. Peak, bandwidth and link are those of `device`.
 
     Sources: the model FLOP are those of engine.model.flops; for 1F1B Narayanan et al. (arXiv:2104.04473
     §2.2); for the collectives Korthikanti et al. (arXiv:2205.05198 §4.2). The shares are assumptions (see each).
     """
     local = rows / parallel.context
-    micro_batches = WINDOW_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
+    micro_batches = WINDOWS_TOGETHER * WINDOW_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
     held = rank_parameters(shape, parallel, parallel.pipeline - 1).total
     layer = _layer_s(shape, parallel, device, visible)
     head = _head_s(shape, parallel, device)

@@ -11,6 +11,10 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        (
+            {"parallel": {"data": 2, "nodes": 2, "rendezvous": "auto"}},
+            'parallel.rendezvous = "auto" needs cluster.engine = "ray"',
+        ),
         ({"parallel": {"sequence": True}}, "needs parallel.tensor above 1"),
         ({"parallel": {"expert": 2, "tensor": 2, "data": 2}}, "needs parallel.sequence = true"),
         ({"parallel": {"expert": 3, "context": 2, "data": 3}}, "one must divide the other"),

@@ -39,6 +39,9 @@ def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_c
     assert made[0]["reward"] == "1 * math + 0.5 * my.py:reward"
     assert protocol_differences(made[0], made[1]) == []
     assert [key.split()[0] for key in protocol_differences(made[0], made[2])] == ["reward_hash"]
+    programs = [Config(rollout={"program": f"{tmp_path}/0/my.py:{name}"}) for name in ("one", "two")]
+    made = [evaluation_protocol(config, "mine", prompts("a")) for config in programs]
+    assert [key.split()[0] for key in protocol_differences(*made)] == ["program"]
 
 
 @pytest.fixture

@@ -285,3 +285,17 @@ def test_another_model_on_the_quickstart_is_told_whose_settings_it_has(dry):
     code, told = dry("model.path=data/quickstart_model")
     assert code == 0
     assert "recipe       infra/recipes/quickstart.toml, as no recipe is named: " in told
+
+
+@pytest.mark.parametrize("command", ["evaluate", "try-reward", "deploy", "plan", "service", "serve"])
+def test_a_command_without_a_recipe_says_which_one_it_takes(command):
+    done = CliRunner().invoke(app, [command, "--set", "train.stepz=1"])
+    assert done.exit_code == 2
+    assert done.stdout.splitlines() == ["recipe       infra/recipes/quickstart.toml, as none is named"]
+    assert "train.stepz" in done.stderr
+
+
+def test_a_worker_has_to_give_its_runs_some_time():
+    done = CliRunner().invoke(app, ["worker", "--grace", "0"])
+    assert done.exit_code == 2
+    assert "--grace" in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,7 @@ from random import Random
 
 import pytest
 from aiohttp import web
+from transformers import AutoTokenizer
 
 from engine.config import Config
 from engine.data.loader import sampling_seed, turn_seed
@@ -18,6 +20,7 @@ from engine.errors import BadInput, RewardError
 from engine.orchestrator.pool import health
 from engine.orchestrator.producer import Producer
 from engine.orchestrator.program_pool import ProgramPool
+from engine.orchestrator.run_events import RunEvents
 from engine.types import Prompt
 from support import scripted
 from support.pool_world import PROMPTS, World
@@ -40,16 +43,18 @@ async def world(folder, tiny_model, program, reward=None, group_size=4, room=16,
         made.producer = Producer(
             pool=made.pool,
             verifier=Scores(),
-            sampling=replace(made.producer._sampling, max_new_tokens=room),
+            sampling=replace(made.producer._sampling, max_new_tokens=room, vocabulary=50_000),
             group_size=group_size,
             seed=0,
             trace=made.trace,
+            notices=RunEvents(lambda stage, text: made.told.append(text)),
             programs=programs,
         )
+        made.told = []
         await stack.enter_async_context(health.HealthMonitor(made.pool))
         stack.push_async_callback(made.pool.close)
         await made.pool.connect_instances()
-        await made.join("a")
+        made.instance, _ = await made.join("a")
         yield made
 
 
@@ -78,6 +83,20 @@ async def test_every_turn_continues_the_sampled_tokens_and_what_was_appended_is_
             assert score.metrics["episode/turns"] == 2
             assert score.metrics["episode/environment_tokens"] == mask.count(0)
             assert score.metrics["calls"] == 1
+
+
+async def test_each_token_keeps_the_version_that_it_was_sampled_under(tmp_path, tiny_model, monkeypatch):
+    """New weights may come between two turns in modes "one_step_off" and "bounded"."""
+    async with world(tmp_path, tiny_model, "doubling", group_size=1) as w:
+
+        def answer(*_):
+            w.instance.version += 1
+            return [5, 6]
+
+        monkeypatch.setattr(scripted, "tokens_of", answer)
+        await w.run(PROMPTS[:1])
+    assert list(w.groups[0].responses[0].token_ids) == [5, 6, *b"[2]", 5, 6]
+    assert w.groups[0].responses[0].versions == ((0, 1), (5, 2))
 
 
 async def test_a_program_of_one_turn_gives_the_responses_and_scores_of_no_program(tmp_path, tiny_model):
@@ -132,6 +151,83 @@ async def test_a_function_that_is_no_program_is_refused(tmp_path, tiny_model):
         pool.close()
 
 
+THINKING = """\
+{%- for m in messages -%}
+{%- set kept = m.content.split('</think>')[-1].strip() if m.role == 'assistant' and not loop.last else m.content -%}
+{{ '<' + m.role + '>' + (tools[0].name + ' ' if m.role == 'tool' else '') + kept + '</s>' }}
+{%- endfor -%}
+{{ '<assistant>' if add_generation_prompt }}"""
+"""A template that leaves the thinking and the outer spaces out of earlier answers, as Qwen3's does."""
+THOUGHT = b"<think>\xff</think> 2"
+
+
+async def sampled_with_tool(folder, model, monkeypatch, *conversations, **rollout):
+    """(tokens, mask) of a response of `with_tool` for each conversation of sampled turns, and what the run has said."""
+    prompts = PROMPTS[: len(conversations)]
+    left = {prompt.token_ids: list(turns) for prompt, turns in zip(prompts, conversations, strict=True)}
+    asked = []
+
+    def answer(conversation, _):
+        asked.append(conversation)
+        return left[tuple(conversation[:3])].pop(0)
+
+    monkeypatch.setattr(scripted, "tokens_of", answer)
+    async with world(folder, model, "with_tool", group_size=1, room=80, **rollout) as w:
+        await w.run(prompts, within_s=60)
+    responses = [group.responses[0] for group in sorted(w.groups, key=lambda group: group.index)]
+    for prompt, response, turns in zip(prompts, responses, conversations, strict=True):
+        assert [*prompt.token_ids, *response.token_ids][: -len(turns[-1])] in asked
+    return [(list(one.token_ids), list(map(int, one.loss_mask))) for one in responses], w.told
+
+
+@pytest.fixture
+def thinking_model(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model, tmp_path / "thinking", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "chat_template.jinja").write_text(THINKING)
+    return folder
+
+
+async def test_sampled_tokens_stay_where_the_template_rewrites_a_turn_and_the_run_says_so_once(
+    tmp_path, thinking_model, monkeypatch
+):
+    between = b"</s><tool>calculator 4</s><assistant>"
+    firsts = (b"2", THOUGHT, THOUGHT)
+    found, told = await sampled_with_tool(
+        tmp_path, thinking_model, monkeypatch, *([list(first), [50]] for first in firsts)
+    )
+    assert found == [([*first, *between, 50], [1] * len(first) + [0] * len(between) + [1]) for first in firsts]
+    (line,) = [line for line in told if "rollout.template_rewrites" in line]
+    assert "'<think>\ufffd</think> 2</s>" in line
+    assert "as '2</s><tool>" in line
+
+
+@pytest.mark.nightly
+async def test_a_template_that_rewrites_a_turn_is_refused_on_demand(tmp_path, thinking_model, monkeypatch):
+    with pytest.raises(RewardError, match=r"would rewrite what was sampled.*rollout\.template_rewrites"):
+        await sampled_with_tool(
+            tmp_path, thinking_model, monkeypatch, [list(THOUGHT), [50]], template_rewrites="refuse"
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not (ROOT / "data/smollm2").exists(), reason="data/smollm2 is not made")
+async def test_a_conversation_in_smollm2s_own_template(tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/smollm2")
+    messages = [("user", "2+2"), ("assistant", "calculator: 2+2"), ("tool", "4"), ("assistant", "It is 4.")]
+    text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in messages], tokenize=False)
+    whole = tokenizer.encode(text.split("<|im_start|>assistant\n", 1)[1].removesuffix("\n"))
+    first = tokenizer.encode("calculator: 2+2<|im_end|>")
+    last = tokenizer.encode("It is 4.<|im_end|>")
+    (found,), told = await sampled_with_tool(
+        tmp_path, ROOT / "data/smollm2", monkeypatch, [first, last], template_rewrites="refuse"
+    )
+    between = [0] * (len(whole) - len(first) - len(last))
+    assert found == (whole, [1] * len(first) + between + [1] * len(last))
+    letters = [*map(tokenizer.convert_tokens_to_ids, "calculator"), *tokenizer.encode(": 2+2<|im_end|>")]
+    (found,), _ = await sampled_with_tool(tmp_path, ROOT / "data/smollm2", monkeypatch, [letters, last])
+    assert found[0] == [*letters, *whole[len(first) :]]
+
+
 def documented(folder):
     """A file with the examples of docs/programs.md."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/programs.md").read_text(), re.DOTALL)
@@ -147,11 +243,15 @@ NUMBER = Random("p1").randrange(100)
     [
         ("program", "1+1=", ["3", "2"], [" Check it, then write the result again: "], 1.0),
         ("retry", "1+1=", ["3\n", "1\n", "2\n"], ["Wrong. Try again: "] * 2, 0.4),
+        ("calculator", "237x682=", ["72", "38", "26", "634"], ["040;", "030;", "060#"], 1.0),
         ("game", "guess", ["-\n", f"{NUMBER - 1}\n", f"{NUMBER}\n"], ["less\n", "more\n"], 0.75),
     ],
 )
-async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name, problem, answers, environment, score):
-    prompt = Prompt("p1", problem, "2", (1, 2, 3))
+async def test_the_examples_of_the_docs_and_the_calculator(
+    tmp_path, tiny_model, monkeypatch, name, problem, answers, environment, score
+):
+    prompt = Prompt("p1", problem, answers[-1].strip(), (1, 2, 3))
+    file = ROOT / "infra/recipes/calculator.py" if name == "calculator" else documented(tmp_path)
 
     def answer(conversation, _):
         text = bytes(conversation[3:]).decode()
@@ -159,7 +259,7 @@ async def test_the_examples_of_the_docs(tmp_path, tiny_model, monkeypatch, name,
         return list(answers[said].encode())
 
     monkeypatch.setattr(scripted, "tokens_of", answer)
-    async with world(tmp_path, tiny_model, f"{documented(tmp_path)}:{name}", group_size=1, room=80) as w:
+    async with world(tmp_path, tiny_model, f"{file}:{name}", group_size=1, room=80) as w:
         await w.run([prompt])
     (group,) = w.groups
     parts = [part for pair in zip(answers, [*environment, ""], strict=True) for part in pair]
@@ -191,7 +291,8 @@ async def test_an_instances_failure_repeats_its_turn_only(tmp_path, tiny_model, 
         await w.run(PROMPTS[:1])
     assert failed
     assert (tmp_path / PROMPTS[0].id).read_text() == told
-    (prompt, seed) = (PROMPTS[0], sampling_seed(0, 0, PROMPTS[0].id, 0))
+    prompt = PROMPTS[0]
+    seed = sampling_seed(0, 0, prompt.id, 0)
     first = tokens_of(list(prompt.token_ids), seed)[:1]
     second = tokens_of([*prompt.token_ids, *first, 7], turn_seed(seed, 1))
     assert list(w.groups[0].responses[0].token_ids) == [*first, 7, *second]
@@ -207,7 +308,7 @@ async def test_an_environment_of_gymnasium(tmp_path, tiny_model, monkeypatch):
 
     monkeypatch.setattr(scripted, "tokens_of", play)
     lake = {"environment": "FrozenLake-v1", "arguments": {"is_slippery": False}}
-    prompt = Prompt("0123abcd", "Cross the lake.", "", (1, 2, 3), lake)
+    prompt = Prompt("0123abcd", "Cross the lake.", "", (1, 2, 3), columns=lake)
     program = f"{ROOT}/docs/examples/gymnasium_program.py:program"
     async with world(tmp_path, tiny_model, program, group_size=1, room=99) as w:
         await w.run([prompt], within_s=100)
@@ -235,7 +336,7 @@ async def test_an_environment_of_verifiers(tmp_path, tiny_model, monkeypatch):
     rows = [json.loads(line) for line in told.stdout.splitlines()]
     assert [row["problem"] for row in rows] == ["0+1=", "1+1="]
     begun = hf.encode("<|im_start|>")
-    prompts = [Prompt(f"p{row['task']}", row["problem"], "", begun, row) for row in rows]
+    prompts = [Prompt(f"p{row['task']}", row["problem"], "", begun, columns=row) for row in rows]
     program = f"{ROOT}/docs/examples/verifiers_program.py:program"
     reward = {"environment": ["VERIFIERS_ENV"], "on_error": "zero"}
     limits = {"group_size": 2, "room": 200, "program_timeout_s": 300}

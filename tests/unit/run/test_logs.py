@@ -116,3 +116,14 @@ def test_what_is_put_aside_of_a_process_that_prints_fast_has_no_more_than_its_si
     logs.rotate_logs(tmp_path)
     assert (tmp_path / "one.log.1").read_text() == "new" * 333 + "\n"
     assert logs.EVERY_S <= 1.0
+
+
+def test_messages_in_a_log_have_their_time_and_are_found_without_it(tmp_path):
+    code = "from engine.run.logs import log_error, log_line; log_line('begins'); log_error('error: it ends')"
+    child = Child("one", [sys.executable, "-c", code], tmp_path / "one.log")
+    assert child.process.wait(30) == 0
+    first, last = (tmp_path / "one.log").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} begins", first)
+    assert last.endswith(" error: it ends")
+    assert logs.last_message(tmp_path / "one.log", "error: ") == "error: it ends"
+    assert logs.last_message(tmp_path / "one.log", "warning: ") == ""

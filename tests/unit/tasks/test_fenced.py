@@ -14,7 +14,7 @@ from engine.run.folder import RunFolder
 from engine.run.run_start import RunStart
 from tasks import orchestrator_process, shown_stages, train
 from tasks.evaluate import run_folder as evaluated_folder
-from tasks.fenced import run_folder, write_fenced
+from tasks.fenced import evaluation_failure, run_folder, write_fenced
 from tasks.finished_stages import Stages, count_attempt
 from tasks.flow_entry import enter_flow
 from tasks.tracking import tracked_run
@@ -121,3 +121,19 @@ def test_a_flow_that_a_signal_ends_says_which(config, ended, name):
         assert RunFolder(config.folder).last_failure() == (
             ("RewardError", told) if told else ("Stopped", f"ended by {name}")
         )
+
+
+def test_an_evaluation_that_fails_leaves_its_reason_but_not_in_a_trainings_folder(config):
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    with pytest.raises(RewardError), evaluation_failure(folder):
+        raise RewardError("it raised ZeroDivisionError")
+    assert folder.last_failure() == ("RewardError", "it raised ZeroDivisionError")
+    with evaluation_failure(folder):
+        pass
+    assert folder.last_failure() is None
+    folder.steps.touch()
+    folder.write_failure(TakenOver("how the training ended"))
+    with pytest.raises(RewardError), evaluation_failure(folder):
+        raise RewardError("it raised ZeroDivisionError")
+    assert folder.last_failure() == ("TakenOver", "how the training ended")

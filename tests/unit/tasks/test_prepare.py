@@ -73,4 +73,4 @@ def test_both_sets_are_inputs_of_the_mlflow_run(config):
     assert inputs["training"].dataset.name == "train.json"
     assert inputs["training"].dataset.digest == found["train"]["version"][:32]
     assert {tag.key: tag.value for tag in inputs["training"].tags}["rows"] == "57"
-    assert mlflow.get_run(run).data.tags["metronome.data_version"] == found["train"]["version"]
+    assert {tag.key: tag.value for tag in inputs["training"].tags}["version"] == found["train"]["version"]

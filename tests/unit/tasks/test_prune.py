@@ -385,3 +385,18 @@ def test_a_backup_is_as_private_as_the_folder_and_is_never_in_it(tmp_path):
     assert "would be copied into itself" in refused.stderr
     subprocess.run([*copy, str(tmp_path / "backup")], check=True)
     assert {name: (tmp_path / "backup" / name).stat().st_mode & 0o777 for name in modes} == modes
+
+
+def test_a_locked_database_holds_a_backup_no_longer_than_its_deadline(tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    code = "import sys; from pathlib import Path; from infra import backup; backup.LOCKED_S = 0.1; "
+    code += "backup.copy_folder(*map(Path, sys.argv[1:]))"
+    with closing(sqlite3.connect(runs / "mlflow.db")) as locked:
+        locked.execute("CREATE TABLE runs (name TEXT)")
+        locked.execute("BEGIN EXCLUSIVE")
+        command = [sys.executable, "-c", code, str(runs), str(tmp_path / "backup")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert f"{runs / 'mlflow.db'} has been locked by another process for 0.1 s" in done.stderr
+    assert not (tmp_path / "backup").exists()

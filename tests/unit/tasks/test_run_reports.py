@@ -26,8 +26,10 @@ def said(tmp_path, monkeypatch):
         folder = RunFolder(config.folder)
         folder.create(config, resume=False)
         os.utime(folder.config, (1000 - age, 1000 - age))
-        (folder.logs / "trainer.log").write_text(f"{name} step 1\n{name} step 2\n")
-        (folder.logs / "orchestrator.log").write_text("listens\n")
+        (folder.logs / "trainer.log").write_text(f"2026-11-27 22:00:01.000 {name} step 1\n  more\n{name} step 2\n")
+        (folder.logs / "orchestrator.log").write_text("2026-11-27 22:00:00.500 listens\n2026-11-27 22:00:02.000 ends\n")
+        (folder.logs / "instance-0.log").write_text("INFO 11-27 22:00:01 [core.py:58] loads\n")
+        os.utime(folder.logs / "instance-0.log", (1795730401, 1795730401))
     folder.write_failure(RewardError(REASON))
     night = RunFolder(tmp_path / "night")
     figures = {"step_s": 1800.0, "trained_tokens": 7200, "tokens_per_s_per_device": 2.0, "reward_mean": 0.5}
@@ -50,6 +52,7 @@ def test_a_night_is_one_line(said):
     for part in ("night", "Running", "2/4", "not champion: not better than version 2", "2.00"):
         assert part in night
     assert "Failed" in bad
+    assert bad.endswith(REASON)
 
 
 def test_without_a_right_answer_of_the_server_the_states_are_those_of_the_folders(said, monkeypatch):
@@ -63,20 +66,33 @@ def test_a_damaged_run_is_told_and_hides_no_other(said, tmp_path, name):
     (tmp_path / "bad" / name).write_text("{")
     listed = said("runs")
     assert "2/4" in listed
-    assert [line for line in listed.splitlines() if line.startswith("bad ") and "Damaged" in line and name in line]
+    head = listed.splitlines()[0]
+    [bad] = [line for line in listed.splitlines() if line.startswith("bad ")]
+    assert "Damaged" in bad
+    assert bad[head.index("where") : head.index("reason")].strip() == str(tmp_path / "bad")
+    assert name in bad[head.index("reason") :]
 
 
 def test_the_status_says_how_far_a_run_is_and_why_it_failed(said):
     assert "2 of 4" in said("status")
     assert REASON in said("status", "bad (try 2)").replace("\n", " ")
     assert "no such run" in said("status", "other", code=2)
+    assert "refused before it had a folder" in said("logs", "other (refused)", code=2)
 
 
-def test_the_logs_of_all_processes_are_merged(said):
+def test_the_logs_of_all_processes_are_merged_by_time(said):
+    told = said("logs", "night").splitlines()
+    assert [line.split()[0] for line in told] == [
+        "orchestrator",
+        "instance-0",
+        *["trainer"] * 3,
+        "orchestrator",
+    ]
+    assert told[-2] == "trainer        night step 2"
     told = said("logs", "night", "--lines", "1")
     assert "trainer        night step 2" in told
     assert "night step 1" not in told
-    assert "listens" in told
+    assert "listens" not in told
     assert "listens" not in said("logs", "night", "--process", "trainer")
     assert "orchestrator, trainer" in said("logs", "night", "--process", "rank", code=2)
     assert "bad step 2" in said("logs", "bad", "--follow")

@@ -103,8 +103,8 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
     async with chat.openai() as (base_url, key), aiohttp.ClientSession() as session:
         trusted = {"Authorization": f"Bearer {key}"}
 
-        async def ask(status, said, *messages, headers=trusted, **more):
-            body = {"messages": messages or [USER], **more}
+        async def ask(status, said, messages=(USER,), headers=trusted, **more):
+            body = {"messages": list(messages), **more}
             async with session.post(f"{base_url}/chat/completions", json=body, headers=headers) as reply:
                 text = await reply.text()
                 assert (reply.status, bool(re.search(said, text))) == (status, True), text
@@ -113,13 +113,15 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
         await ask(401, "wrong API key", headers={"Authorization": "Bearer no"})
         await ask(403, "web page", headers={**trusted, "Origin": "http://x.test"})
         await ask(403, "IP address", headers={**trusted, "Host": "x.test"})
-        await ask(400, "does not begin with the prompt '<.im_start.>user.*1'", {"role": "system", "content": "x"}, USER)
+        await ask(
+            400, "does not begin with the prompt '<.im_start.>user.*1'", [{"role": "system", "content": "x"}, USER]
+        )
         await ask(400, "n: 2; only 1", n=2)
-        await ask(400, "message 0 is .*image_url", {"role": "user", "content": [{"type": "image_url"}]})
+        await ask(400, "message 0 is .*image_url", [{"role": "user", "content": [{"type": "image_url"}]}])
         await ask(400, "stop 'no one token' is 12 tokens", stop="no one token")
         await asyncio.gather(ask(200, '"content": "1"'), ask(400, "still being sampled"))
-        await ask(400, "no message after the last answer", USER, one)
-        await ask(400, "message 1 is .*'one'.*has .*'1'} there", USER, {**one, "content": "one"}, USER)
-        await ask(400, "message 1 is None", USER)
-        await ask(200, '"content": "2"', USER, {**one, "content": " 1 "}, USER)
+        await ask(400, "no message after the last answer", [USER, one])
+        await ask(400, "message 1 is .*'one'.*has .*'1'} there", [USER, {**one, "content": "one"}, USER])
+        await ask(400, "message 1 is None")
+        await ask(200, '"content": "2"', [USER, {**one, "content": " 1 "}, USER])
     assert len(orchestrator.appended) == 2

@@ -62,7 +62,7 @@ def test_prefill_and_decode_give_the_logits_of_transformers(tmp_path, kind, sett
     for slot, length in enumerate(prompts):
         begin = length // 2  # the prompt in two pieces
         first = Prefill(*model.prefill(sequences[slot, :begin].tolist()))
-        rest = Prefill(*model.prefill(sequences[slot, begin:length].tolist(), (first.keys, first.values)))
+        rest = Prefill(*model.prefill(sequences[slot, begin:length].tolist(), first))
         whole = join_pieces([first, rest])
         cache.fill(slot, whole.keys, whole.values)
         torch.testing.assert_close(first.logits, truth[slot, begin - 1], **close)

@@ -330,3 +330,19 @@ async def test_one_that_left_before_the_trainer_was_ready_is_waited_for_from_the
         ready.set()
         with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 0\.6 s for one .*; a left"):
             await asyncio.wait_for(w.pool.wait_for_member(), 5)
+
+
+@pytest.mark.parametrize(("gib", "met", "expected"), [
+    (0, False, (40.0, "rollout.timeout_s")), (0, True, (30.0, "rollout.wait_s")),
+    (3, False, (40.0, "rollout.timeout_s")), (3, True, (30.72, "the time to load the model")),
+    (64, False, (655.36, "the time to load the model")), (64, True, (655.36, "the time to load the model")),
+])  # fmt: skip
+async def test_the_run_waits_for_an_instance_at_least_as_long_as_its_model_takes_to_load(
+    gib, met, expected, world, tmp_path
+):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(gib * 2**30)
+    async with world(timeout_s=40) as w:
+        w.pool.lived = met
+        assert w.pool.patience == expected
+        assert w.pool.start_s == max(40.0, gib * 10.24)

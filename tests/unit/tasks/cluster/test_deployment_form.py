@@ -8,7 +8,7 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput
 from flows import settings as flow_settings
 from flows.pipeline import pipeline
-from flows.settings import Given, Settings, given_keys
+from flows.settings import Given, Settings, check_start, given_keys
 from flows.stages import join_training
 from tasks.cluster.deployment_form import in_form_words, with_defaults
 
@@ -57,7 +57,11 @@ def test_a_run_says_where_its_settings_come_from(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [(["foo=bar"], "the override foo=bar"), (["train.stepz=3"], "an override: unknown key train.stepz")],
+    [
+        (["foo=bar"], "the override foo=bar"),
+        (["train.stepz=3"], "an override: unknown key train.stepz"),
+        (["rollout.group_size=1"], "settings and overrides: rollout.group_size must be at least 2 for algorithm.advan"),
+    ],
 )
 def test_a_refusal_speaks_of_the_form(overrides, said):
     with pytest.raises(BadInput) as refused:
@@ -65,3 +69,14 @@ def test_a_refusal_speaks_of_the_form(overrides, said):
     told = in_form_words(str(refused.value))
     assert said.replace("an override:", "overrides:") in told
     assert "--" not in told
+
+
+def test_settings_that_contradict_each_other_are_refused(monkeypatch):
+    monkeypatch.setattr(flow_settings, "read_form", lambda: ({"steps": 7}, ["train.steps=7"]))
+    with pytest.raises(BadInput, match=r"train.steps is 9 in settings and 8 in overrides"):
+        given_keys(Settings(steps=9), ["train.steps=7", "train.steps=8"])
+    same = given_keys(Settings(steps=9, model="mine"), ["train.steps=9"])
+    with pytest.raises(BadInput, match="continue_from = champion .* model.path names another"):
+        check_start(same, "champion")
+    check_start(same, "base")
+    check_start(Given(["model.path=mine"], []), "nightly")  # the deploy's, from which the first night starts

@@ -1,6 +1,7 @@
 """Flow runs that a killed process left behind, with Prefect's client replaced by a record of what it is asked."""
 
 from contextlib import nullcontext
+from importlib.util import find_spec
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -9,6 +10,7 @@ from prefect import states
 
 from engine.config import Config
 from engine.config.recipe import load_config
+from engine.errors import BadInput
 from engine.run.files import append_line, read_lines
 from tasks.cluster import other_nodes
 
@@ -75,8 +77,8 @@ def test_instances_that_evaluate_load_the_model_and_meet_at_a_place_of_their_own
         "run_deployment",
         lambda deployment, parameters, **_: started.append((deployment, parameters)) or SimpleNamespace(id=new),
     )
-    with other_nodes.evaluation_nodes(config, policy, 3, meeting) as place:
-        assert place == meeting
+    with other_nodes.evaluation_nodes(config, policy, 3, meeting) as (there, place):
+        assert (there, place) == (config, meeting)
         [(deployment, given)] = started
         assert ended == []
     assert ended == [new]
@@ -88,9 +90,17 @@ def test_instances_that_evaluate_load_the_model_and_meet_at_a_place_of_their_own
 
 
 def test_without_instances_on_the_pool_an_evaluation_has_no_meeting_place(tmp_path):
-    with other_nodes.evaluation_nodes(Config(), tmp_path, 0, tmp_path / "nowhere") as place:
-        assert place is None
+    with other_nodes.evaluation_nodes(Config(), tmp_path, 0, tmp_path / "nowhere") as (there, place):
+        assert (there, place) == (Config(), None)
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_a_run_on_ray_without_the_package_says_what_to_install(tmp_path):
+    config = Config(run={"name": "mine", "output": str(tmp_path)}, cluster={"engine": "ray"})
+    with pytest.raises(BadInput, match=r'cluster.engine = "ray" needs Ray: pip install "metronome\[ray\]"'):
+        with other_nodes.other_nodes(config):
+            pass
 
 
 def test_one_that_has_failed_is_named_with_its_reason(monkeypatch, capsys):
