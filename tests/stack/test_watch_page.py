@@ -139,7 +139,8 @@ async def keyboard(page):
     assert await page.evaluate("document.activeElement.id") == "conversations"
     before = await page.evaluate("Number($('step').value)")
     await page.press("ArrowLeft")
-    await page.wait(f"Number($('step').value) === {before - 10} && document.querySelector('.tokens') !== null")
+    await page.wait(f"rowsShown[0].step === {before - 10} && document.querySelector('.tokens') !== null")
+    assert await page.evaluate("Number($('step').value)") == before - 10
     await page.evaluate("document.querySelector('.tokens').focus()")
     await page.press("ArrowRight")
     await page.press("ArrowRight")
