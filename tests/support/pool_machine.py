@@ -28,8 +28,14 @@ from support.virtual_time import VirtualLoop
 
 CONCURRENCY = 2
 GROUP_SIZE = 2
-LIMITS = {"heartbeat_s": 0.9, "wait_s": 12.0, "timeout_s": 3.0, "restarts": 2, "concurrency": CONCURRENCY,
-          "group_size": GROUP_SIZE}  # fmt: skip
+LIMITS = {
+    "heartbeat_s": 0.9,
+    "wait_s": 12.0,
+    "timeout_s": 3.0,
+    "restarts": 2,
+    "concurrency": CONCURRENCY,
+    "group_size": GROUP_SIZE,
+}
 SETTLED = 30
 """Turns of the event loop after which all that needs no time has happened."""
 PACE = (0.0, 0.002, 0.02, 0.1, 0.5)

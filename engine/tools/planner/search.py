@@ -172,7 +172,8 @@ def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterato
     on_policy = config.train.mode in ON_POLICY
     modes = ON_POLICY if on_policy else (config.train.mode,)
     staged = (config.weights.staged,) if on_policy or on_cpu(config) else (False, True)
-    for layout, tokens, concurrency, mode, stage in product(layouts, budgets or [budget], places, modes, staged):
+    ways = tuple(product(modes, staged))
+    for layout, tokens, concurrency, (mode, stage) in product(layouts, budgets or [budget], places, ways):
         yield layout | {
             "train.micro_batch_tokens": tokens,
             "rollout.concurrency": concurrency,

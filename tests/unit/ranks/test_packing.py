@@ -49,8 +49,10 @@ def test_replicas_in_lockstep_take_the_rows_in_turn_and_fill_up(lengths, budget,
 @given(LENGTHS, LENGTHS, st.integers(1, 60), st.integers(1, 3))
 def test_windows_in_prompt_order_that_are_given_as_one_are_packed_each_by_itself(one, other, budget, count):
     packing = Packing(budget, share=(count - 1, count))
-    first, second = window(one), [replace(group, window=1) for group in window(other)]
-    apart, joined = packing.rows(first) + packing.rows(second), packing.rows(first + second)
+    first = window(one)
+    second = [replace(group, window=1) for group in window(other)]
+    apart = packing.rows(first) + packing.rows(second)
+    joined = packing.rows(first + second)
     assert [row.parts for row in joined] == [row.parts for row in apart]
 
 
