@@ -14,7 +14,13 @@ PROMPT = (5, 9, 20, 33, 7)
 
 
 def engine_of(folder, slots=4, max_context=48, deterministic=False, dtype=torch.float32, conversations=False):
-    return Engine(RolloutModel(folder, max_context, dtype), slots, max_context, deterministic, conversations)
+    return Engine(
+        model=RolloutModel(folder, max_context, dtype),
+        slots=slots,
+        max_context=max_context,
+        deterministic=deterministic,
+        conversations=conversations,
+    )
 
 
 class Sent:

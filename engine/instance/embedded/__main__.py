@@ -102,7 +102,13 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
     torch.set_num_interop_threads(1)
     torch.set_grad_enabled(False)
     model = RolloutModel(options.model, options.max_context, getattr(torch, options.dtype))
-    engine = Engine(model, options.slots, options.max_context, options.deterministic, options.conversations)
+    engine = Engine(
+        model=model,
+        slots=options.slots,
+        max_context=options.max_context,
+        deterministic=options.deterministic,
+        conversations=options.conversations,
+    )
     engine.submit(SamplingRequest((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
     while engine.busy:
         engine.step()
