@@ -45,7 +45,7 @@ class GrowingLines:
         self.path = path
         self.rows: list[JsonObject] = []
         self.of = 0
-        """Number of the file; another one after it was replaced. It is below 2**53, up to which a page's numbers are exact:
+        """Number of the file; another one after it was replaced. Below 2**53, up to which a page's numbers are exact;
         inode numbers of Lustre and the like are above."""
         self._part = part
         self._position = 0

@@ -119,8 +119,9 @@ def test_mlflow_knows_the_end_of_a_run_before_another_tracker_is_waited_for(conf
     other = config.model_copy(
         update={"run": Run(name="other", output=config.run.output), "tracking": Tracking(also=("wandb",))}
     )
+    other.folder.mkdir()
+    append_line(other.folder / "steps.jsonl", report(0))
     with pytest.raises(KeyboardInterrupt), tracked_run.track_run(other) as number:
-        append_line(other.folder / "steps.jsonl", report(0))
         raise KeyboardInterrupt
     assert found == ["KILLED"]
 
