@@ -115,6 +115,8 @@ def _tuned(config: Config, plan: Planned) -> Ranked:
 
 
 def _run(config: Config, keys: dict[str, Any], name: str) -> Config:
+    if config.cluster.engine == "ray":
+        raise BadInput('cluster.engine = "ray": --measure and --autotune try a recipe on one machine, without Ray')
     made = probe_run(config, keys, f"{config.run.name}-{name}")
     settings = " ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())
     with console.print_stage(name) as say:

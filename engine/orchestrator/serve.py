@@ -69,6 +69,8 @@ def check_service(config: Config) -> Config:
             f'weights.transport = "{config.weights.transport}": an outside trainer sends from host memory; set it to '
             '"file" or "gloo"'
         )
+    if config.cluster.engine == "ray":
+        raise BadInput('cluster.engine = "ray": Ray places instances of trainings and evaluations, not of a service')
     listen_address(config.rollout.listen)
     check_instances(config)
     config = config.model_copy(update={"parallel": Parallel()})

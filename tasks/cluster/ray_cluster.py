@@ -26,6 +26,7 @@ import tomli_w
 from engine.config import Cluster, Config
 from engine.config.placing import bundles_of
 from engine.errors import BadInput, DeadlineError, clean_text
+from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import FOLDER, HOST, ActorPlace, News, PlacedProcess
 from engine.run.process import BAD_INPUT
 from engine.wire.access_token import VARIABLE as TOKEN
@@ -36,7 +37,9 @@ from tasks.console import print_error, say
 LOOK_S = 0.5
 """Seconds between two looks at the processes."""
 BACKOFF_S = 1.0
-"""Seconds before an instance that ended is started again; each further time doubles them."""
+"""Seconds before a process that ended is started again; each further time doubles them."""
+LONGEST_BACKOFF_S = 60.0
+"""Most of these seconds where a node that has room can't start it, as one without Metronome."""
 SAY_S = 30.0
 """Seconds between two lines that say for whom the run waits."""
 STOP_S = 8.0
@@ -68,8 +71,12 @@ class _Part:
     again: float = 0.0
     """Monotonic time from which on it may be started, 0 if it has been."""
     starts: int = 0
+    began: float = 0.0
+    """Monotonic time of the last start."""
     faults: int = 0
-    """Number of times that it ended by itself."""
+    """Number of times that it ended by itself since it last ran for REFILL_S."""
+    losses: int = 0
+    """Number of times in a row that its actor was lost before it answered."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         with _ending(parts):
             _take_room(nodes, "PACK", config.cluster.wait_s, here)
             _take_room(instances, "SPREAD", config.cluster.wait_s, None)
-            with _token(), _devices(nodes):
+            with _token(), _devices(nodes, config.cluster.wait_s):
                 started = [part for part in parts if part.module]
                 for part in started:
                     _begin(part)
@@ -158,7 +165,7 @@ def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
         if cluster.address != "auto":  # Ray would try for minutes, whatever signals come
             socket.create_connection(split_address(cluster.address, "cluster.address"), timeout=5.0).close()
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # RayError: no token where one is set
         raise BadInput(
             f"cluster.address = {cluster.address!r}: this machine is in no such Ray cluster: {clean_text(str(error))} "
             "(`ray start --head`, or `ray start --address HEAD:PORT` on each further node)"
@@ -275,6 +282,7 @@ def _begin(part: _Part) -> None:
     """Start the actor of a part, and have it start the process. Ray waits for room where the bundle's node died."""
     part.actor = _actor(part)
     part.starts += 1
+    part.began = time.monotonic()
     part.again = 0.0
     part.place = None
     arguments = list(part.arguments)
@@ -307,19 +315,24 @@ class _Held(PlacedProcess):
         super().__init__(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
-def _await_start(part: _Part, config: Config, here: ActorPlace) -> None:
-    """Wait until a process has been started. Raises BadInput if its node lacks Metronome, or if weights can't get to
-    it."""
+def _first_place(part: _Part, wait_s: float) -> ActorPlace:
+    """Wait for the place of a part whose actor was asked for it. Raises BadInput if its node lacks Metronome, and
+    DeadlineError after `wait_s`."""
     import ray
 
-    wait_s = config.cluster.wait_s
     try:
-        place = ray.get(part.answer, timeout=wait_s)
+        place: ActorPlace = ray.get(part.answer, timeout=wait_s)
     except ray.exceptions.GetTimeoutError:
         raise DeadlineError(f"Ray has not started {part.name} within {wait_s:g} s (cluster.wait_s)") from None
     except ray.exceptions.RayError as error:
         raise BadInput(f"Ray can't start {part.name}: {clean_text(str(error))}") from None
-    part.place = place
+    return place
+
+
+def _await_start(part: _Part, config: Config, here: ActorPlace) -> None:
+    """Wait until a process has been started. Raises the errors of `_first_place`, and BadInput if weights can't get to
+    it."""
+    place = part.place = _first_place(part, config.cluster.wait_s)
     part.answer = part.actor.look.remote()
     if place.niceness > here.niceness:
         print_error(
@@ -359,17 +372,19 @@ def _token() -> Iterator[None]:
 
 
 @contextmanager
-def _devices(nodes: Sequence[_Part]) -> Iterator[None]:
-    """During the body, this process and its children see the devices that Ray has given the first trainer node."""
-    import ray
-
+def _devices(nodes: Sequence[_Part], wait_s: float) -> Iterator[None]:
+    """During the body, this process and its children see the devices that Ray has given the first trainer node. Raises
+    the errors of `_first_place`."""
     if not nodes:
         yield
         return
-    nodes[0].actor = _actor(nodes[0])
-    nodes[0].place = ray.get(nodes[0].actor.place.remote())
-    before = {name: os.environ.get(name) for name in nodes[0].place.devices}
-    os.environ |= nodes[0].place.devices
+    first = nodes[0]
+    first.actor = _actor(first)
+    first.answer = first.actor.place.remote()
+    first.place = _first_place(first, wait_s)
+    first.answer = None
+    before = {name: os.environ.get(name) for name in first.place.devices}
+    os.environ |= first.place.devices
     try:
         yield
     finally:
@@ -417,10 +432,12 @@ def _look_at(part: _Part, restarts: int, logs: Path) -> None:
         ray.kill(part.actor)  # it may still live where this machine does not reach it
         part.place = None
         part.answer = None
-        part.again = time.monotonic() + BACKOFF_S
+        part.again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2**part.losses)
+        part.losses += 1
         return
     if isinstance(news, ActorPlace):
         part.place = news
+        part.losses = 0
         say("cluster", f"{part.name} starts on {news.host} ({news.node[:6]})")
     elif _has_ended(part, news, restarts, logs):
         return
@@ -439,7 +456,7 @@ def _has_ended(part: _Part, news: News, restarts: int, logs: Path) -> bool:
     part.answer = None
     if news.code == 0:
         return True
-    part.faults += 1
+    part.faults = 1 if time.monotonic() - part.began > REFILL_S else part.faults + 1
     lasting = news.code == BAD_INPUT or part.faults > restarts
     then = "is not started again" if lasting else "starts again"
     say("instances" if part.files else "cluster", f"{part.name} ended with {news.code} and {then}; its log: {log}")

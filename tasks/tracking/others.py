@@ -29,7 +29,7 @@ from tasks.tracking.retry import first_line
 STATE = "also.json"
 """File of the run folder, sealed: tracker → the number of steps and of evaluations that it has."""
 CLOSE_S = 60.0
-"""Seconds that the end of a run waits for these trackers."""
+"""Seconds that the end of a run or an evaluation waits for these trackers at most."""
 
 Figures = Mapping[str, float]
 
@@ -75,6 +75,7 @@ class WeightsAndBiases:
     def __init__(self, config: Config) -> None:
         import wandb
 
+        wandb.setup(wandb.Settings(silent=True))  # else it asks a person at the terminal to log in, and waits
         number = read_run_id(config.folder)
         self._run = wandb.init(
             project=config.tracking.experiment,
@@ -83,7 +84,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(config.folder),
             config=_settings(config),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_S),  # also as the process exits
         )
         self._run.define_metric("*", step_metric="step")  # an evaluation may be logged after later steps
 
@@ -210,14 +211,16 @@ class OtherTrackersThread:
         if config.tracking.also:
             self._thread.start()
 
-    def close(self) -> None:
-        """Give the trackers the rest, and end their runs."""
+    def close(self, within_s: float) -> None:
+        """Give the trackers the rest, and end their runs, within `within_s` seconds."""
         self._end.set()
         if self._thread.ident is None:
             return
-        self._thread.join(CLOSE_S)
+        self._thread.join(within_s)
         if self._thread.is_alive():
-            print_error(f"warning: the trackers of tracking.also did not end within {CLOSE_S:.0f} s")
+            print_error(
+                f"warning: the trackers of tracking.also did not end within {within_s:g} s; a resume tries again"
+            )
 
     def _work(self) -> None:
         while not self._end.wait(EVERY_S):
@@ -228,9 +231,7 @@ class OtherTrackersThread:
 
 def push_once(config: Config) -> None:
     """Give the trackers of `tracking.also` what the run folder has and they lack, as after an evaluation."""
-    trackers = OtherTrackers(config)
-    trackers.push()
-    trackers.close()
+    OtherTrackersThread(config).close(CLOSE_S)
 
 
 def _read_state(folder: RunFolder) -> dict[str, Any]:

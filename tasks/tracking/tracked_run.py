@@ -113,9 +113,9 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
             run_folder(config).write_failure(error)
         raise
     finally:
-        others.close()
         missing = thread.close(patience, refused)
         _end(before if refused and before and not mirror.is_settled else status, missing)
+        others.close(patience)
 
 
 def find_run(config: Config, waits: bool = False) -> str | None:

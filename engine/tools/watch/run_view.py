@@ -7,6 +7,7 @@ run costs no more than a short one.
 from __future__ import annotations
 
 import math
+import os
 import time
 import tomllib
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ class GrowingLines:
         self.path = path
         self.rows: list[JsonObject] = []
         self.of = 0
-        """Number of the file; another one after it was replaced."""
+        """Number of the file; another one after it was replaced. Below 2**53, up to which a page's numbers are exact;
+        inode numbers of Lustre and the like are above."""
         self._part = part
         self._position = 0
         self._lines = 0
@@ -55,9 +57,10 @@ class GrowingLines:
             self._begin(0)
             return self.rows
         with self.path.open("rb") as file:
-            status = self.path.stat()
-            if status.st_ino != self.of or status.st_size < self._position:
-                self._begin(status.st_ino)
+            status = os.fstat(file.fileno())
+            number = status.st_ino % 2**53
+            if number != self.of or status.st_size < self._position:
+                self._begin(number)
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):

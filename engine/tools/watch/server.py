@@ -60,8 +60,8 @@ class WatchServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what comes from pages of strangers or has no token. A damaged file becomes the answer. One request per
-        connection, whose time is limited (OneRequest)."""
+        """Refuse what comes from pages of strangers or has no token. A file that is damaged or can't be read becomes
+        the answer. One request per connection, whose time is limited (OneRequest)."""
         refused = refuse_source(_source(request))
         if refused is None and not self._knows_token(request.headers.get("Authorization")):
             refused = 401, "the access token is missing or wrong: METRONOME_TOKEN is the password, with any name"
@@ -74,6 +74,8 @@ class WatchServer:
                 reply = await handler(request)
         except BadInput as error:
             reply = _json({"problem": str(error)})
+        except OSError as error:  # a file that the run has just renamed or deleted, or that this user may not read
+            reply = _json({"problem": f"{error.filename}: {error.strerror}"})
         except web.HTTPException as error:
             reply = web.Response(status=error.status, text=error.reason)
         reply.headers.update(HEADERS)

@@ -12,6 +12,7 @@ from support.runs import config_of
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        ({"cluster.engine": "ray"}, "Ray places instances of trainings and evaluations, not of a service"),
         ({"train.record": True}, "train.record = true: a service can't keep a record"),
         (
             {"rollout.engine": "vllm", "weights.transport": "nccl"},

@@ -1,7 +1,14 @@
 """The trackers of `tracking.also` have the figures of the run folder, read back by their own packages."""
 
 import json
+import os
+import pty
 import struct
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -78,7 +85,7 @@ def test_tensorboard_has_each_figure_once_also_after_a_resume(config_of):
     others.push_once(config)
     add_step(config, 3)
     thread = others.OtherTrackersThread(config)
-    thread.close()
+    thread.close(60.0)
     others.push_once(config)
     found = scalars(config.folder / "tensorboard")
     assert found["loss"] == [(step, pytest.approx(step / 10)) for step in range(4)]
@@ -121,6 +128,40 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(config_of, monk
     trackers.push()
     assert capsys.readouterr().err.count("warning: wandb (tracking.also) does not take the figures: no route") == 1
     assert not (config.folder / others.STATE).exists()
+
+
+def test_an_evaluation_waits_for_a_tracker_that_hangs_only_so_long(config_of, monkeypatch, capsys):
+    config = config_of("wandb", needed="json")
+    ended = threading.Event()
+    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: ended.wait(20.0)})
+    monkeypatch.setattr(others, "CLOSE_S", 0.1)
+    began = time.monotonic()
+    others.push_once(config)
+    ended.set()
+    assert time.monotonic() - began < 10
+    assert "tracking.also did not end within 0.1 s" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_without_a_log_in_asks_nobody_at_the_terminal(tmp_path):
+    """It would take what is typed there, and wait for it."""
+    code = "from engine.config import Config, Run, Tracking; from tasks.tracking.others import push_once; "
+    code += f"push_once(Config(run=Run(name='asks', output={str(tmp_path)!r}), tracking=Tracking(also=('wandb',))))"
+    folder = tmp_path / "asks"
+    folder.mkdir()
+    append_line(folder / "steps.jsonl", {"step": 0, "loss": 0.1})
+    names = ("WANDB_API_KEY", "WANDB_MODE")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | {"HOME": str(tmp_path)}
+    leader, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, env=environment, timeout=60
+    )
+    said = os.read(leader, 2**16).decode()
+    os.close(leader)
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "wandb login" in said
+    assert "Enter your choice" not in said
 
 
 def test_a_package_that_is_missing_is_bad_input(monkeypatch):

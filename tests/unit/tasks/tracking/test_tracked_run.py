@@ -15,7 +15,7 @@ from engine.run.lock import hold_lock
 from engine.types import StepReport
 from flows.local import train_here
 from tasks.finished_stages import RegisteredPolicy
-from tasks.tracking import evaluations, mirror, retry, tracked_run
+from tasks.tracking import evaluations, mirror, others, retry, tracked_run
 from tasks.tracking.metric_names import metric_name
 
 
@@ -99,6 +99,31 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
     with pytest.raises(error), tracked_run.track_run(other) as number:
         raise error
     assert mlflow.get_run(number).info.status == status
+
+
+def test_mlflow_knows_the_end_of_a_run_before_another_tracker_is_waited_for(config, monkeypatch):
+    """A tracker that hangs would else take the seconds that a cancelled flow has."""
+    found = []
+
+    class Slow:
+        def log(self, step, figures):
+            pass
+
+        def flush(self):
+            pass
+
+        def close(self):
+            found.append(mlflow.get_run(number).info.status)
+
+    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: Slow()})
+    other = config.model_copy(
+        update={"run": Run(name="other", output=config.run.output), "tracking": Tracking(also=("wandb",))}
+    )
+    other.folder.mkdir()
+    append_line(other.folder / "steps.jsonl", report(0))
+    with pytest.raises(KeyboardInterrupt), tracked_run.track_run(other) as number:
+        raise KeyboardInterrupt
+    assert found == ["KILLED"]
 
 
 def test_the_reason_of_a_failure_is_the_same_sentence_everywhere_until_the_run_goes_on(config):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.trace import Trace, last_spans, read_spans
+from engine.tools.watch import run_view
 from engine.tools.watch.run_view import RunView
 
 
@@ -44,6 +46,22 @@ def test_only_new_steps_are_told_and_a_file_that_was_cut_is_told_whole(folder):
     steps(folder, 2, 3, 4)
     again = view.steps(after=4, of=told["of"])
     assert (again["first"], again["columns"]["step"]) == (0, [0, 1, 2, 3, 4])
+
+
+def test_a_file_system_with_large_inode_numbers_tells_no_step_twice(folder, monkeypatch):
+    """A page's script has no numbers above 2**53 that are exact, so it would give back another one."""
+    fstat = os.fstat
+    large = 0x200000401000000 + 3
+
+    def status(descriptor):
+        found = list(fstat(descriptor))
+        return os.stat_result([found[0], large, *found[2:]])
+
+    monkeypatch.setattr(run_view, "os", SimpleNamespace(fstat=status))
+    steps(folder, 0, 1)
+    view = RunView(folder.path)
+    of = int(float(view.steps()["of"]))
+    assert view.steps(after=2, of=of)["first"] == 2
 
 
 def test_the_state_is_that_of_the_folder(folder):

@@ -84,3 +84,11 @@ async def test_a_damaged_file_becomes_a_sentence(tmp_path):
     ((status, text, _),) = await served(tmp_path, "127.0.0.1", [("/data", {})])
     assert status == 200
     assert "steps.jsonl, line 1: it is damaged" in text
+
+
+async def test_a_file_that_is_gone_at_this_moment_becomes_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "steps.jsonl").write_text("")
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: True)  # as if it went between this and its opening
+    ((status, text, headers),) = await served(tmp_path, "127.0.0.1", [("/samples?step=3", {})])
+    assert (status, headers["X-Frame-Options"]) == (200, "DENY")
+    assert "step-000003.jsonl: No such file or directory" in text
