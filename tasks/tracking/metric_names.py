@@ -12,24 +12,18 @@ def metric_values(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a row by metric name, without `step`.
 
     A list of numbers gives NAME_min, NAME_max and NAME_count; a table of numbers gives NAME/KEY; true is 1. Text is
-    left out. Figures are rounded, because MLflow shows all their digits; the run folder has them whole.
+    left out.
     """
     found: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, int | float) and name != "step":
-            found[name] = rounded(value)
+            found[name] = float(value)
         elif isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):
             found[f"{name}_count"] = float(len(value))
-            found |= {f"{name}_{bound.__name__}": rounded(bound(value)) for bound in (min, max) if value}
+            found |= {f"{name}_{bound.__name__}": float(bound(value)) for bound in (min, max) if value}
         elif isinstance(value, Mapping):
             found |= {f"{name}/{metric_name(str(key))}": figure for key, figure in metric_values(value).items()}
     return found
-
-
-def rounded(value: float) -> float:
-    """The value with six significant digits; a whole number is left as it is."""
-    found = float(value)
-    return found if found.is_integer() else float(f"{found:.6g}")
 
 
 SAME_AT_ONE = ("pass_at_k", "pass_ci_low", "pass_ci_high", "maj_at_k", "maj_ci_low", "maj_ci_high", "pass_curve")

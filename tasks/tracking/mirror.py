@@ -39,7 +39,7 @@ from tasks.fenced import run_folder
 from tasks.finished_stages import count_resumes, registered_policy
 from tasks.orchestrator_process import LineFollower
 from tasks.tracking import descriptions, view
-from tasks.tracking.metric_names import evaluation_numbers, metric_name, metric_values, rounded
+from tasks.tracking.metric_names import evaluation_numbers, metric_name, metric_values
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused
 
 DIGEST = 32
@@ -332,7 +332,7 @@ class Mirror:
         more evaluations of this benchmark and step than the `earlier` ones."""
         benchmark = metric_name(row["benchmark"])
         there = [one.value for one in self._history(f"{benchmark}/avg_at_k") if one.step == row["step"]]
-        if len(there) > earlier and rounded(row["avg_at_k"]) in there:
+        if len(there) > earlier and row["avg_at_k"] in there:
             return
         table = self._folder.path / row["table"]
         if table.exists():  # else run.keep_steps has deleted it while MLflow was away

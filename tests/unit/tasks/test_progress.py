@@ -70,7 +70,12 @@ class Server:
         self.made = threading.Event()
         monkeypatch.setattr(train, "create_progress_artifact", self.create)
         monkeypatch.setattr(train, "update_progress_artifact", lambda bar, percent: self.bars.append((bar, percent)))
+        monkeypatch.setattr(train, "create_link_artifact", self.link)
         monkeypatch.setattr(train, "create_markdown_artifact", lambda text, **_: self.pages.append(text))
+
+    def link(self, address, **_):
+        assert address.startswith("http://127.0.0.1:")
+        return "link"
 
     def create(self, percent, **_):
         assert percent == 0.0

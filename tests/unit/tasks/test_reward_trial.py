@@ -39,7 +39,9 @@ def tried(tmp_path, tiny_model):
         keys = [f"data.{name}={tmp_path}/rows.jsonl" for name in ("train", "heldout")]
         keys += [f"model.path={tiny_model}", "data.decontaminate=[]", "reward.timeout_s=1"]
         keys += [f"reward.function={tmp_path}/mine.py:{function}"]
-        done = CliRunner().invoke(app, ["try-reward", *sets(*keys), *map(str, arguments)])
+        done = CliRunner().invoke(
+            app, ["try-reward", "infra/recipes/quickstart.toml", *sets(*keys), *map(str, arguments)]
+        )
         lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()]
         return done.exit_code, done.stderr, lines
 

@@ -34,15 +34,3 @@ def test_names_of_different_texts_are_different_and_mlflow_takes_them(texts):
     assert len(set(names)) == len(texts)
     assert not any(re.search(r"[^\w.\- ]", name) for name in names)
     assert metric_name("my set-1.0_b") == "my set-1.0_b"
-
-
-def test_figures_are_rounded_and_whole_numbers_are_not():
-    row = {"tokens_per_s": 877.7662755190413, "tokens": 123456789, "loss": -1.23456789e-7, "peaks": [1 / 3, 2 / 3]}
-    assert metric_values(row) == {
-        "tokens_per_s": 877.766,
-        "tokens": 123456789.0,
-        "loss": -1.23457e-7,
-        "peaks_count": 2.0,
-        "peaks_min": 0.333333,
-        "peaks_max": 0.666667,
-    }

@@ -43,8 +43,9 @@ def test_an_update_costs_what_one_of_a_steps_updates_takes(tmp_path):
 def test_one_run_predicts_itself(tmp_path):
     made = config("a", tmp_path)
     found = fit_costs([read_run(simulated_run(made))])
-    assert simulate_run(made, found, LENGTHS).step_s == pytest.approx(
-        simulate_run(made, COSTS, LENGTHS).step_s, rel=0.03
+    predicted = fmean(simulate_run(made, found, LENGTHS, seed).step_s for seed in range(4))
+    assert predicted == pytest.approx(
+        fmean(simulate_run(made, COSTS, LENGTHS, seed).step_s for seed in range(4)), rel=0.02
     )
 
 
