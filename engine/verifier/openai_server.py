@@ -28,6 +28,15 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
 }
 """Keys that would change what is sampled or answered, and their values that do not. Each may also be null."""
+KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "tools": list,
+    "chat_template_kwargs": dict,
+    "stop": (str, list),
+    "max_completion_tokens": int,
+    "max_tokens": int,
+    "stream_options": dict,
+}
+"""Keys that are read here, and the types that they must have. Each may also be null."""
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A tool call as models of the Hermes format write it."""
 
@@ -116,12 +125,17 @@ class _ConversationServer:
         for key in ONLY.keys() & body.keys():
             if body[key] is not None and body[key] not in ONLY[key]:
                 raise BadInput(f"{key}: {body[key]!r:.80}; only {ONLY[key][0]!r} is served here")
+        for key in KINDS.keys() & body.keys():
+            if body[key] is not None and not isinstance(body[key], KINDS[key]):
+                raise BadInput(f"{key}: {body[key]!r:.80} is no value of this key in OpenAI's API")
         tools = body.get("tools") or None
+        stop = body.get("stop") or ()
+        if not all(isinstance(one, str) for one in stop):
+            raise BadInput(f"stop: {stop!r:.80}; expected texts")
         self._continue(
             [_plain(place, message) for place, message in enumerate(body["messages"])],
             {**(body.get("chat_template_kwargs") or {}), "tools": tools},
         )
-        stop = body.get("stop") or ()
         turn = await self._chat.complete(
             stop=stop, max_new_tokens=body.get("max_completion_tokens") or body.get("max_tokens") or 0
         )

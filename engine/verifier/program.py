@@ -34,6 +34,8 @@ from engine.wire.verifier_messages import (
 
 MARK = "metronome-turn-{};"
 """Stands for a turn when a chat template is asked what stands around it."""
+LARGEST = 2**31
+"""More tokens than a turn can have."""
 SHOWN = 40
 """Characters of a rewritten turn that a message shows."""
 
@@ -134,6 +136,8 @@ class Chat:
         self._channel = channel
         self._tokenizer = tokenizer
         self._appended: list[int] = []
+        self._messages: list[int] = []
+        """Tokens that `messages` has appended since the last turn."""
         self._last: Turn | None = None
         self._waiting: asyncio.Future[TurnSampled] | None = None
         self._history: list[Mapping[str, Any]] = [{"role": "user", "content": prompt.problem}]
@@ -150,11 +154,13 @@ class Chat:
         if self._waiting is not None:
             raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
         stops = tuple(map(self._tokenizer.one_token, (stop,) if isinstance(stop, str) else stop))
+        limit = min(max(0, int(max_new_tokens)), LARGEST)
         self._waiting = asyncio.get_running_loop().create_future()
         self.length += len(self._appended)
         appended = pack_ids(self._appended)
         self._appended = []
-        self._channel.send(SampleTurn(self._number, appended, stops, max(0, int(max_new_tokens))))
+        self._messages = []
+        self._channel.send(SampleTurn(self._number, appended, stops, limit))
         try:
             sampled = await self._waiting
         finally:
@@ -181,11 +187,15 @@ class Chat:
         own.
 
         What the template writes after the last turn is appended. What was sampled stays as it is, also where the
-        template would rewrite it. Raises RuntimeError before the first turn, and BadInput if the template fails, or
-        would rewrite a turn and `rollout.template_rewrites` is "refuse".
+        template would rewrite it. Several calls after a turn append what one call with all their messages would. Raises
+        RuntimeError before the first turn, and BadInput if the template fails, or would rewrite a turn and
+        `rollout.template_rewrites` is "refuse", or if a text was appended between two calls.
         """
         if self._last is None:
             raise RuntimeError("chat.messages: the prompt is in its template already; messages follow a turn")
+        kept = len(self._appended) - len(self._messages)
+        if self._appended[kept:] != self._messages:
+            raise BadInput("chat.messages: a text was appended after messages; sample a turn before further messages")
         history = [*self._history, *messages]
         marked = list(history)
         for place in self._turns:
@@ -199,7 +209,7 @@ class Chat:
         if ids[:1] == list(self._last.token_ids)[-1:]:
             ids = ids[1:]  # the end of the turn was sampled
         self._history += messages
-        self._appended += ids
+        self._appended[kept:] = self._messages = ids  # `after` has the messages of earlier calls too
 
     def _note_rewrite(self, written: str, marked: str) -> None:
         """Compare what the template makes of the turns with the turns in place of their marks. Raises BadInput if they
@@ -218,7 +228,10 @@ class Chat:
 
     def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
         """Say which messages the prompt begins, before the first turn. What follows the prompt in their chat template
-        is appended. `variables`: the template's own. Raises BadInput if the prompt is not how they begin."""
+        is appended. `variables`: the template's own. Raises BadInput if the prompt is not how they begin, or if the
+        conversation has begun already."""
+        if self._turns or self._appended:
+            raise BadInput("the conversation has begun already: chat.openai() begins it, once and before all else")
         text = render_chat(self._tokenizer.hf, messages, variables)
         token_ids = self._tokenizer.encode(text)
         count = len(self._prompt.token_ids)

@@ -79,6 +79,8 @@ class Dispatcher:
             place = asked.place
             if place.done() and not place.cancelled() and place.exception() is None:
                 self._give_back(place.result())
+            else:
+                self.hand_out()  # those behind it may need fewer slots
             raise
 
     def hand_out(self) -> None:

@@ -298,6 +298,22 @@ async def test_an_instances_failure_repeats_its_turn_only(tmp_path, tiny_model, 
     assert list(w.groups[0].responses[0].token_ids) == [*first, 7, *second]
 
 
+async def test_a_response_begins_again_if_another_instance_has_other_weights(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setenv("METRONOME_TEST_MARKS", str(tmp_path))
+    async with world(tmp_path, tiny_model, "counted", {"environment": ["METRONOME_TEST_MARKS"]}, group_size=1) as w:
+
+        def fails_once(conversation, seed):
+            if conversation[-1] == 7 and not w.instance.version:
+                w.instance.version = 1
+                raise web.HTTPInternalServerError
+            return tokens_of(conversation, seed)
+
+        monkeypatch.setattr(scripted, "tokens_of", fails_once)
+        await w.run(PROMPTS[:1])
+    assert (tmp_path / PROMPTS[0].id).read_text() == "begun between begun between "
+    assert w.groups[0].responses[0].versions == ((0, 1),)
+
+
 @pytest.mark.nightly
 async def test_an_environment_of_gymnasium(tmp_path, tiny_model, monkeypatch):
     pytest.importorskip("gymnasium", reason="`pip install gymnasium` for the example in docs/examples")

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from engine.data.tokenizer import Tokenizer
-from engine.errors import OutOfRoom
+from engine.errors import BadInput, OutOfRoom
 from engine.types import Prompt
 from engine.verifier.program import Chat, ProgramTokenizer
 from engine.wire.columns import open_ids, pack_ids
@@ -125,3 +125,38 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
         await ask(400, "message 1 is None")
         await ask(200, '"content": "2"', [USER, {**one, "content": " 1 "}, USER])
     assert len(orchestrator.appended) == 2
+
+
+async def test_messages_one_by_one_are_appended_as_all_at_once(tokenizer):
+    tools = [{"role": "tool", "content": "first"}, {"role": "tool", "content": "second"}]
+    found = []
+    for calls in ([tools], [[one] for one in tools]):
+        chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"], [*b"2"]])
+        await chat.complete()
+        for messages in calls:
+            chat.messages(messages)
+        with pytest.raises(ValueError, match="invalid literal"):
+            await chat.complete(max_new_tokens="many")  # loses nothing
+        await chat.complete()
+        chat.messages(tools)
+        chat.append("so")
+        with pytest.raises(BadInput, match="a text was appended after messages"):
+            chat.append(tools[0])
+        found.append(orchestrator.appended)
+    assert found[0] == found[1]
+    assert tokenizer.hf.decode(found[0][1]).count("first") == 1
+
+
+async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing(tokenizer):
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"]])
+    wrong = {"max_tokens": [1], "stop": [5], "stream_options": 1, "chat_template_kwargs": ["x"], "tools": "add"}
+    for said, refused in (([], [{key: value} for key, value in wrong.items()]), ([USER], [{}])):
+        async with chat.openai() as (base_url, key):
+            ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
+            for body in refused:
+                why = "begun already" if said else next(iter(body))
+                with pytest.raises(openai.BadRequestError, match=why):
+                    await ask(model="", messages=[USER], extra_body=body)
+            if not said:
+                await ask(model="", messages=[USER])
+    assert len(orchestrator.appended) == 1

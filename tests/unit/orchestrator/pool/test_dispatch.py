@@ -56,6 +56,25 @@ async def test_a_slot_is_free_when_a_response_ends_and_a_group_is_sent_once_it_h
             running.cancel()
 
 
+async def test_who_stops_waiting_makes_way_for_those_who_need_fewer_slots(world):
+    async with world() as w:
+        await w.join("a")
+
+        async def borrow(size):
+            async with w.pool.borrow(size=size):
+                await asyncio.Event().wait()
+
+        async with w.pool.borrow(size=6):
+            large = asyncio.create_task(borrow(4))
+            await asyncio.sleep(0)
+            async with asyncio.TaskGroup() as tasks:
+                small = tasks.create_task(borrow(2))
+                await asyncio.sleep(0)
+                large.cancel()
+                await until(lambda: w.pool.instances[0].responses == 8, "the place of the smaller one")
+                small.cancel()
+
+
 async def test_groups_that_are_scored_as_a_whole(world):
     async with world() as w:
         scores = Scores(per_response=False)
