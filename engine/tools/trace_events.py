@@ -43,6 +43,7 @@ def write_trace(run_folder: Path, out: Path, steps: range | None = None) -> int:
     }
     data = json.dumps(content).encode()
     partial = out.with_name(f".{out.name}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
     partial.write_bytes(gzip.compress(data, mtime=0) if out.suffix == ".gz" else data)
     put_in_place(partial, out)
     return len(spans)

@@ -101,8 +101,8 @@ def test_a_trace_has_every_span_in_its_lane_and_the_figures_of_the_steps(folder)
 
 
 def test_only_some_steps_and_what_happened_in_their_time(folder, tmp_path):
-    written(folder, steps="1:1", out=tmp_path / "one.json")
-    spans = [one for one in json.loads((tmp_path / "one.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    written(folder, steps="1:1", out=tmp_path / "new/one.json")
+    spans = [one for one in json.loads((tmp_path / "new/one.json").read_text())["traceEvents"] if one["ph"] == "X"]
     assert {one["args"].get("step") for one in spans} == {1, None}
     assert [one["name"] for one in spans if "step" not in one["args"]] == ["serving"]
 
