@@ -398,6 +398,45 @@ for wrong in ((17,), (1, "another")):
     ]
 
 
+def test_the_first_deploy_on_a_machine_with_cuda_devices_counts_them(environment, tmp_path):
+    """A folder stands for the machine's device files; a second machine has fewer. What the server says is what its own
+    client has set."""
+    code = """
+import sys
+from pathlib import Path
+from prefect.client.orchestration import get_client
+from tasks.cluster import deploy, devices
+from tasks.cluster.deploy import Choices
+
+def told(count, kind="process", **choices):
+    devices.CUDA_FILES = Path(sys.argv[1]) / str(count)
+    said = deploy._set_limits(Choices(**choices), kind)
+    print(next(part for part in said.split(", ") if "cuda" in part.lower()))
+
+with get_client(sync_client=True) as client:
+    try:
+        told(0)
+        told(8, "kubernetes")
+        told(8)
+        told(2)
+        told(8, cuda_devices=16)
+        told(8)
+    finally:
+        client.delete_global_concurrency_limit_by_name("cuda-devices")
+"""
+    for count in (0, 2, 8):
+        (tmp_path / str(count)).mkdir()
+        for number in range(count):
+            (tmp_path / str(count) / f"nvidia{number}").touch()
+    plain = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    derived = "cuda-devices 8 (of this machine; --cuda-devices N changes it)"
+    uncounted = "CUDA devices NOT counted (--cuda-devices N)"
+    assert call([sys.executable, "-c", code, str(tmp_path)], plain).splitlines() == [
+        *(uncounted, uncounted, derived),
+        *("cuda-devices 8", "cuda-devices 16", "cuda-devices 16"),
+    ]
+
+
 def _registered(uri):
     """All policies that were registered; tests of other files that use the same servers may have made some."""
     from mlflow import MlflowClient
