@@ -20,6 +20,7 @@ from support.brake import braked
 from support.flow_runs import patiently, processes, start, state
 from support.listening import listening
 from support.runs import ROOT, overrides, wait_for
+from tasks.cluster import alerts
 from tasks.cluster.prefect_api import post_json
 from tasks.cluster.services import BUCKET
 
@@ -364,6 +365,22 @@ def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_pa
     wait_for(
         lambda: {state(api, one)["type"] for one in (run, *began)} == {"CANCELLED"}, "the state CANCELLED of all", 60
     )
+
+
+def test_a_deploy_leaves_no_address_of_an_earlier_one_on_the_server(deployed, environment, messages):
+    """Alerts that are signed have another block; the last of these are those that the fixture has made."""
+    api, *_ = deployed
+    code = "import sys; from tasks.cluster import alerts; alerts.install_alerts(*sys.argv[1:3], 30, sys.argv[3])"
+
+    def blocks(*given):
+        call([sys.executable, "-c", code, *given], environment)
+        found = post_json(f"{api}/block_documents/filter", {"block_documents": {"is_anonymous": {"eq_": False}}})
+        told = [one["name"] for one in post_json(f"{api}/automations/filter", {}) if " alert: " in one["name"]]
+        return {one["name"] for one in found if "alerts" in one["name"]}, len(told)
+
+    assert blocks("https://open.feishu.cn/open-apis/bot/v2/hook/x", "feishu", "SECabc") == ({alerts.SIGNED_BLOCK}, 5)
+    assert blocks("off", "", "") == (set(), 0)
+    assert blocks(messages[0], "json", "") == ({alerts.BLOCK}, 5)
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):

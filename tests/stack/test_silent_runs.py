@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from support.flow_runs import kill, patiently, processes, start, state
+from support.flow_runs import get_json, kill, patiently, processes, start, state
 from support.runs import ROOT, wait_for
-from tasks.cluster.prefect_api import get_json, post_json
+from tasks.cluster.prefect_api import post_json
 from tasks.cluster.services import HEARTBEAT_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
