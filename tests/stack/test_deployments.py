@@ -23,6 +23,7 @@ from support.runs import ROOT, overrides, wait_for
 from tasks.cluster import alerts
 from tasks.cluster.prefect_api import post_json
 from tasks.cluster.services import BUCKET
+from tasks.cluster.watchdog import PENDING_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -131,6 +132,7 @@ def test_a_second_deploy_makes_nothing_twice(deployed, environment):
     }
     assert at_once == {"nightly": 1, "evaluate": 1, "nightly-evaluation": 1}
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
+    assert nightly["concurrency_options"]["grace_period_seconds"] > PENDING_S
     limits = post_json(f"{api}/v2/concurrency_limits/filter", {})
     assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
     _check_two_names(api, environment)

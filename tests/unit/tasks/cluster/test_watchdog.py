@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+import yaml
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from tasks.cluster import watchdog
-from tasks.cluster.deploy import read_template
+from tasks.cluster.deploy import FILE, read_template
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import (
     FORGOTTEN_S,
@@ -67,6 +68,17 @@ def test_only_a_pod_may_wait_long_before_its_run_begins():
     pod_waits_s = pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"]
     assert trigger(NOT_BEGUN).within.total_seconds() > pod_waits_s
     assert trigger(NO_PROCESS).within == trigger(SILENT).within
+
+
+def test_a_run_keeps_its_slot_until_it_begins_or_is_taken_for_dead():
+    """Prefect cancels a run whose slot was given to another one before it began."""
+    limits = [
+        one["concurrency_limit"]
+        for one in yaml.safe_load(FILE.read_text())["deployments"]
+        if "concurrency_limit" in one
+    ]
+    assert len(limits) == 3
+    assert {one["grace_period_seconds"] for one in limits} == {PENDING_S + SILENCE_S}
 
 
 @pytest.mark.parametrize(("name", "begins"), [(SILENT, "heartbeat"), (NOT_BEGUN, "Pending"), (NO_PROCESS, "Pending")])
