@@ -86,12 +86,17 @@ def trace(
     if run.startswith(SCHEME):
         with copied_folder(run, whole=True) as copies:
             target = out or Path(f"{copies.path.name}.trace.json.gz")
-            count = write_trace(copies.path, target, wanted)
+            written = write_trace(copies.path, target, wanted)
     else:
         folder = find_folder(run, output).path
         target = out or folder / "trace.json.gz"
-        count = write_trace(folder, target, wanted)
-    console.print_page(f"{target}: {count:,} spans; open it at ui.perfetto.dev, which keeps it in the browser")
+        written = write_trace(folder, target, wanted)
+    profiled = f" and {written.profiled:,} events of profiles" if written.profiled else ""
+    console.print_page(
+        f"{target}: {written.spans:,} spans{profiled}; open it at ui.perfetto.dev, which keeps it in the browser"
+    )
+    for file in written.left_out:
+        console.print_page(f"{file} is too large to be put in; open it by itself")
 
 
 def logs(
