@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import tomli_w
@@ -27,16 +27,19 @@ from engine.config import Cluster, Config
 from engine.config.placing import bundles_of
 from engine.errors import BadInput, DeadlineError, clean_text
 from engine.run.placed_process import FOLDER, HOST, ActorPlace
+from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
 from engine.wire.address import bracket_host, split_address
 from tasks.cluster.ray_following import Followed
 from tasks.cluster.ray_parts import RANKS, Part, await_start, begin, end, first_place, start_actor
 from tasks.cluster.ray_room import Growth, give_back, take_room
-from tasks.console import say
+from tasks.console import print_error, say
 
 PORTS = range(20_000, 30_000)
 """Ports from which one is chosen, below those of outgoing connections."""
+ASKED_S = 60.0
+"""Seconds in which a node must say whether it has vLLM."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,55 @@ class PlacedRun:
         return self._followed.await_nodes()
 
 
+@cache
+def check_cluster(cluster: Cluster, device: str, engine: str) -> None:
+    """Check once, before anything slow starts, that this machine is in the Ray cluster and that instances find vLLM
+    there. `device`: platform.device, `engine`: rollout.engine. Raises BadInput, and prints which nodes lack vLLM where
+    others have it."""
+    with _connected(cluster):
+        kind = _device(device)
+        lacking = _without_vllm(kind) if engine == "vllm" else {}
+        if lacking and all(lacking.values()):
+            node, why = next(iter(lacking.items()))
+            raise BadInput(f"no node of the Ray cluster with {kind} can run instances; {node}: {why}")
+        for node, why in lacking.items():
+            if why:
+                print_error(f"warning: no instance can run on {node}: {why}")
+
+
+def _without_vllm(kind: str) -> dict[str, str]:
+    """For each node with devices of a kind, why it can't run vLLM; "" if it can."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {}
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get(kind):
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            call = ray.remote(_why_no_vllm).options(num_cpus=0, scheduling_strategy=there)
+            asked[f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"] = call.remote()
+    if asked:
+        ray.wait([*asked.values()], num_returns=len(asked), timeout=ASKED_S)
+    found = {}
+    for name, answer in asked.items():
+        try:
+            found[name] = ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            found[name] = f"it does not answer within {ASKED_S:g} s"
+        except ray.exceptions.RayError as error:
+            found[name] = clean_text(str(error))
+    return found
+
+
+def _why_no_vllm() -> str:
+    """Runs on a node."""
+    try:
+        vllm_interpreter()
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
 @contextmanager
 def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> Iterator[PlacedRun]:
     """During the body, the cluster runs the instances and, unless this is the evaluation of a `model`, the further
@@ -60,7 +112,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
     Raises BadInput if Ray is not installed or not reached, and DeadlineError if it has no room within cluster.wait_s.
     """
     with _connected(config.cluster) as here:
-        kind = _device(config)
+        kind = _device(config.platform.device)
         config = _with_addresses(config, here.host, model is None)
         wanted = bundles_of(config, kind, training=model is None)
         nodes = [_node(number, amounts, config, folder) for number, amounts in enumerate(wanted.nodes)]
@@ -123,13 +175,13 @@ def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
         ray.shutdown()
 
 
-def _device(config: Config) -> str:
-    """Ray's name of the resource that trainer ranks and vLLM instances take."""
+def _device(device: str) -> str:
+    """Ray's name of the resource that trainer ranks and vLLM instances take. `device`: platform.device."""
     import ray
 
     known = {"npu": "NPU", "cuda": "GPU", "cpu": "CPU"}
     there = ray.cluster_resources()
-    return known.get(config.platform.device) or next((one for one in ("NPU", "GPU") if there.get(one)), "CPU")
+    return known.get(device) or next((one for one in ("NPU", "GPU") if there.get(one)), "CPU")
 
 
 def _node(number: int, amounts: Mapping[str, float], config: Config, folder: Path) -> Part:
