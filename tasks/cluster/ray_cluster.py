@@ -26,6 +26,7 @@ import tomli_w
 from engine.config import Cluster, Config
 from engine.config.placing import bundles_of
 from engine.errors import BadInput, DeadlineError, clean_text
+from engine.run.commands import STORE_NODES
 from engine.run.placed_process import FOLDER, HOST, ActorPlace
 from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
@@ -126,14 +127,16 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         began = time.monotonic()
         with _ending(parts, growth, logs):
             take_room(nodes, instances, config.cluster.wait_s, here)
-            with _token(), _devices(nodes, config.cluster.wait_s):
+            with _environment({TOKEN: own_token()}), _devices(nodes, config.cluster.wait_s):
                 started = [part for part in parts if part.module]
                 for part in started:
                     begin(part)
                 for part in started:
                     await_start(part, config, here)
                 say("cluster", f"{_told(parts)}; it took {time.monotonic() - began:.1f} s")
-                with Followed(parts, config, logs, here, growth) as followed:
+                places = sorted({part.place.node for part in parts if part.place is not None})
+                followed = Followed(parts, config, logs, here, growth)
+                with _environment({STORE_NODES: ",".join(places)}), followed:
                     yield PlacedRun(config, followed)
 
 
@@ -261,17 +264,17 @@ def _told(parts: Sequence[Part]) -> str:
 
 
 @contextmanager
-def _token() -> Iterator[None]:
-    """During the body, this process and its children have an access token."""
-    given = os.environ.get(TOKEN)
-    os.environ[TOKEN] = own_token()
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """During the body, this process and its children have these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
     try:
         yield
     finally:
-        if given is None:
-            del os.environ[TOKEN]
-        else:
-            os.environ[TOKEN] = given
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -286,12 +289,5 @@ def _devices(nodes: Sequence[Part], wait_s: float) -> Iterator[None]:
     first.answer = first.actor.place.remote()
     first.place = first_place(first, wait_s)
     first.answer = None
-    before = {name: os.environ.get(name) for name in first.place.devices}
-    os.environ |= first.place.devices
-    try:
+    with _environment(first.place.devices):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
