@@ -158,6 +158,8 @@ def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
         import ray
     except ImportError:
         raise BadInput(f'cluster.engine = "ray" needs Ray: pip install "metronome[ray]" into {sys.prefix}') from None
+    # Ray has no switch for what it prints of nodes that die: the last lines of their raylets' logs
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         if cluster.address != "auto":  # Ray would try for minutes, whatever signals come

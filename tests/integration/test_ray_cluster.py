@@ -153,5 +153,6 @@ def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, mon
             kill_node(cluster, node_of(cluster, lost))
             command.wait_for(r"goes on with parallel.nodes = 1 and parallel.data = 1 \(cluster.least_nodes\)")
             command.ends()
+    assert "raylet" not in command.output
     assert [row["step"] for row in steps(tmp_path, "ray")] == [*range(6)]
     assert RunFolder(tmp_path / "ray").read_config().parallel.nodes == 1
