@@ -222,7 +222,7 @@ def test_tools_of_the_recipe_are_in_every_prompt(write, tmp_path):
     [
         ("data.system=You add.", r'data.system needs data.prompt_template = "chat"'),
         ("data.chat_template_kwargs.messages=1", r"data\.chat_template_kwargs\.messages: Metronome itself"),
-        ("data.chat_template_kwargs.tools=add", r"data\.chat_template_kwargs\.tools = 'add': expected a list of tables"),
+        ("data.chat_template_kwargs.tools=add", r"kwargs\.tools = 'add': expected a list of tables"),
         ("data.chat_template_kwargs.day=2026-11-26", r"data\.chat_template_kwargs.* must be"),
         ("data.chat_template_kwargs=3", r"data\.chat_template_kwargs = 3: must be a table"),
         ("data.columns.answr=x", r"did you mean data\.columns\.answer\?"),
