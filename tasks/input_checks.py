@@ -30,6 +30,7 @@ from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
 from engine.run.progress import Progress, format_size
 from engine.types import Prompt
+from tasks.cluster.ray_cluster import check_cluster
 from tasks.console import say
 from tasks.progress_display import show_progress, since_now
 from tasks.reward_trial import score_first_problem
@@ -56,9 +57,13 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
 
 def check_address(config: Config) -> None:
     """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Do not call this for a restarted
-    flow: its previous orchestrator may still hold the address. On a Ray cluster the address is chosen later."""
+    flow: its previous orchestrator may still hold the address. On a Ray cluster the address is chosen later; here it is
+    asked whether it can have the run's instances (`check_cluster`)."""
     if config.cluster.engine != "ray":
         check_listens(config.rollout.listen)
+        return
+    with show_progress("check", since_now("asking the Ray cluster")):
+        check_cluster(config.cluster, config.platform.device, config.rollout.engine)
 
 
 def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
