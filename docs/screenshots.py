@@ -133,22 +133,19 @@ def _page_of_a_run(browser: Browser, folder: Path, model: str) -> None:
     sets = {"run.output": folder / "runs", "model.path": model, **WATCHED}
     with _begun(folder / "runs/watched", sets) as (run, process):
         with _watched(run) as url:
-            page = _open(browser, url, 1280, 560)
+            page = _open(browser, url, 1280, 400)
             _wait_for_state(page, "starting")
-            _settle(page, 3)
-            _save(page, "watch-starting", most=SMALL)
-            page = _open(browser, url, 1280, 1560)
+            _save_page_of_run(page, "watch-starting", folder)
+            page = _open(browser, url, 1280, 1800)
             _wait_for_state(page, "running")
             _wait_until(page, "run.count >= 12 && run.timeline !== null")
-            _settle(page, 3)
-            _save(page, "watch-running", most=SMALL)
+            _save_page_of_run(page, "watch-running", folder)
             process.wait(RUN_S)
             page = _open(browser, url, 1280, 1000)
             _wait_for_state(page, "finished")
             page.locator("#conversations .tokens").first.wait_for(timeout=READY_MS)
             page.evaluate("document.querySelector('#conversations').scrollIntoView()")
-            _settle(page, 3)
-            _save(page, "watch-finished", most=SMALL)
+            _save_page_of_run(page, "watch-finished", folder)
     reward = folder / "broken_reward.py"
     reward.write_text(BROKEN_REWARD)
     with _begun(folder / "runs/broken", {**sets, "reward.function": f"{reward}:reward"}) as (run, process):
@@ -156,8 +153,7 @@ def _page_of_a_run(browser: Browser, folder: Path, model: str) -> None:
     with _watched(run) as url:
         page = _open(browser, url, 1280, 560)
         _wait_for_state(page, "failed")
-        _settle(page, 3)
-        _save(page, "watch-failed", most=SMALL)
+        _save_page_of_run(page, "watch-failed", folder)
 
 
 @contextmanager
@@ -192,6 +188,19 @@ def _watched(run: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(RUN_S)
+
+
+def _save_page_of_run(page: Page, name: str, folder: Path) -> None:
+    """With paths as on a reader's machine."""
+    _settle(page, 3)
+    page.evaluate("() => { now = () => {}; }")  # would write its own paths again two seconds later
+    for path, shown in ((folder, "/home/you/metronome"), (HERE.parent, "/home/you/metronome")):
+        page.evaluate(
+            """([path, shown]) => { for (const one of document.querySelectorAll("#facts dd, #failure, #notices span"))
+               one.textContent = one.textContent.replaceAll(path, shown); }""",
+            [str(path), shown],
+        )
+    _save(page, name, most=SMALL)
 
 
 def _wait_for_state(page: Page, state: str) -> None:
