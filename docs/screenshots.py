@@ -43,8 +43,14 @@ SMALL = 200_000
 WATCHED = {"train.steps": 20, "train.prompts_per_step": 24, "evaluate.problems": 64, "evaluate.every": 10}
 """Settings of the run whose page is photographed."""
 BROKEN_REWARD = """
+from pathlib import Path
+
+SEEN = Path(__file__).with_name("seen")
+
 def reward(prompt, responses):
-    if prompt.id.endswith("7"):
+    count = len(SEEN.read_text()) if SEEN.exists() else 0
+    SEEN.write_text("x" * (count + 1))
+    if count > 100:
         raise KeyError("unit")
     return [float(prompt.answer in response.text) for response in responses]
 """
@@ -148,6 +154,7 @@ def _page_of_a_run(browser: Browser, folder: Path, model: str) -> None:
             _save_page_of_run(page, "watch-finished", folder)
     reward = folder / "broken_reward.py"
     reward.write_text(BROKEN_REWARD)
+    reward.with_name("seen").unlink(missing_ok=True)
     with _begun(folder / "runs/broken", {**sets, "reward.function": f"{reward}:reward"}) as (run, process):
         process.wait(RUN_S)
     with _watched(run) as url:
