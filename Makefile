@@ -24,7 +24,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
 .PHONY: run images smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
-	nightly site check-pins hashes \
+	nightly site demonstrate check-pins hashes \
 	lint clean
 
 run: $(VENV)/installed  ## train the quickstart recipe (about 5 minutes on 2 cores)
@@ -47,6 +47,9 @@ parallel-test: $(VENV)/installed-dev  ## several trainer ranks: layouts against 
 
 fault-test: $(VENV)/installed-dev  ## instances that die, hang, fail, join and leave during runs
 	$(BIN)/python -m pytest -m "faults and not slow and not nightly"
+
+demonstrate: $(VENV)/installed-dev  ## a dropped update, a kill in mid-step and a wrong version label, and what Metronome says; ARGS="-k update", kill or label
+	$(BIN)/python -m pytest -q -s -m faults tests/integration/test_demonstrations.py $(ARGS)
 
 stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
 	$(BIN)/python -m pytest -m "stack and not slow and not nightly"
