@@ -23,7 +23,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
+.PHONY: run images smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
 	nightly site check-pins hashes \
 	lint clean
 
@@ -106,6 +106,9 @@ check-pins: $(VENV)/installed-dev  ## check every package list against the requi
 
 hashes: $(VENV)/installed-dev  ## write the hashes of constraints.txt's packages, from the package index, to infra/packages
 	PYTHONPATH=tests $(BIN)/python -m support.hashes
+
+images:  ## container images (IMAGES="cpu cuda ascend minio"): user, digest and files of each, where docker, podman or buildah is
+	sh infra/containers/build.sh $(IMAGES)
 
 site: .venv-site/ready  ## the documentation as a site in site/; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --config-file infra/site/mkdocs.yaml

@@ -14,8 +14,7 @@ from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME, find_file
 from engine.config.rules import ratio_is_one
 from engine.data.hub import Download, fetch_model, is_model_name
-from engine.data.prepared import prepare_problems
-from engine.data.problem_statistics import DataReport, report_data
+from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
 from engine.data.prompts import check_template, encode_problems
 from engine.data.tokenizer import Tokenizer
@@ -84,10 +83,10 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
         check_unclaimed(config)
 
 
-def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, DataReport | None]:
+def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, Prepared | None]:
     """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
-    model of the hub downloaded (`with_local_model`), and the report on the problem sets of a training. Raises BadInput
-    at the first failure.
+    model of the hub downloaded (`with_local_model`), and the problem sets of a training. Raises BadInput at the first
+    failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -145,7 +144,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         tokenizer, prompt = _check_encoding(config, problems, [one.problems for one in benchmarks])
     if prompt is not None and sampling:
         _try_on_problem(config, tokenizer, prompt)
-    return config, report_data(prepared) if prepared is not None else None
+    return config, prepared
 
 
 def _check_prompts(config: Config, problems: int) -> None:
