@@ -87,7 +87,7 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
 	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly" $(call FILES,vllm)
 
-transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes, and runs that Ray places (25 minutes, and 4 to build .venv-transferqueue once)
+transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes, and runs that Ray places (45 minutes, and 4 to build .venv-transferqueue once)
 	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py --ignore tests/integration/test_ray_cluster.py --ignore tests/integration/test_ray_placement.py
 	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_transferqueue_cluster.py tests/integration/test_ray_cluster.py tests/integration/test_ray_placement.py  # apart, because a process reads Ray's token settings only once
 
