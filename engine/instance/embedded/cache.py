@@ -128,7 +128,8 @@ class PromptCache:
         pieces: dict[tuple[int, ...], Prefill] = {}
         for begin in range(0, len(prompt), size):
             key = prompt[: begin + size]
-            pieces[key] = self._kept.pop(key, None) or self._compute(key[begin:], [*pieces.values()])
+            kept = self._kept.pop(key, None)
+            pieces[key] = kept if kept is not None else self._compute(key[begin:], [*pieces.values()])
         self._kept.update(reversed(pieces.items()))  # a prompt's end is dropped first: without its begin it is no use
         self._forget_oldest()
         return [*pieces.values()]
