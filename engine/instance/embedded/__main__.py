@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ProcessDied
 from engine.instance import command_line
+from engine.run.commands import HUGE_PAGES
 from engine.run.process import bind_cores, watch_lifeline
 from engine.wire.connections import RareMessages
 
@@ -39,6 +40,7 @@ def _run(options: argparse.Namespace) -> None:
     command_line.ensure_token(options)
     bind_cores(options.cores)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault(HUGE_PAGES, "1")
     asyncio.run(_serve(options))
 
 
