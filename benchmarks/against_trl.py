@@ -61,7 +61,7 @@ RATE = 1e-6
 KL = 0.04
 CORES = 2
 COLD = 1 << 26
-"""Bytes of weights that are multiplied in turn, more than a core's caches hold."""
+"""Bytes of factors that are multiplied in turn, more than a core's own caches hold."""
 WARM_UP = 2
 """Number of first steps of a run that do not count."""
 OLD_POLICIES = ("behavior", "previous")
@@ -475,7 +475,7 @@ def product_s(rows: int, inputs: int, outputs: int, dtype: torch.dtype, cold: bo
     `cold`: whether the weights come from memory rather than from a cache.
     """
     x = torch.randn(rows, inputs).to(dtype)
-    count = max(1, COLD // (inputs * outputs * dtype.itemsize)) if cold else 1
+    count = max(1, COLD // (inputs * (rows + outputs) * dtype.itemsize)) if cold else 1
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(count)]
     ordered = [torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in weights]
     ways: list[Callable[[], object]] = [
@@ -543,7 +543,7 @@ WORKS = {
         prompts=16,
         group=4,
         new_tokens=64,
-        layouts=sized(one=(8, 1280), two=(8, 640), borrowed=(8, 640)),  # a group has 320 tokens
+        layouts=sized(one=(8, 1280), two=(8, 1280), borrowed=(8, 640)),  # a group has 320 tokens
         trl={"--micro-batch": 16, "--threads": 2},
     ),
 }

@@ -17,9 +17,6 @@ SCORER_RANK = "engine.scorer.rank"
 """Module of a scorer rank."""
 WAIT_POLICY = "OMP_WAIT_POLICY"
 """Variable of OpenMP that says whether threads sleep or spin while they wait for each other."""
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Variable with which torch asks Linux for pages of 2 MiB for tensors of this size on the host. Their memory then comes
-from the system 512 times less often, and products find weights in memory faster."""
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's and torch_npu's allocator: segments of device memory can grow."""
 LOOPBACKS = ("lo", "lo0")
@@ -83,10 +80,9 @@ def rank_defaults(tensor: int) -> dict[str, str]:
     """Variables for the ranks of any node, except those that the user has set. `tensor`: size of the tensor layout.
 
     Rows vary in length, so segments of a fixed size would fragment device memory. Megatron overlaps collectives of
-    tensor ranks with matrix products only if a device starts kernels in the order of the calls. Large tensors on the
-    host get large pages (`HUGE_PAGES`).
+    tensor ranks with matrix products only if a device starts kernels in the order of the calls.
     """
-    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE, HUGE_PAGES: "1"}
+    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE}
     if tensor > 1:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # an older name of PYTORCH_ALLOC_CONF

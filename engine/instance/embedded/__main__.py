@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ProcessDied
 from engine.instance import command_line
-from engine.run.commands import HUGE_PAGES
 from engine.run.process import bind_cores, watch_lifeline
 from engine.wire.connections import RareMessages
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Variable with which torch asks Linux for pages of 2 MiB for the memory of large tensors. A decoding step reads all
+weights, and so finds their addresses in fewer look-ups."""
 
 if TYPE_CHECKING:  # torch reads its environment variables at import, so they must be set first
     from engine.instance.embedded.engine import Engine
