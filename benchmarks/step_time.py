@@ -38,6 +38,8 @@ from engine.config.recipe import HOME, load_config
 from engine.run.files import read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child, python_command, stop_all
+from engine.wire.access_token import VARIABLE as TOKEN
+from engine.wire.access_token import own_token
 
 RUN = "import json, sys; from common import run_orchestrator; print(run_orchestrator(json.loads(sys.argv[1])).folder)"
 WARM_UP = 2
@@ -153,6 +155,7 @@ def with_ray(output: Path, pairs: int, steps: int) -> None:
 def run_side(side: str, settings: dict[str, str | int]) -> None:
     """Run one side of a pair with --ray, and print its folder and the seconds until all processes had been started."""
     if side == "alone":
+        os.environ[TOKEN] = own_token()
         with socket.create_server(("127.0.0.1", 0)) as free:
             settings["rollout.listen"] = f"127.0.0.1:{free.getsockname()[1]}"
         settings |= {"rollout.instances": 0, "dry_run.joining": INSTANCES}
