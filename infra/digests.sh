@@ -12,6 +12,7 @@ sed -nE 's/^ARG ([A-Z_]+)=(.+)$/\1 \2/p; s/^ *image: \$\{([A-Z_]+):-(.+)\}$/\1 \
   found=0
   while read -r name default; do
     eval ": \"\${$name:=$default}\""
+    image=
     eval "image=\$$name"
     case $name in *IMAGE) ;; *) continue ;; esac
     digest=$(docker buildx imagetools inspect "$image" --format '{{.Manifest.Digest}}')

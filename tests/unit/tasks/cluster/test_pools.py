@@ -42,9 +42,9 @@ def test_process_pools_give_a_job_its_environment(pool):
 @pytest.mark.parametrize(
     ("pool", "resources"),
     [
-        ("kubernetes-ascend-train", {"huawei.com/Ascend910": 8}),
-        ("kubernetes-ascend-rollout", {"huawei.com/Ascend910": 4}),
-        ("kubernetes-cuda", {"nvidia.com/gpu": 8}),
+        ("kubernetes-ascend-train", {"huawei.com/Ascend910": 8, "cpu": 128, "memory": "1Ti"}),
+        ("kubernetes-ascend-rollout", {"huawei.com/Ascend910": 4, "cpu": 64, "memory": "512Gi"}),
+        ("kubernetes-cuda", {"nvidia.com/gpu": 8, "cpu": 64, "memory": "768Gi"}),
     ],
 )
 def test_kubernetes_pools_ask_for_devices(pool, resources):
