@@ -25,8 +25,10 @@ KEYS = {*keys_in(Config), *(name for name, _ in tables_in(Config))}
 
 
 def known(key):
-    """The key, with `NAME` for a name that a recipe has given a table, and without the name of an argument of vLLM."""
-    return re.sub(r"^rollout\.vllm\..*", "rollout.vllm", re.sub(r"^stages\.\w+", f"stages.{NAME}", key))
+    """The key, with `NAME` for a name that a recipe has given a table, and without the name of an argument of vLLM or a
+    variable of a chat template."""
+    open_tables = r"^(rollout\.vllm|data\.chat_template_kwargs)\..*"
+    return re.sub(open_tables, r"\1", re.sub(r"^stages\.\w+", f"stages.{NAME}", key))
 
 
 def fences(page):

@@ -142,23 +142,24 @@ def test_a_turn_computes_only_what_was_not_decoded_before_it(folder):
     engine.prompts.compute = lambda pieces: computed.extend(len(one) for one, _ in pieces) or compute(pieces)
     system = [*range(20, 40)]
     conversations = [[*system, *ask] for ask in ([5, 6, 7], [5, 6, 7], [8, 9])]
-    expected = [23, 2, 11, 11, 11, 11, 11, 11]
+    expected = [23, 2, 9, 11, 13, 9, 11, 13]
     hf = reference(folder)
     for turn in range(3):
         sent = Sent(engine)
         for seed, conversation in enumerate(conversations):
             sent.send(conversation, seed=10 * turn + seed)
-        for conversation, result in zip(conversations, sent.finish(), strict=True):
+        for number, (conversation, result) in enumerate(zip(conversations, sent.finish(), strict=True)):
             wanted = reference_logprobs(hf, conversation, result.token_ids, 1.0)
             torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-4, rtol=0)
-            conversation += [*result.token_ids, *range(2, 12)]
+            conversation += [*result.token_ids, *range(2, 10 + 2 * number)]
     assert computed == expected
-    for prompt in ([*conversations[0][:30], 1, 1], conversations[0][:40]):  # gone on otherwise; less than was decoded
+    for number, prompt in enumerate(([*conversations[0][:30], 1, 1], conversations[0][:40], conversations[1][:40])):
+        if number == 2:
+            engine.prompts.drop_prompts()
         sent = Sent(engine)
-        sent.send(prompt)
+        sent.send(prompt)  # gone on otherwise; a part of what was decoded; after new weights
         sent.finish()
-        engine.prompts.drop_prompts()
-    assert computed[len(expected) :] == [2, 40]
+    assert computed[len(expected) :] == [2, 1, 40]
     assert engine.load()["prefills"] == 2
 
 
