@@ -28,7 +28,10 @@ while [[ $1 == --* ]]; do
   shift
 done
 trap 'kill $(jobs -p) 2>/dev/null' TERM
-for ((task = 0; task < tasks; task++)); do "$@" & done
+for ((task = 0; task < tasks; task++)); do
+  [ $task = 0 ] || sleep "$GAP_S"  # nodes of one machine that start at once hinder one another
+  "$@" &
+done
 wait
 wait
 """
@@ -51,6 +54,7 @@ def slurm(tmp_path):
         "SLURM_JOB_NODELIST": "n[1-3]",
         "SLURM_CPUS_ON_NODE": "4",
         "STEPS": str(steps_file),
+        "GAP_S": "0",
         "RAY_PORT": str(two_neighbours()),
     }
     return environment, steps_file
@@ -123,7 +127,7 @@ def test_the_script_has_no_fault_that_shellcheck_knows():
 def test_a_job_trains_on_three_ray_nodes_and_leaves_no_process(slurm, settings, tmp_path, stopped):
     environment, _ = slurm
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path: sockets lie in it
-    environment |= {"RAY_TMPDIR": str(folder), "RAY_raylet_start_wait_time_s": "120"}
+    environment |= {"RAY_TMPDIR": str(folder), "RAY_raylet_start_wait_time_s": "120", "GAP_S": "20"}
     settings |= {"run.name": "job", "rollout.instances": 2, "train.steps": 200 if stopped else 2}
     settings |= {"evaluate.problems": 8, "evaluate.max_new_tokens": 16, "checkpoint.every": 1}
     sets = [part for override in overrides(settings) for part in ("--set", override)]
