@@ -37,11 +37,16 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerBase:
 def run_orchestrator(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:
     """Run the real orchestrator, in processes of its own, to its end. Returns its config; raises if it fails."""
     config = load_config(recipe, [f"{key}={value}" for key, value in settings.items()])
+    orchestrate(config, timeout_s)
+    return config
+
+
+def orchestrate(config: Config, timeout_s: float = 600.0) -> None:
+    """The same for a config."""
     path = Path(config.run.output) / f"{config.run.name}.toml"
     dump_config(config, path)
     command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(path)]
     subprocess.run(command, check=True, timeout=timeout_s, cwd=HOME, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return config
 
 
 # the training side in this process ----------------------------------------------------------------

@@ -6,6 +6,8 @@ state few of them. So this compares orders and ratios, and reproduces nothing.
 * Periodic Asynchrony, Table 1: sync and periodic on 16 NPUs, tokens per second and device.
 * Periodic Asynchrony, Table 3: periodic on 16, 32 and 64 NPUs.
 * AsyncFlow, Table 1 (7B on 512 NPUs): one task after the other, overlapped within an iteration, delayed by a step.
+* AsyncFlow, §4.2.2 and §8: weights that instances take all at once, or one instance after the other (sub-step update).
+  `--sub-step` prints only this table.
 
 Last line: RESULT {json}.
 """
@@ -27,6 +29,7 @@ from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import StepModel, find_plan, prior_model
 from engine.tools.planner.search import count_devices
+from engine.tools.planner.simulated import Simulated
 from engine.tools.planner.simulation import simulate_run
 
 RECIPES = "infra/recipes/papers"
@@ -113,9 +116,11 @@ def main() -> None:
     parser.add_argument(
         "--no-search", dest="search", action="store_false", help="leave out what the planner would choose"
     )
+    parser.add_argument("--sub-step", action="store_true", help="only the table of the sub-step update")
     arguments = parser.parse_args()
-    found = [compared(table, arguments.device, arguments.search) for table in TABLES]
-    result({"device": arguments.device, "tables": found})
+    tables = () if arguments.sub_step else TABLES
+    found = [compared(table, arguments.device, arguments.search) for table in tables]
+    result({"device": arguments.device, "tables": found, "sub_step": sub_step(arguments.device)})
 
 
 def compared(table: Table, device: str, search: bool) -> dict[str, Any]:
@@ -133,6 +138,50 @@ def compared(table: Table, device: str, search: bool) -> dict[str, Any]:
     by = {key: [row["setup"] for row in sorted(rows, key=lambda row: row[key])] for key in ("published", "predicted")}
     told = {"table": table.name, "rows": rows, "same_order": by["published"] == by["predicted"]}
     return told | ({"choice": choice(model)} if search else {})
+
+
+SUB_STEP = "asyncflow-qwen2.5-7b-32npu.toml"
+WAYS = {
+    "one_step_off": ("one_step_off", False),
+    "one_step_off, staged": ("one_step_off", True),
+    "bounded 1": ("bounded", False),
+    "bounded 1, staged": ("bounded", True),
+}
+"""Mode and weights.staged. In the last one the instances swap one after the other."""
+INSTANCES = (4, 6, 8, 10)
+LONG = 6
+"""Simulated steps: an order of the instances needs some to settle."""
+
+
+def sub_step(device: str) -> list[dict[str, Any]]:
+    """Print and return seconds of a step and mean staleness, by the number of instances beside AsyncFlow's trainer for
+    7B on 32 NPUs."""
+    table = TABLES[-1]
+    print(
+        f"\nAsyncFlow, §4.2.2: {SUB_STEP}, responses of {table.mean:,} tokens, 99 % below {table.p99:,}; seconds of a "
+        "step (mean staleness)"
+    )
+    print("| instances | " + " | ".join(WAYS) + " |\n" + "|---" * (1 + len(WAYS)) + "|")
+    rows = []
+    for instances in INSTANCES:
+        found = {}
+        for way, (mode, staged) in WAYS.items():
+            keys = {"train.mode": mode, "train.max_staleness": 1, "weights.staged": staged}
+            model = model_of(Setup(way, SUB_STEP, 0.0, keys | {"dry_run.joining": instances}), table, device)
+            runs = [
+                simulate_run(model.config, model.costs_of(model.config), model.lengths, seed, LONG)
+                for seed in range(2 * SEEDS)
+            ]
+            found[way] = {"step_s": fmean(run.step_s for run in runs), "staleness": fmean(map(staleness, runs))}
+        cells = (f"{one['step_s']:.0f} ({one['staleness']:.2f})" for one in found.values())
+        print(f"| {instances} | " + " | ".join(cells) + " |")
+        rows.append({"instances": instances, **found})
+    return rows
+
+
+def staleness(run: Simulated) -> float:
+    """Mean number of updates by which the weights that sampled a response are older than those that it trains."""
+    return fmean(span["step"] - span["version"] for span in run.spans if span["name"] == "rollout" and span["step"] > 1)
 
 
 def model_of(setup: Setup, table: Table, device: str) -> StepModel:

@@ -1,6 +1,7 @@
 """Compares the time of the quickstart's steps with that of another checkout of this repository: `python
 benchmarks/step_time.py --against OTHER_CHECKOUT [--pairs 4] [--steps 14]`. Or, within one run, with the page of
-`metronome watch` open in a Chromium on the same machine: `python benchmarks/step_time.py --page [--steps 60]`
+`metronome watch` open in a Chromium on the same machine: `python benchmarks/step_time.py --page [--steps 60]`. Or with
+the same processes where Ray has started them: `python benchmarks/step_time.py --ray [--pairs 4] [--steps 14]`
 
 Each pair runs the orchestrator of both checkouts, in turn, on the same model and with the same keys. A run's figure is
 the median of step_s (steps.jsonl) without the first two steps, in which processes warm up. Printed is each pair's
@@ -9,6 +10,10 @@ ratio, this checkout over the other: below 1, this one is faster. Last line: RES
 With --page, the page is closed and open in turn, for BLOCK steps each, of which the first does not count: a browser
 starts in it. The ratio is the median time of a step without the page over that with it. Also printed is the CPU time of
 server and browser per second in which the page is open, in cores.
+
+With --ray, both sides have an orchestrator and INSTANCES instances that join. One side starts them on a Ray cluster of
+one node, which runs for that time only; the other starts the same commands itself. The ratio is the other's step over
+Ray's: below 1, Ray costs time. start_s are the seconds until Ray has started all processes.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,14 +32,26 @@ import time
 from pathlib import Path
 
 import psutil
-from common import QUICKSTART_MODEL, result, run_orchestrator
+from common import QUICKSTART_MODEL, orchestrate, result, run_orchestrator
 
-from engine.config.recipe import HOME
+from engine.config.recipe import HOME, load_config
 from engine.run.files import read_lines
+from engine.run.folder import dump_config
+from engine.run.process import Child, python_command, stop_all
 
 RUN = "import json, sys; from common import run_orchestrator; print(run_orchestrator(json.loads(sys.argv[1])).folder)"
 WARM_UP = 2
 BLOCK = 6
+INSTANCES = 2
+RAY_SIDE = "import json, sys; from step_time import run_side; run_side(sys.argv[1], json.loads(sys.argv[2]))"
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "120",
+}
+"""Environment of a Ray cluster on this machine."""
 LOOK_S = 0.1
 SERVE = "import sys; from pathlib import Path; from functools import partial; from engine.tools.watch.server import *; "
 SERVE += "serve_page(Path(sys.argv[1]), '127.0.0.1', 0, partial(print, flush=True))"
@@ -44,6 +62,7 @@ def main() -> None:
     sides = parser.add_mutually_exclusive_group(required=True)
     sides.add_argument("--against", type=Path, help="the other checkout")
     sides.add_argument("--page", action="store_true", help="compare with the page of the run open")
+    sides.add_argument("--ray", action="store_true", help="compare with the same processes without Ray")
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=14, help="of each run; with --page 60 or more")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
@@ -53,6 +72,9 @@ def main() -> None:
     model = QUICKSTART_MODEL
     if arguments.page:
         with_page(output, arguments.steps)
+        return
+    if arguments.ray:
+        with_ray(output, arguments.pairs, arguments.steps)
         return
     ratios = []
     for pair in range(arguments.pairs):
@@ -110,6 +132,64 @@ def with_page(output: Path, steps: int) -> None:
     result({"ratio": median["without"] / median["with"], "step_s": median, "steps": counts, "cores": cores})
 
 
+def with_ray(output: Path, pairs: int, steps: int) -> None:
+    ratios = []
+    starts = []
+    for pair in range(pairs):
+        seconds = {}
+        for side in sorted(("alone", "ray"), reverse=pair % 2 == 0):  # who is first alternates
+            settings = {"model.path": str(QUICKSTART_MODEL), "run.output": str(output), "run.name": f"{side}-{pair}"}
+            settings |= {"train.steps": steps, "checkpoint.every": 0}
+            found = json.loads(_in_checkout(HOME, RAY_SIDE, side, json.dumps(settings)))
+            seconds[side] = _median_step_s(Path(found["folder"]))
+            starts += [found["start_s"]] if side == "ray" else []
+        ratios.append(seconds["alone"] / seconds["ray"])
+        told = ", ".join(f"{side} {found:.3f} s" for side, found in sorted(seconds.items()))
+        print(f"pair {pair}: {told}: {ratios[-1]:.3f}; Ray started in {starts[-1]:.1f} s", flush=True)
+    figures = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    result({"pairs": pairs, **figures, "start_s": statistics.median(starts)})
+
+
+def run_side(side: str, settings: dict[str, str | int]) -> None:
+    """Run one side of a pair with --ray, and print its folder and the seconds until all processes had been started."""
+    if side == "alone":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            settings["rollout.listen"] = f"127.0.0.1:{free.getsockname()[1]}"
+        settings |= {"rollout.instances": 0, "dry_run.joining": INSTANCES}
+        config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+        file = Path(config.run.output) / f"{config.run.name}-instances.toml"
+        dump_config(config, file)
+        serve = ["serve", str(file), "--join", config.rollout.listen, "--name"]
+        began = time.monotonic()
+        children = [
+            Child(name, python_command("flows.cli", *serve, name), Path(config.run.output) / f"{name}-{side}.log")
+            for name in (f"instance-{number}" for number in range(INSTANCES))
+        ]
+        start_s = time.monotonic() - began
+        try:
+            orchestrate(config)
+        finally:
+            stop_all(children)
+    else:
+        os.environ |= RAY
+        from ray.cluster_utils import Cluster
+
+        from tasks.cluster.ray_cluster import running_on_ray
+
+        cluster = Cluster()
+        try:
+            cluster.add_node(num_cpus=INSTANCES + 1, include_dashboard=False, object_store_memory=80_000_000)
+            settings |= {"cluster.engine": "ray", "cluster.address": cluster.address, "rollout.instances": INSTANCES}
+            config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
+            began = time.monotonic()
+            with running_on_ray(config, config.folder) as placed:
+                start_s = time.monotonic() - began
+                orchestrate(placed.config)
+        finally:
+            cluster.shutdown()
+    print(json.dumps({"folder": str(config.folder), "start_s": start_s}))
+
+
 class Watched:
     """The page of a run, served and open in a headless Chromium."""
 
@@ -154,16 +234,24 @@ def _cpu_s(pid: int) -> float:
 
 def step_s(checkout: Path, settings: dict[str, str | int]) -> float:
     """Median seconds of a step of a run of this checkout's code."""
+    return _median_step_s(Path(_in_checkout(checkout, RUN, json.dumps(settings))))
+
+
+def _median_step_s(folder: Path) -> float:
+    return statistics.median(line["step_s"] for line in list(read_lines(folder / "steps.jsonl"))[WARM_UP:])
+
+
+def _in_checkout(checkout: Path, code: str, *arguments: str) -> str:
+    """The last line that code prints with a checkout's modules."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(settings)],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": f"{checkout}:{checkout / 'benchmarks'}"},
         cwd=checkout,
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    folder = Path(done.stdout.splitlines()[-1])
-    return statistics.median(line["step_s"] for line in list(read_lines(folder / "steps.jsonl"))[WARM_UP:])
+    return done.stdout.splitlines()[-1]
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
-    from engine.data.problem_statistics import describe_report
+    from engine.data.problem_statistics import describe_report, report_data
     from engine.wire import record
     from flows.local import train_here
     from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
@@ -166,7 +166,7 @@ def train(
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
         config, data = check_inputs(config, sampling=replay is None)
         if data is not None:
-            console.say("prepare data", describe_report(data))
+            console.say("prepare data", describe_report(report_data(data)))
         if resume:
             found.tell()
             config = check_resume(config)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.config import Config
-from engine.data.problem_statistics import REPORT, DataReport
-from engine.run.files import write_json
+from engine.data.prepared import Prepared
+from engine.data.problem_statistics import record_data
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.served_model import weight_version
@@ -22,16 +22,16 @@ from tasks.shown_stages import evaluate_shown, train_shown
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
 
 
-def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, data: DataReport | None = None) -> None:
+def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, data: Prepared | None = None) -> None:
     """Train, tracked in MLflow, and print the table at the end. `replay`: the record to train on, if any. `data`: the
-    report on the problem sets, for the run folder."""
+    problem sets, for the run folder."""
     folder = RunFolder(config.folder)
     # the lock comes before MLflow: a living process may be using the MLflow run
     locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
     with locked, timeline_at_end(folder), write_fenced(folder), tracked_run.track_run(config):
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
         if data is not None:
-            write_json(folder.path / REPORT, data)
+            record_data(config, data)
 
         def train(config: Config) -> int:
             if config.cluster.engine != "ray" or replay is not None:

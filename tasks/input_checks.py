@@ -14,8 +14,7 @@ from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME, find_file
 from engine.config.rules import ratio_is_one
 from engine.data.hub import Download, fetch_model, is_model_name
-from engine.data.prepared import prepare_problems
-from engine.data.problem_statistics import DataReport, report_data
+from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
 from engine.data.prompts import check_template, encode_problems
 from engine.data.tokenizer import Tokenizer
@@ -31,6 +30,7 @@ from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
 from engine.run.progress import Progress, format_size
 from engine.types import Prompt
+from tasks.cluster.ray_cluster import check_cluster
 from tasks.console import say
 from tasks.progress_display import show_progress, since_now
 from tasks.reward_trial import score_first_problem
@@ -57,9 +57,13 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
 
 def check_address(config: Config) -> None:
     """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Do not call this for a restarted
-    flow: its previous orchestrator may still hold the address. On a Ray cluster the address is chosen later."""
+    flow: its previous orchestrator may still hold the address. On a Ray cluster the address is chosen later; here it is
+    asked whether it can have the run's instances (`check_cluster`)."""
     if config.cluster.engine != "ray":
         check_listens(config.rollout.listen)
+        return
+    with show_progress("check", since_now("asking the Ray cluster")):
+        check_cluster(config.cluster, config.platform.device, config.rollout.engine)
 
 
 def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
@@ -79,10 +83,10 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
         check_unclaimed(config)
 
 
-def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, DataReport | None]:
+def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, Prepared | None]:
     """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
-    model of the hub downloaded (`with_local_model`), and the report on the problem sets of a training. Raises BadInput
-    at the first failure.
+    model of the hub downloaded (`with_local_model`), and the problem sets of a training. Raises BadInput at the first
+    failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -140,7 +144,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         tokenizer, prompt = _check_encoding(config, problems, [one.problems for one in benchmarks])
     if prompt is not None and sampling:
         _try_on_problem(config, tokenizer, prompt)
-    return config, report_data(prepared) if prepared is not None else None
+    return config, prepared
 
 
 def _check_prompts(config: Config, problems: int) -> None:

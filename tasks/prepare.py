@@ -1,5 +1,5 @@
-"""Prepares data: reads, cleans, splits and compares the problem sets, encodes them for a model, and reports what was
-left out and why."""
+"""Prepares data: reads, cleans, splits and compares the problem sets, writes the rows to the run folder for the later
+stages, and reports what was left out and why. Counts the prompts' tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any, TypedDict
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
-from prefect.cache_policies import INPUTS, TASK_SOURCE
+from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 
 from engine.config import Config
 from engine.data import prepared
-from engine.data.problem_statistics import REPORT, DataReport, report_data
+from engine.data.problem_statistics import DataReport, record_data
 from engine.data.problems import format_counts
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
-from engine.run.files import write_json
 from engine.run.identity import read_run_id, run_began
-from engine.types import JsonObject
 from tasks.artifact_cells import code_span, format_cell, markdown_table, markdown_text, table_rows
 from tasks.code_version import code_hash
 from tasks.progress_display import show_progress, since_now
@@ -53,15 +51,12 @@ class PromptFigures(TypedDict):
     tokens_max: int
 
 
+@task(name="prepare data", cache_policy=NO_CACHE)
 def prepare_data(config: Config) -> DataReport:
-    """The report on the run's problem sets, from the cache if the data, the settings and the code are unchanged.
-
-    Writes the report to data.json in the run folder and as an artifact, because the body of a cached task does not run.
-    """
+    """Write the run's problems and the report on them to the run folder. Return the report, which is also an
+    artifact."""
     with show_progress("prepare data", since_now("reading and comparing the problems")):
-        found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
-    config.folder.mkdir(parents=True, exist_ok=True)
-    write_json(config.folder / REPORT, found)
+        found = record_data(config, prepared.prepare_problems(config))
     create_markdown_artifact(
         report_page(found), key="data", description="What is in the data, what was left out and why"
     )
@@ -72,13 +67,14 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
     """Encode the prompts. Return how many fit the context, statistics of their lengths in tokens, and how many were
     skipped, by reason.
 
-    Cached and written as an artifact, like `prepare_data`.
+    From the cache if problems, model, settings and code are unchanged. The artifact is written here, because the body
+    of a cached task does not run.
     """
     with show_progress("encode", since_now("encoding the prompts")):
         found = encode_prompts(
-            settings=_settings(config),
+            config=config,
             model=str(model),
-            max_context=config.rollout.max_context,
+            settings=prepared.problem_settings(config) | {"max_context": config.rollout.max_context},
             clock=run_began(read_run_id(config.folder)) if config.data.prompt_template == "chat" else None,
             hashes=prepared.file_hashes(config),
             code=code_hash("data", "reward"),
@@ -87,29 +83,24 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
     return found
 
 
-@task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
-def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> DataReport:
-    """The report on the problem sets that these tables of a config describe. The hashes are only cache keys."""
-    return report_data(prepared.prepare_problems(Config.model_validate(settings)))
-
-
-@task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
+@task(
+    name="encode prompts", cache_policy=INPUTS - "config" + TASK_SOURCE, persist_result=True, result_serializer="json"
+)
 def encode_prompts(
-    settings: Mapping[str, Any],
+    config: Config,
     model: str,
-    max_context: int,
+    settings: Mapping[str, Any],
     clock: datetime | None,
     hashes: Mapping[str, str],
     code: str,
 ) -> PromptFigures:
-    """Figures of the training prompts in tokens. The hashes are only cache keys."""
-    config = Config.model_validate(settings)
+    """Figures of the training prompts in tokens. Settings, hashes and code are only cache keys; the config is none."""
     tokenizer = Tokenizer(Path(model))
     encoded = encode_problems(
         prepared.training_problems(config),
         tokenizer.hf,
         config.data,
-        max_context,
+        config.rollout.max_context,
         vocabulary=tokenizer.vocabulary(),
         clock=clock,
     )
@@ -147,16 +138,6 @@ def report_page(found: DataReport) -> str:
     if rejected:
         parts += ["## Rows left out", "\n".join(f"- {code_span(row)}" for row in rejected[:SHOWN])]
     return "\n\n".join(parts) + "\n"
-
-
-def _settings(config: Config) -> JsonObject:
-    """The tables of a config that `prepared.prepare_problems` reads. The cache key must contain nothing else."""
-    reward = config.reward
-    return {
-        "data": config.data.model_dump(mode="json"),
-        "reward": {"function": "math" if reward.uses_math else "own:reward" if reward.is_own else "exact"},
-        "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
-    }
 
 
 def _cell(figures: Mapping[str, object], what: str) -> str:

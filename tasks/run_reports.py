@@ -18,6 +18,7 @@ from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import check_not_held
 from engine.run.progress import read_progress
+from engine.run.s3 import SCHEME
 from engine.types import JsonObject
 from tasks.cluster.prefect_api import post_json
 from tasks.console import REFUSED, format_duration, print_error, print_page
@@ -49,6 +50,10 @@ def find_folder(run: str, output: Path) -> RunFolder:
         if not folders:
             raise BadInput(f"{output} has no run; name the folder of runs by --output")
         return folders[0]
+    if run.startswith(SCHEME):
+        raise BadInput(
+            f"{run}: only metronome watch and metronome trace read s3://; copy the run folder, and name the copy"
+        )
     name = _FLOW_NAME.sub(r"\1", run)
     for path in (Path(run), output / name):
         if (path / "config.toml").is_file():

@@ -175,9 +175,10 @@ def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
     retry_delay_seconds=DELAY_S,
     retry_condition_fn=_worth_resuming,
 )
-def train(config: Config, resume: bool = False, ready: Callable[[], None] = lambda: None) -> int:
+def train(config: Config, resume: bool = False, ready: Callable[[], Config] | None = None) -> int:
     """Train from the newest published checkpoint if `resume` is set or this is a retry, else from step 0. Return the
-    number of steps. `ready` is called before each attempt; it waits for the other nodes.
+    number of steps. `ready` is called before each attempt; it waits for the other nodes and returns the attempt's
+    config.
 
     Raises the error that ended the run, or MetronomeError when the run is no longer resumed.
     """
@@ -192,8 +193,7 @@ def train(config: Config, resume: bool = False, ready: Callable[[], None] = lamb
         time.sleep(pause_s)
     with TrainingArtifacts(config) as progress:
         try:
-            ready()
-            return train_shown(config, resume or again, also=progress)
+            return train_shown(config if ready is None else ready(), resume or again, also=progress)
         except TakenOver:
             raise  # another flow writes the folder now
         except MetronomeError as error:

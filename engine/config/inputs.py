@@ -79,7 +79,7 @@ class Model(Table):
     config.json and the tokenizer."""
 
 
-TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+TAKEN = frozenset({"messages", "documents", "add_generation_prompt", "strftime_now"})
 """Variables of a chat template that are never the user's."""
 
 
@@ -134,8 +134,8 @@ class Data(Table):
     instruction: str = ""
     """Text after the user's last message, on a line of its own unless it begins with white space. Needs "chat"."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. Needs
-    "chat"."""
+    """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. `tools` is a
+    list of tables, the tools that every prompt describes (docs/programs.md). Needs "chat"."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -178,6 +178,12 @@ class Data(Table):
         _check_plain(self.chat_template_kwargs)
         if taken := sorted(TAKEN & self.chat_template_kwargs.keys()):
             raise ValueError(f"data.chat_template_kwargs.{taken[0]}: Metronome itself gives this variable")
+        tools = self.chat_template_kwargs.get("tools", [])
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError(
+                f"data.chat_template_kwargs.tools = {tools!r:.200}: expected a list of tables, each the JSON schema of a "
+                "function, as OpenAI's API has it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from engine.config import Config
 
@@ -44,6 +47,24 @@ def all_joining(config: Config) -> Config:
             "dry_run": config.dry_run.model_copy(update={"joining": config.dry_run.joining + rollout.instances}),
         }
     )
+
+
+def on_fewer_nodes(config: Config, nodes: int) -> Config | None:
+    """The config of a run that goes on with at most this number of trainer nodes, and with as many ranks on each as
+    before: with fewer replicas of the model. None where there are fewer nodes than cluster.least_nodes, or no layout
+    fits."""
+    layout = config.parallel
+    least = config.cluster.least_nodes or layout.nodes
+    for left in range(min(nodes, layout.nodes), least - 1, -1):
+        data, rest = divmod(layout.data * left, layout.nodes)
+        if rest or not data:
+            continue
+        tree = config.model_dump(exclude_unset=True)
+        rendezvous = layout.rendezvous if left > 1 else ""
+        tree["parallel"] |= {"data": data, "nodes": left, "rendezvous": rendezvous}
+        with contextlib.suppress(ValidationError):
+            return Config.model_validate(tree)
+    return None
 
 
 def describe_placing(config: Config) -> Iterator[str]:

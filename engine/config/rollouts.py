@@ -184,9 +184,9 @@ class Queue(Table):
     library (`pip install metronome[transferqueue]`): processes on the orchestrator's machine, or on the nodes of a Ray
     cluster (docs/rollouts.md). It needs unauthenticated = true."""
     address: str = ""
-    """Address "host:port" of a running Ray cluster, on each of whose nodes a storage unit starts; "auto": that of the
-    orchestrator's machine. The orchestrator's machine must be one of its nodes. Empty: Metronome starts Ray on loopback
-    on the orchestrator's machine."""
+    """Address "host:port" of a running Ray cluster, on each of whose nodes a storage unit starts (with cluster.engine =
+    "ray": on each of the run's nodes); "auto": that of the orchestrator's machine. The orchestrator's machine must be
+    one of its nodes. Empty: Metronome starts Ray on loopback on the orchestrator's machine."""
     unauthenticated: bool = False
     """Allow a store without passwords: with "transferqueue" every user of the orchestrator's machine can read and
     change the groups, and run code as the user of the run. With an address, so can whoever reaches the cluster's nodes

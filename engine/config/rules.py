@@ -468,6 +468,16 @@ def _check_cluster(config: Tree) -> None:
             'parallel.rendezvous = "auto" needs cluster.engine = "ray"; without it give host:port of the first '
             "training node"
         )
+    least = config.cluster.least_nodes
+    if config.cluster.engine == "ray" and least > config.parallel.nodes:
+        raise ValueError(f"cluster.least_nodes ({least}) is more than parallel.nodes ({config.parallel.nodes})")
+    instances = config.rollout.instances + config.dry_run.joining
+    most = config.cluster.most_instances
+    if config.cluster.engine == "ray" and most and not 0 < instances <= most:
+        raise ValueError(
+            f"cluster.most_instances ({most}): the run starts with {instances} instances (rollout.instances and "
+            "dry_run.joining); these must be at least 1, and at most most_instances"
+        )
 
 
 def _check_store(config: Tree) -> None:

@@ -358,6 +358,13 @@ class Cluster(Table):
     wait_s: PositiveFloat = 600.0
     """Seconds that a run waits for Ray to have room for it, at its start, and before it resumes after the death of a
     trainer node."""
+    least_nodes: int = Field(default=0, ge=0)
+    """Trainer nodes with which a run goes on if others have died and Ray has none to replace them within a minute:
+    `parallel.data` shrinks with `parallel.nodes`, and each later attempt asks for all nodes again. 0: all of them, for
+    which the run waits."""
+    most_instances: int = Field(default=0, ge=0)
+    """Number of instances that a run may have while the cluster has room. It starts with those of `rollout.instances`
+    and `dry_run.joining`, and takes others between two steps. 0: only those."""
 
 
 class Checkpoint(Table):

@@ -65,6 +65,13 @@ class Tree(Table):
         return self.train.micro_batch_tokens * self.parallel.lockstep * (WINDOW_PER_STAGE * pipeline if deep else 1)
 
     @property
+    def most_together(self) -> int:
+        """Largest number of micro-batches that a replica trains in one schedule of windows that are all there: those of
+        `WINDOWS_TOGETHER` full windows under a pipeline, else 1, since without one nothing is won."""
+        pipeline = self.parallel.pipeline
+        return WINDOWS_TOGETHER * WINDOW_PER_STAGE * pipeline if pipeline > 1 else 1
+
+    @property
     def groups_in_flight(self) -> int:
         """Whole groups in flight on one instance at a time: rollout.concurrency, or its share of a batch."""
         if self.rollout.concurrency != "all":

@@ -1,7 +1,7 @@
 """From the config to the training problems and the held-out problems of a run: read, clean, split, decontaminate.
 
-`prepare_problems` is a pure function of the config and the files. Orchestrator, evaluation and tasks each call it and
-get the same rows.
+`prepare_problems` is a pure function of the config and the files. A run prepares its problems once and keeps them in
+its folder (`write_prepared`); its later stages read them there.
 
 Split: problems are held out by their content, so adding, removing or reordering rows moves no other row.
 
@@ -15,10 +15,12 @@ one template would count as one. Problems of fewer than 13 words overlap if thei
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from engine.config import Config
 from engine.data.benchmark_files import benchmark_paths
@@ -35,6 +37,11 @@ from engine.data.problems import (
 from engine.data.prompts import prompt_id
 from engine.data.row_format import RowFormat, has_column
 from engine.errors import BadInput
+from engine.run.files import read_json, seal, write_atomically
+from engine.types import JsonObject
+
+FILE = "problems.json"
+"""Name of the file in the run folder with the problems that the run trains on and those that it holds out."""
 
 
 def split_problems(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
@@ -197,15 +204,62 @@ def prepare_problems(config: Config) -> Prepared:
 
 
 def training_problems(config: Config) -> Problems:
-    """The problems that a run trains on."""
-    return prepare_problems(config).train
+    """The problems that a run trains on. Raises BadInput like `prepare_problems` and `read_prepared`."""
+    found = read_prepared(config)
+    return prepare_problems(config).train if found is None else found[0]
 
 
 def heldout_problems(config: Config) -> Problems:
-    """The problems that a run is evaluated on if `evaluate.benchmark` is empty."""
-    if not config.data.heldout:
-        return _sides(config)[1]
-    return read_problems(config.data.heldout, RowFormat.of(config))
+    """The problems that a run is evaluated on if `evaluate.benchmark` is empty. Raises BadInput as above."""
+    if config.data.heldout:
+        return read_problems(config.data.heldout, RowFormat.of(config))
+    found = read_prepared(config)
+    return _sides(config)[1] if found is None else found[1]
+
+
+def write_prepared(config: Config, prepared: Prepared) -> None:
+    """Write the training and the held-out problems to the run folder, for `read_prepared`. Those of the same files and
+    settings that are there stay, so a resumed run keeps its rows in a newer Metronome."""
+    if read_prepared(config) is not None:
+        return
+    content = {"of": _origin(config), "train": asdict(prepared.train), "heldout": asdict(prepared.heldout)}
+    write_atomically(config.folder / FILE, json.dumps(seal(content)))
+
+
+def read_prepared(config: Config) -> tuple[Problems, Problems] | None:
+    """The training and the held-out problems that `write_prepared` wrote to the run folder. None if there are none, or
+    if they are of other files or settings than the config's.
+
+    Raises BadInput if the file is damaged, and if a problem set can't be read.
+    """
+    file = config.folder / FILE
+    if not file.exists():
+        return None
+    found = read_json(file, "the run's problems", "delete it; the problem sets are then read again", sealed=True)
+    return (_problems(found["train"]), _problems(found["heldout"])) if found["of"] == _origin(config) else None
+
+
+def problem_settings(config: Config) -> JsonObject:
+    """The tables of a config that `prepare_problems` reads, and nothing else."""
+    reward = config.reward
+    return {
+        "data": config.data.model_dump(mode="json"),
+        "reward": {"function": "math" if reward.uses_math else "own:reward" if reward.is_own else "exact"},
+        "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
+    }
+
+
+def _origin(config: Config) -> str:
+    """SHA-256 (hex) of all that decides what `prepare_problems` returns: settings, and contents of the files."""
+    text = json.dumps([problem_settings(config), file_hashes(config)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _problems(found: Mapping[str, Any]) -> Problems:
+    """The set that `asdict` made plain."""
+    rows = tuple(ProblemRow(**{**row, "messages": tuple(row["messages"])}) for row in found["rows"])
+    rejected = tuple(Rejected(**row) for row in found["rejected"])
+    return Problems(**{**found, "rows": rows, "rejected": rejected, "notes": tuple(found["notes"])})
 
 
 def problems_version(problems: Problems) -> str:
@@ -225,7 +279,7 @@ def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
     train = clean_problems(_training_rows(config), math=config.reward.uses_math)
     if config.data.heldout:
-        return train, heldout_problems(config)
+        return train, read_problems(config.data.heldout, RowFormat.of(config))
     return split_problems(train, config.data.heldout_fraction)
 
 

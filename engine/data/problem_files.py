@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.recipe import find_file
 from engine.errors import BadInput
+from engine.run.s3 import SCHEME, open_s3, s3_errors
 from engine.types import JsonObject
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 """Suffixes of readable files, in upper or lower case."""
-
-SCHEME = "s3://"
-"""Scheme of addresses on S3."""
 
 BYTES = "unreadable bytes"
 """Key of the object that replaces bytes (a picture, a sound) in a row; its value is their number."""
@@ -154,11 +152,8 @@ def _walk(folder: Path) -> Iterable[str]:
 
 
 def _s3_files(path: str) -> list[File]:
-    import botocore.exceptions  # imported here, because it takes seconds, which local files do not need
-    import s3fs
-
-    try:
-        store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)  # a file may be new
+    with s3_errors(f"problem set {path}"):
+        store = open_s3()
         if store.isfile(path):
             _check_suffix(path)
             return [File(path, store.cat_file(path))]
@@ -167,13 +162,6 @@ def _s3_files(path: str) -> list[File]:
         if not names:
             raise FileNotFoundError
         return [File(folder + name, store.cat_file(folder + name)) for name in _in_folder(path, names)]
-    except FileNotFoundError:
-        raise BadInput(f"problem set {path}: no such file or folder on S3") from None
-    except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
-        raise BadInput(
-            f"problem set {path}: S3 cannot be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY must hold its address and your credentials"
-        ) from None
 
 
 def _in_folder(folder: str, names: Iterable[str]) -> list[str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any, TypedDict
 
-from engine.data.prepared import Prepared, problems_version
+from engine.config import Config
+from engine.data.prepared import Prepared, problems_version, write_prepared
 from engine.data.problems import ProblemRow, Problems, format_counts
 from engine.errors import BadInput
-from engine.run.files import read_json
+from engine.run.files import read_json, write_json
 from engine.run.logs import log_error
 
 DIFFICULTY = ("difficulty", "level")
@@ -76,6 +77,16 @@ def report_data(prepared: Prepared) -> DataReport:
         "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
         "notes": list(prepared.notes),
     }
+
+
+def record_data(config: Config, prepared: Prepared) -> DataReport:
+    """Write what a run needs of its problem sets to its folder: the rows for its later stages, and the report, which is
+    returned."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    write_prepared(config, prepared)
+    found = report_data(prepared)
+    write_json(config.folder / REPORT, found)
+    return found
 
 
 def read_report(folder: Path) -> DataReport | None:

@@ -40,13 +40,13 @@ class DynamicSampling:
         """Whether all wanted groups are known."""
         return self.used is not None
 
-    def wants(self, tried: int, in_flight: int, room: int) -> bool:
+    def wants(self, tried: int, in_flight: int, room: bool) -> bool:
         """Return whether to try another prompt, after `tried` prompts of which `in_flight` are still being generated.
 
-        The number of prompts in flight is the number of groups still wanted, or the instances' `room` if that is
-        larger. Once enough groups are found, a prompt that starts later can't be among the first.
+        As many prompts are in flight as groups are still wanted, and more while the instances have `room` for another
+        group. Once enough groups are found, a prompt that starts later can't be among the first.
         """
-        return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
+        return self.found < self.wanted and tried < self.limit and (room or in_flight < self.wanted - self.found)
 
     def add_group(self, row: Row) -> list[Row]:
         """Add a finished group, whose `index` is the prompt's number. Return the groups that are now selected.

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine.data.loader import sampling_seed
 from engine.errors import DeadlineError, MetronomeError
@@ -183,34 +184,50 @@ class Producer:
         """Generate groups for (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
 
         `put` gets each finished group and passes it to the selection. More prompts are started than may be needed, to
-        keep the instances busy. At the end, groups that are still being generated are cancelled, but a `put` that has
-        begun is awaited, because the selection is complete before its last group is put. The first failure cancels the
-        rest and is raised.
+        keep the instances busy: another one as soon as the instances have room for a group, whatever the slowest
+        responses of the earlier ones do. Only a group that is being scored counts whole, since its scores may say that
+        no other prompt is needed. At the end, groups that are still being generated are cancelled, but a `put`
+        that has begun is awaited, because the selection is complete before its last group is put. The first failure
+        cancels the rest and is raised.
         """
         tried = 0
+        left = dict[int, int]()  # responses of each group that have not ended; of a group that is being scored, all
         running = set[asyncio.Task[None]]()
         putting = set[asyncio.Task[None] | None]()
+        changed = asyncio.Event()
 
         async def begin(group: Row) -> None:
             putting.add(asyncio.current_task())
             await put(group)
 
+        async def end_response(response: PackedFinished) -> None:
+            left[response.group] = left[response.group] - 1 or self._group_size
+            changed.set()
+
+        def end_group(index: int, task: asyncio.Task[None]) -> None:
+            del left[index]
+            running.discard(task)
+            changed.set()
+
+        def has_room() -> bool:
+            return sum(left.values()) + self._group_size <= self._pool.serving * self._pool.slots
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
-                    while selection.wants(
-                        tried, len(running), self._pool.serving * self._pool.slots // self._group_size
-                    ):
+                    changed.clear()
+                    while selection.wants(tried, len(running), has_room()):
                         epoch, prompt = next(prompts)
-                        running.add(
-                            tasks.create_task(
-                                self._generate_group(
-                                    step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, on_finished=None
-                                )
+                        task = tasks.create_task(
+                            self._generate_group(
+                                step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, on_finished=end_response
                             )
                         )
+                        task.add_done_callback(partial(end_group, tried))
+                        running.add(task)
+                        left[tried] = self._group_size
                         tried += 1
-                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    await changed.wait()
                 for task in running - putting:
                     task.cancel()
         except ExceptionGroup as failures:

@@ -6,6 +6,7 @@ The conversation is kept here. The process gets each turn that was sampled and s
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -135,8 +136,11 @@ class ProgramPool:
 
     async def start(self, tokenizer: LoadTokenizer) -> None:
         """Start all processes. Raises BadInput if the program can't be loaded."""
-        refuses = self.config.rollout.template_rewrites == "refuse"
-        tokenizer = msgspec.structs.replace(tokenizer, refuse_rewrites=refuses)
+        tokenizer = msgspec.structs.replace(
+            tokenizer,
+            refuse_rewrites=self.config.rollout.template_rewrites == "refuse",
+            variables=json.dumps(self.config.data.chat_template_kwargs).encode(),
+        )
         for worker in self._workers:
             worker.process.launch()
             worker.process.begin(tokenizer)

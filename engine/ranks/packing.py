@@ -163,6 +163,20 @@ def pack_parts(parts: Sequence[P], budget: int) -> Iterator[list[P]]:
         yield packed
 
 
+M = TypeVar("M")
+
+
+def join_windows(windows: Iterable[Sequence[M]], most: int) -> list[list[M]]:
+    """Return windows joined in order to lists of at most `most` micro-batches. A window that has more stays alone."""
+    joined: list[list[M]] = []
+    for window in windows:
+        if joined and len(joined[-1]) + len(window) <= most:
+            joined[-1].extend(window)
+        else:
+            joined.append([*window])
+    return joined
+
+
 def tensor_of(numbers: Sequence[Any] | NDArray[Any], dtype: torch.dtype) -> Tensor:
     """Return numbers as a tensor on the host. If they are an array or a view of one (`Numbers`), their buffer is
     copied, so no number of a response is rounded."""

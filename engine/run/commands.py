@@ -19,6 +19,9 @@ WAIT_POLICY = "OMP_WAIT_POLICY"
 """Variable of OpenMP that says whether threads sleep or spin while they wait for each other."""
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's and torch_npu's allocator: segments of device memory can grow."""
+STORE_NODES = "METRONOME_STORE_NODES"
+"""Environment variable with the ids of a run's nodes of a Ray cluster, on which its storage units lie. Without it, and
+if none of them is alive, they lie on all nodes."""
 LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 

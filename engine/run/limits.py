@@ -147,7 +147,8 @@ def _open_files_limit(config: Config, instances: int = 0) -> Limit:
 def open_files(config: Config, instances: int = 0) -> int:
     """Largest number of files that the orchestrator has open at once, with the instances that the config expects, or
     with `instances` if they are more. An evaluation during the run may sample more responses for each prompt."""
-    instances = max(1, instances, config.rollout.instances + config.dry_run.joining)
+    expected = config.rollout.instances + config.dry_run.joining
+    instances = max(1, instances, expected, config.cluster.most_instances)
     in_flight = instances * config.groups_in_flight * max(config.rollout.group_size, config.evaluate.samples)
     return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
 

@@ -31,17 +31,20 @@ def hold_lock(
 
     Only its owner can open the file, because whoever can open it can hold the lock. Waits up to `wait_s` seconds for
     another holder to end, and calls `waiting` once with a message. The wait starts over whenever `progress` returns a
-    new value. Raises BadInput, naming `what` is locked and the holder. Works across nodes if the file system supports
-    flock (NFS does).
+    new value. Raises BadInput, naming `what` is locked and the holder, or whose it is if another user owns it. Works
+    across nodes if the file system supports flock (NFS does).
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except PermissionError as error:
+        raise BadInput(f"{what} cannot be locked: {error.strerror} ({file}{_owner(file)})") from None
     try:
         if os.fstat(descriptor).st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600)
         _take(descriptor, what, wait_s, waiting, progress=progress)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(descriptor, _named(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -65,10 +68,16 @@ def share_lock(file: Path, what: str) -> Iterator[None]:
 
 
 def check_not_held(file: Path, what: str) -> None:
-    """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. Writes nothing."""
+    """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. Writes nothing. Of a lock
+    that only another user can open it is known whether a process of this machine holds it."""
     if not file.exists():
         return
-    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        if (process := _holding_process(file.stat())) is not None:
+            raise BadInput(f"{what} is in use by {_named(process)}; wait for its end or cancel it") from None
+        return
     try:
         _take(descriptor, what, 0.0, lambda message: None)
     finally:
@@ -105,8 +114,20 @@ def _holder(descriptor: int) -> str:
     """Return who holds the lock: a process of this machine by /proc/locks, else who wrote its name into the file. That
     may be another one, which has ended since."""
     if (process := _holding_process(os.fstat(descriptor))) is not None:
-        return f"process {process} on {socket.gethostname()}"
+        return _named(process)
     return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+
+
+def _named(process: int) -> str:
+    return f"process {process} on {socket.gethostname()}"
+
+
+def _owner(file: Path) -> str:
+    """Return whose the file is, or the folder in which it would be made; empty if that cannot be seen either."""
+    with contextlib.suppress(OSError, KeyError):
+        there = next(path for path in (file, *file.parents) if path.exists())
+        return f"; {there} is {there.owner()}'s"
+    return ""
 
 
 def is_seen_held(file: Path) -> bool:

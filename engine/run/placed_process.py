@@ -5,14 +5,17 @@ The actor holds the lifeline (engine.run.process), so the process ends with it, 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.run.process import Child, python_command
+from engine.run.process import Child, hold_lifeline, python_command
 from engine.run.vllm_command import VISIBLE
 
 FOLDER = "{folder}"
@@ -23,6 +26,10 @@ THREADS = "OMP_NUM_THREADS"
 """Ray sets it to the actor's CPUs; the process gets it from the run instead."""
 PIECE = 2**20
 """Most bytes of a log that are sent at a time."""
+KEPT = 16 * PIECE
+"""Most bytes of a log that a node keeps for a run that does not fetch them. Older ones are dropped."""
+CLOSE_S = 5.0
+"""Longest time in seconds until a reader of output has ended."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,55 @@ class News:
     """What it has printed."""
 
 
+class _Output:
+    """What a process prints into a named pipe, until somebody takes it: nothing of it lies on the node's disk."""
+
+    def __init__(self, pipe: Path) -> None:
+        """Make the pipe."""
+        os.mkfifo(pipe, 0o600)
+        self._pipe = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for writing too, so that it never has an end
+        self._kept = bytearray()
+        self._dropped = 0
+        """Number of bytes that were dropped since the last `take`."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read_on, name="output", daemon=True)
+        self._thread.start()
+
+    def _read_on(self) -> None:
+        while not self._closed.is_set():
+            select.select([self._pipe], [], [], 1.0)
+            with self._lock:
+                self._read()
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._kept += os.read(self._pipe, PIECE)
+                over = max(0, len(self._kept) - KEPT)
+                del self._kept[:over]
+                self._dropped += over
+
+    def take(self, most: int) -> tuple[bytes, bool]:
+        """What was printed and not yet taken, up to `most` bytes, and whether there is more."""
+        with self._lock:
+            self._read()
+            piece = bytes(self._kept[:most])
+            del self._kept[:most]
+            if self._dropped:
+                piece = f"... {self._dropped} bytes of this log were not fetched in time ...\n".encode() + piece
+                self._dropped = 0
+            return piece, bool(self._kept)
+
+    def close(self) -> None:
+        """End the reading, and close the pipe."""
+        self._closed.set()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._pipe, b"\n")  # wakes the reader
+        self._thread.join(CLOSE_S)
+        os.close(self._pipe)
+
+
 class PlacedProcess:
     """The process, as the actor has it. It gets the actor's environment, in which the cluster shows it its devices."""
 
@@ -58,9 +114,10 @@ class PlacedProcess:
             devices={name: os.environ[name] for name in VISIBLE.values() if os.environ.get(name)},
             niceness=os.nice(0),
         )
-        self._folder = Path(tempfile.mkdtemp(prefix="metronome-"))
+        # beside the lifeline, where a later process removes it if this one is killed
+        self._folder = Path(tempfile.mkdtemp(dir=Path(hold_lifeline()).parent))
+        self._output = _Output(self._folder / "log")
         self._child: Child | None = None
-        self._read = 0
 
     def place(self) -> ActorPlace:
         """Where it is."""
@@ -88,14 +145,15 @@ class PlacedProcess:
         """What has happened since the last look."""
         assert self._child is not None, "start comes first"
         code = self._child.process.poll()
-        with (self._folder / "log").open("rb") as log:
-            log.seek(self._read)
-            piece = log.read(PIECE)
-        self._read += len(piece)
-        return News(code if len(piece) < PIECE else None, piece)
+        piece, more = self._output.take(PIECE)
+        return News(None if more else code, piece)
 
-    def stop(self, grace_s: float) -> None:
-        """End the process: SIGTERM, and SIGKILL after `grace_s` seconds."""
+    def stop(self, grace_s: float) -> bytes:
+        """End the process: SIGTERM, and SIGKILL after `grace_s` seconds. Returns what it has printed since the last
+        look. Nothing may be asked after this."""
         if self._child is not None:
             self._child.stop(grace_s)
+        printed, _ = self._output.take(KEPT)
+        self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        return printed

@@ -3,7 +3,8 @@
 `python -m engine.store.transferqueue --name NAME --addresses FILE (--folder DIR | --address HOST:PORT)`
 
 With a folder, it starts Ray on loopback, with its files in that folder. Ray's processes belong to this process's group
-and end with it. With an address, it joins a running cluster, and starts a unit on each node. This process owns these
+and end with it. With an address, it joins a running cluster, and starts a unit on each node
+of the run, or on all nodes if Ray does not place the run. This process owns these
 actors: Ray ends them when it ends, however it ends, and the cluster goes on.
 
 Once all servers are ready, it writes their addresses to FILE (`engine.wire.store_addresses`) and waits to be ended.
@@ -21,6 +22,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from engine.run.commands import STORE_NODES
 from engine.run.files import write_atomically
 from engine.run.process import watch_lifeline
 from engine.wire.store_addresses import StoreAddresses, StoreServer, pack_addresses
@@ -130,14 +132,17 @@ def _start() -> tuple[list[Any], StoreAddresses]:
 
 
 def _nodes(dead: Container[str]) -> list[str]:
-    """Return the ids of the nodes that are alive, except those in `dead`. A node without CPUs, such as the head of a
-    cluster on Kubernetes, is not meant for work, and is left out if there are others."""
+    """Return the ids of the nodes that are alive, except those in `dead`: those of the run if there are (STORE_NODES).
+    A node without CPUs, such as the head of a cluster on Kubernetes, is not meant for work, and is left out if there
+    are others."""
     import ray
 
     alive = sorted(
         (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in dead),
         key=lambda node: str(node["NodeID"]),
     )
+    own = os.environ.get(STORE_NODES, "").split(",")
+    alive = [node for node in alive if node["NodeID"] in own] or alive
     working = [node for node in alive if node["Resources"].get("CPU")]
     return [str(node["NodeID"]) for node in working or alive]
 

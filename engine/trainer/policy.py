@@ -29,7 +29,7 @@ from engine.model.routing import take_counts
 from engine.model.tri_model import TriModel, score_layouts, whole_row
 from engine.platform import Platform
 from engine.ranks.models import make_computation, open_models, packing_of
-from engine.ranks.packing import Packing
+from engine.ranks.packing import Packing, join_windows
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, find_loss
@@ -279,13 +279,17 @@ class Policy(Trainer):
         ended = time.time()
         self.metrics.train_s += ended - started
         tokens = sum(map(trained_tokens, window))
-        self._trace_window(started, ended, groups=[group.index for group in window], tokens=tokens)
-        if idle is not None and self.trace is not None:
-            self.trace.add_span("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
+        self._trace_window(started, ended, idle, groups=[group.index for group in window], tokens=tokens)
 
-    def _trace_window(self, started: float, ended: float, **attributes: Any) -> None:  # noqa: ANN401
-        """Trace a window, with the tokens and micro-batches that the step's sums have gained since the previous
-        window."""
+    def _trace_window(
+        self,
+        started: float,
+        ended: float,
+        idle: float | None,
+        **attributes: Any,  # noqa: ANN401
+    ) -> None:
+        """Trace a window, with the tokens and micro-batches that the step's sums have gained since the previous window.
+        `idle`: seconds in which this pipeline stage was idle; None if it was not measured."""
         computed = (self.metrics.computed_tokens, self.metrics.micro_batches)
         tokens, count = (new - old for new, old in zip(computed, self._traced, strict=True))
         self._traced = computed
@@ -293,6 +297,8 @@ class Policy(Trainer):
             self.trace.add_span(
                 "train", started, ended, step=self._step, computed_tokens=tokens, micro_batches=count, **attributes
             )
+            if idle is not None:
+                self.trace.add_span("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
 
     def score_early(self, finished: Sequence[FinishedResponse]) -> None:
         """Score responses under the frozen models before their group is complete. Collective over the replica group."""
@@ -349,23 +355,24 @@ class Policy(Trainer):
         self._held.add_log_ratios(window, log_ratios)
 
     def _train_held(self, update: int) -> None:
-        """Train the held windows of an update one by one. Collective over all ranks.
+        """Train the held windows of an update. Collective over all ranks.
 
-        A loss of batch scope takes its statistics over the update's whole mini-batch, under the weights that the update
-        starts from.
+        They are all here, so a pipeline fills and drains once for many of them: micro-batches and their order are those
+        of the windows. A loss of batch scope takes its statistics over the update's whole mini-batch, under the weights
+        that the update starts from.
         """
-        windows = self._held.take_windows(update)
+        windows = join_windows(self._held.take_windows(update), self.config.most_together)
         if self._batch_scope:
             for window in windows if update else ():  # those of the first update were added on arrival
                 self._add_log_ratios(window, self._policy_scores(window))
             self._statistics = self._held.statistics()
         for window in windows:
             started = time.time()
-            self._forward_backward(iter(window), len(window))
+            idle = self._forward_backward(iter(window), len(window))
             self.sums.end_window()
             ended = time.time()
             self.metrics.train_s += ended - started
-            self._trace_window(started, ended)
+            self._trace_window(started, ended, idle)
             self.heartbeat()
 
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:

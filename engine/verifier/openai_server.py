@@ -46,6 +46,9 @@ class Conversation(Protocol):
 
     length: int
 
+    def check_limits(self, stop: str | Sequence[str], max_new_tokens: int) -> object:  # noqa: D102
+        ...
+
     def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401, D102
         ...
 
@@ -76,10 +79,12 @@ async def serve_conversation(chat: Conversation) -> AsyncIterator[tuple[str, str
         raise
     finally:
         await runner.cleanup()
+        server.close()
 
 
 class _ConversationServer:
-    """Takes one request at a time. Each repeats the whole conversation, which must continue what was said."""
+    """Takes one request at a time. Each repeats the whole conversation, which must continue what was said. The last
+    request again, as clients send it that have given it up, gets the same turn."""
 
     def __init__(self, chat: Conversation) -> None:
         self.key = secrets.token_hex(32)
@@ -87,7 +92,15 @@ class _ConversationServer:
         self._chat = chat
         self._said: list[dict[str, Any]] = []
         self._turns = 0
-        self._busy = asyncio.Lock()
+        self._asked: Any = None
+        """The last request's body."""
+        self._reply: asyncio.Task[dict[str, Any]] | None = None
+        """The reply to it, which is sampled also where the client does not wait for it."""
+
+    def close(self) -> None:
+        """Sample no more."""
+        if self._reply is not None:
+            self._reply.cancel()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401
@@ -104,20 +117,32 @@ class _ConversationServer:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Sample the turn that the request asks for."""
-        if self._busy.locked():
-            return _failed(400, "the turn before is still being sampled; a conversation has one turn at a time")
-        async with self._busy:
-            try:
-                body = await request.json()
-                reply = await self._answer(body)
-            except OutOfRoom as error:
-                self.out_of_room = error
-                return _failed(400, str(error), "context_length_exceeded")
-            except (BadInput, ValueError) as error:  # json's and `Chat.complete`'s errors are ValueErrors
-                return _failed(400, str(error))
+        try:
+            body = await request.json()
+            reply = await self._reply_to(body)
+        except OutOfRoom as error:
+            self.out_of_room = error
+            return _failed(400, str(error), "context_length_exceeded")
+        except (BadInput, ValueError, TypeError, RuntimeError) as error:  # of json, tokenizer, template and `Chat`
+            return _failed(400, str(error))
         if not body.get("stream"):
             return web.json_response(reply)
         return await _stream(request, reply, bool((body.get("stream_options") or {}).get("include_usage")))
+
+    async def _reply_to(self, body: Any) -> dict[str, Any]:  # noqa: ANN401
+        before = self._asked, self._reply
+        if self._reply is None or body != self._asked:
+            if self._reply is not None and not self._reply.done():
+                raise BadInput("the turn before is still being sampled; a conversation has one turn at a time")
+            self._asked = body
+            self._reply = asyncio.create_task(self._answer(body))
+        asked = self._reply
+        try:
+            return await asyncio.shield(asked)
+        except Exception:
+            if self._reply is asked:  # a request that was refused is none that can be sent again
+                self._asked, self._reply = before
+            raise
 
     async def _answer(self, body: Any) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
@@ -132,20 +157,23 @@ class _ConversationServer:
         stop = body.get("stop") or ()
         if not all(isinstance(one, str) for one in stop):
             raise BadInput(f"stop: {stop!r:.80}; expected texts")
+        limits = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
+        if any(limit < 1 for limit in limits):
+            raise BadInput(f"max_tokens: {limits[0]}; expected at least 1")
+        limit = limits[0] if limits else 0
+        self._chat.check_limits(stop, limit)  # a request that is refused must not have continued the conversation
         self._continue(
             [_plain(place, message) for place, message in enumerate(body["messages"])],
-            {**(body.get("chat_template_kwargs") or {}), "tools": tools},
+            {**(body.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})},
         )
-        turn = await self._chat.complete(
-            stop=stop, max_new_tokens=body.get("max_completion_tokens") or body.get("max_tokens") or 0
-        )
+        turn = await self._chat.complete(stop=stop, max_new_tokens=limit)
         text = turn.text
         for end in (stop,) if isinstance(stop, str) else stop:
             text = text.removesuffix(end)
         message = {"role": "assistant", **(self._split_calls(text) if tools else {"content": text})}
         self._said.append(_plain(len(self._said), message))
         self._turns += 1
-        return self._reply(str(body.get("model", "")), turn, message)
+        return self._completion(str(body.get("model", "")), turn, message)
 
     def _continue(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
         """Append the messages that are new. Raises BadInput if those before are not what was said."""
@@ -174,7 +202,9 @@ class _ConversationServer:
                 called = json.loads(found[1])
                 name = called["name"]
                 arguments = called.get("arguments", {})
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, RecursionError):
+                return found[0]
+            if not isinstance(name, str):
                 return found[0]
             if not isinstance(arguments, str):
                 arguments = json.dumps(arguments)
@@ -185,7 +215,7 @@ class _ConversationServer:
         content = CALL.sub(take, text)
         return {"content": content.strip() or None, "tool_calls": calls} if calls else {"content": text}
 
-    def _reply(self, model: str, turn: Any, message: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+    def _completion(self, model: str, turn: Any, message: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401
         reason = "tool_calls" if message.get("tool_calls") else turn.finish_reason
         count = len(turn.token_ids)
         return {

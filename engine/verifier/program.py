@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ from engine.wire.verifier_messages import (
     VerifierMessage,
 )
 
-MARK = "metronome-turn-{};"
-"""Stands for a turn when a chat template is asked what stands around it."""
+MARK = "metronome-turn-{salt}-{place};"
+"""Stands for a turn when a chat template is asked what stands around it. No text of the conversation has it."""
 LARGEST = 2**31
 """More tokens than a turn can have."""
 SHOWN = 40
@@ -91,7 +92,8 @@ class ProgramTokenizer:
     def __init__(self, loaded: LoadTokenizer) -> None:
         self.decode = make_decoder(loaded)
         self.refuse_rewrites = loaded.refuse_rewrites
-        self._loaded = loaded
+        self._variables = json.loads(loaded.variables)
+        self.loaded = loaded
         self._fast: Any = None
         self._slow: Any = None
         if loaded.json:
@@ -104,6 +106,11 @@ class ProgramTokenizer:
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=False).ids)
         return list(self.hf.encode(text, add_special_tokens=False))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """Return the messages in the chat template, and the start of an answer. `variables`: the template's own, besides
+        data.chat_template_kwargs. Raises BadInput as `render_chat` does."""
+        return render_chat(self.hf, messages, {**self._variables, **variables})
 
     def one_token(self, text: str) -> int:
         """Return the id of a text that is one token. Raises ValueError for any other."""
@@ -119,7 +126,7 @@ class ProgramTokenizer:
             from transformers import AutoTokenizer
 
             self._slow = AutoTokenizer.from_pretrained(
-                self._loaded.folder, trust_remote_code=False, local_files_only=True
+                self.loaded.folder, trust_remote_code=False, local_files_only=True
             )
         return self._slow
 
@@ -151,10 +158,7 @@ class Chat:
         `stop`: texts of one token each that end this turn, besides `rollout.stop`. `max_new_tokens`: limit of this
         turn; 0: what is left of the response. Raises OutOfRoom if no token or no turn is left.
         """
-        if self._waiting is not None:
-            raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
-        stops = tuple(map(self._tokenizer.one_token, (stop,) if isinstance(stop, str) else stop))
-        limit = min(max(0, int(max_new_tokens)), LARGEST)
+        stops, limit = self.check_limits(stop, max_new_tokens)
         self._waiting = asyncio.get_running_loop().create_future()
         self.length += len(self._appended)
         appended = pack_ids(self._appended)
@@ -174,6 +178,14 @@ class Chat:
         self._history.append({"role": "assistant", "content": self._last.text})
         return self._last
 
+    def check_limits(self, stop: str | Sequence[str], max_new_tokens: int) -> tuple[tuple[int, ...], int]:
+        """Return the limits of a turn as they are sent. Raises ValueError if `complete` would for them, and RuntimeError
+        while a turn is sampled."""
+        if self._waiting is not None:
+            raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
+        stops = tuple(map(self._tokenizer.one_token, (stop,) if isinstance(stop, str) else stop))
+        return stops, min(max(0, int(max_new_tokens)), LARGEST)
+
     def append(self, what: str | Sequence[int] | Mapping[str, Any]) -> None:
         """Append what the environment says: a text, token ids, or a message for the chat template. It is not
         trained. A text is tokenized alone."""
@@ -184,7 +196,7 @@ class Chat:
 
     def messages(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
         """Append messages in the model's chat template, and the start of the next answer. `variables`: the template's
-        own.
+        own, besides data.chat_template_kwargs.
 
         What the template writes after the last turn is appended. What was sampled stays as it is, also where the
         template would rewrite it. Several calls after a turn append what one call with all their messages would. Raises
@@ -197,25 +209,34 @@ class Chat:
         if self._appended[kept:] != self._messages:
             raise BadInput("chat.messages: a text was appended after messages; sample a turn before further messages")
         history = [*self._history, *messages]
+        written = self._tokenizer.render(history, variables)
+        marks = self._make_marks(written + repr(history))
         marked = list(history)
-        for place in self._turns:
-            marked[place] = {**history[place], "content": MARK.format(place)}
-        text = render_chat(self._tokenizer.hf, marked, variables)
-        _, last, after = text.rpartition(MARK.format(self._turns[-1]))
+        for place, mark in marks.items():
+            marked[place] = {**history[place], "content": mark}
+        text = self._tokenizer.render(marked, variables)
+        _, last, after = text.rpartition(marks[self._turns[-1]])
         if not last:
             raise BadInput("chat.messages: the chat template leaves out the last turn")
-        self._note_rewrite(render_chat(self._tokenizer.hf, history, variables), text)
+        self._note_rewrite(written, text, marks)
         ids = self._tokenizer.encode(after)
         if ids[:1] == list(self._last.token_ids)[-1:]:
             ids = ids[1:]  # the end of the turn was sampled
         self._history += messages
         self._appended[kept:] = self._messages = ids  # `after` has the messages of earlier calls too
 
-    def _note_rewrite(self, written: str, marked: str) -> None:
+    def _make_marks(self, text: str) -> Mapping[int, str]:
+        """Return a mark for the place of each turn; `text` has none of them."""
+        salt = 0
+        while any(MARK.format(salt=salt, place=place) in text for place in self._turns):
+            salt += 1
+        return {place: MARK.format(salt=salt, place=place) for place in self._turns}
+
+    def _note_rewrite(self, written: str, marked: str, marks: Mapping[int, str]) -> None:
         """Compare what the template makes of the turns with the turns in place of their marks. Raises BadInput if they
         differ and that is to be refused."""
-        for place in self._turns:
-            marked = marked.replace(MARK.format(place), self._history[place]["content"])
+        for place, mark in marks.items():
+            marked = marked.replace(mark, self._history[place]["content"])
         if written == marked:
             return
         begin = len(commonprefix((written, marked)))
@@ -232,7 +253,7 @@ class Chat:
         conversation has begun already."""
         if self._turns or self._appended:
             raise BadInput("the conversation has begun already: chat.openai() begins it, once and before all else")
-        text = render_chat(self._tokenizer.hf, messages, variables)
+        text = self._tokenizer.render(messages, variables)
         token_ids = self._tokenizer.encode(text)
         count = len(self._prompt.token_ids)
         if token_ids[:count] != list(self._prompt.token_ids):

@@ -211,18 +211,24 @@ def _score_with(
 
 
 def _call_reward(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> object:
-    if reward.per_response:
-        return [_await_if_async(reward.call(prompt, response), runner) for response in responses]
-    return _await_if_async(reward.call(prompt, responses), runner)
+    """What the function returns, for all responses. An async function of one response waits for all of them at once."""
+    if not reward.per_response:
+        result = reward.call(prompt, responses)
+        return runner.run(_all_results([result]))[0] if inspect.isawaitable(result) else result
+    results = [reward.call(prompt, response) for response in responses]
+    return runner.run(_all_results(results)) if any(map(inspect.isawaitable, results)) else results
 
 
-def _await_if_async(result: object, runner: asyncio.Runner) -> object:
-    """Return the result of a reward; if the reward is async, run it first."""
-    return runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
-
-
-async def _as_coroutine(result: Any) -> object:  # noqa: ANN401
-    return await result
+async def _all_results(results: list[Any]) -> list[object]:
+    """Await those of `results` that can be awaited, all at once. Raises the first error in their order, when all have
+    ended: nothing of this call goes on in the next one."""
+    waiting = [result for result in results if inspect.isawaitable(result)]
+    ended = iter(await asyncio.gather(*waiting, return_exceptions=True))
+    found = [next(ended) if inspect.isawaitable(result) else result for result in results]
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return found
 
 
 def _checked_score(value: object, index: int) -> Score:

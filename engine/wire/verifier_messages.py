@@ -68,6 +68,8 @@ class LoadTokenizer(VerifierMessage):
     """The model's folder, for the chat template."""
     refuse_rewrites: bool = False
     """rollout.template_rewrites = "refuse"."""
+    variables: bytes = b"{}"
+    """data.chat_template_kwargs, as JSON."""
 
 
 class RewardLoaded(VerifierMessage):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -104,17 +105,27 @@ def webhook_block(url: str, kind: str, secret: str = "") -> CustomWebhookNotific
 
 def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -> list[str]:
     """Create or update block and automations on the server that PREFECT_API_URL names; returns the names. `url` may be
-    `OFF`, which removes the automations. `secret`: see `webhook_block`."""
+    `OFF`, which removes both. `secret`: see `webhook_block`. No other block of an earlier deploy keeps its secrets."""
     if url == OFF:
         for automation in build_alerts(UUID(int=0), "", wait_minutes):
             try:
                 Automation.read(name=automation.name).delete()
             except (ValueError, ObjectNotFound):
                 continue
+        _delete_blocks()
         return []
     name = SIGNED_BLOCK if secret else BLOCK
     block = webhook_block(url, kind, secret).save(name, overwrite=True)
-    return watchdog.install(build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes, kind))
+    installed = watchdog.install(build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes, kind))
+    _delete_blocks(keep=name)
+    return installed
+
+
+def _delete_blocks(keep: str = "") -> None:
+    for name, block in ((BLOCK, CustomWebhookNotificationBlock), (SIGNED_BLOCK, SignedWebhook)):
+        if name != keep:
+            with suppress(ValueError):  # there is none
+                block.delete(name)
 
 
 def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind: str = "json") -> list[Automation]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
@@ -70,10 +71,14 @@ def count_devices(config: Config, pool_instances: int = 0, training: bool = True
 
 
 def visible_cuda_devices() -> int:
-    """The number of CUDA devices of this machine that a process may use, without loading CUDA."""
+    """The number of CUDA devices of this machine that a process may use, without loading CUDA: of its
+    CUDA_VISIBLE_DEVICES those before the first that is none (-1 hides all)."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(CUDA_FILES.glob("nvidia[0-9]*")))
-    return there if chosen is None else min(there, len([one for one in chosen.split(",") if one.strip()]))
+    if chosen is None:
+        return there
+    named = (one.strip() for one in chosen.split(","))
+    return min(there, len(list(takewhile(lambda one: one and not one.startswith("-"), named))))
 
 
 @contextmanager

@@ -51,16 +51,18 @@ class Placed(Protocol):
     def config(self) -> Config:
         """The run's config, with the addresses at which all meet."""
 
-    def await_nodes(self) -> None:
-        """Wait until the further trainer nodes have a place. Called before each attempt. Raises DeadlineError."""
+    def await_nodes(self) -> Config:
+        """Wait until the further trainer nodes have a place. Called before each attempt, of which it returns the
+        config. Raises DeadlineError."""
 
 
 @dataclass(frozen=True)
 class _OnPools:
     config: Config
 
-    def await_nodes(self) -> None:
-        """The agents wait for each other (engine.ranks.agent)."""
+    def await_nodes(self) -> Config:
+        """The run's config. The agents wait for each other (engine.ranks.agent)."""
+        return self.config
 
 
 @contextmanager

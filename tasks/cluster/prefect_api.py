@@ -17,26 +17,25 @@ ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 """Environment variable of the server: the origins whose pages a browser lets read its replies. Prefect's default is
 all."""
 
+REPLY_S = 30.0
+"""Seconds within which the server must reply."""
 VACUUM = "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED"
 """Environment variable of the server: what it deletes by itself. Orphans are the logs and artifacts of deleted flow
 runs."""
 
 
-def get_json(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
-    """The JSON reply to a GET request."""
-    return _ask(urllib.request.Request(url), timeout_s=timeout_s)
-
-
 def post_json(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any:  # noqa: ANN401
     """The JSON reply to a JSON request. `auth`: "user:password"; None: the value in the environment is used."""
-    return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), auth)
-
-
-def _ask(request: urllib.request.Request, auth: str | None = None, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     if auth := auth or os.environ.get(CLIENT_AUTH):
-        request.add_header("Authorization", f"Basic {base64.b64encode(auth.encode()).decode()}")
-    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        request.add_header("Authorization", basic_auth(auth))
+    with urllib.request.urlopen(request, timeout=REPLY_S) as reply:
         return json.load(reply)
+
+
+def basic_auth(auth: str) -> str:
+    """The header `Authorization` for "user:password"."""
+    return f"Basic {base64.b64encode(auth.encode()).decode()}"
 
 
 def server_environment(auth: str, port: int) -> dict[str, str]:

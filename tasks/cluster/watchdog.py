@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 import httpx
 from prefect.automations import Automation
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterEndTime,
@@ -27,7 +28,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
     FlowRunFilterTags,
 )
+from prefect.client.schemas.objects import FlowRun, WorkPool
+from prefect.events import RelatedResource, emit_event
 from prefect.events.actions import ChangeFlowRunState
+from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
+from prefect.events.related import tags_as_related_resources
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
@@ -39,14 +44,13 @@ from engine.run.process import watch_lifeline
 TAG = "resumable"
 """Tag of deployments whose crashed runs are rescheduled."""
 SILENCE_S = 300.0
-"""Seconds without a heartbeat after which a flow run counts as dead. A Prefect server restarts in less."""
+"""Seconds without a heartbeat after which a flow run counts as dead. A Prefect server restarts in less. In a work pool
+of type process this holds from the moment that a worker takes the run: until the run begins, which takes minutes on a
+slow machine, `metronome worker` sends its heartbeats for as long as its process lives (tasks.cluster.worker)."""
 PENDING_S = 2400.0
-"""Seconds within which a run must begin after a worker took it; otherwise it counts as dead, because the worker's node
-was lost at that moment. Longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in
-infra/pools)."""
-PROCESS_PENDING_S = 120.0
-"""The same limit in a work pool of type process, where a run waits only for its libraries to load. If a slow run begins
-later, it continues: Prefect lets a crashed run begin, and nothing is resumed then."""
+"""Seconds within which a run of another work pool must begin after a worker took it; otherwise it counts as dead,
+because the worker's node was lost at that moment. Longer than a pod may wait for its image and its NPUs
+(pod_watch_timeout_seconds in infra/pools). A worker sends heartbeats of a process that does not begin for no longer."""
 PROCESS = "process"
 """Type of the work pools whose workers start runs as processes on their own node."""
 DELAY_S = 30.0
@@ -63,6 +67,7 @@ SWEEP_S = 60.0
 FORGOTTEN_S = 3600.0
 """Seconds after a crash during which the watchdog resumes a run."""
 
+HEARTBEAT = "prefect.flow-run.heartbeat"
 _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
 _PROCESSES = {"prefect.resource.role": "work-pool", "prefect.work-pool.type": PROCESS}
@@ -73,8 +78,8 @@ _BEGUN = {
     f"prefect.flow-run.{sign}"
     for sign in ("Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")
 }
-"""Each of these events says that a run began on its worker, or was taken back. There are several because one may be
-lost."""
+"""Each of these events says that a run began on its worker, is about to, or was taken back. There are several because
+one may be lost."""
 LEFT = {
     f"prefect.flow-run.{state}"
     for state in (
@@ -114,14 +119,14 @@ def build_automations(
 ) -> list[Automation]:
     """The automations that `install_automations` creates.
 
-    `delay_s`: seconds before a resume; `silence_s`: must be longer than two heartbeats; `crashes`: the limit of starts
-    in half an hour.
+    `delay_s`: seconds before a resume; `silence_s`: without a sign of life, must be longer than two heartbeats;
+    `crashes`: the limit of starts in half an hour.
     """
     return [
         _resume(delay_s),
         _silent(silence_s),
         _not_begun("metronome: a run does not begin", _NO_PROCESSES, PENDING_S),
-        _not_begun("metronome: a process does not begin", _PROCESSES, PROCESS_PENDING_S),
+        _not_begun("metronome: a process does not begin", _PROCESSES, silence_s),
         _loop(crashes),
     ]
 
@@ -149,8 +154,8 @@ def _silent(silence_s: float) -> Automation:
         name="metronome: a run is silent",
         description=f"A run that has not ended and sent no heartbeat for {silence_s:.0f} s counts as crashed.",
         trigger=EventTrigger(
-            after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *_ENDS},
+            after={HEARTBEAT},
+            expect={HEARTBEAT, *_ENDS},
             match=_RUNS,
             match_related=_OURS,
             for_each={"prefect.resource.id"},
@@ -163,8 +168,7 @@ def _silent(silence_s: float) -> Automation:
 
 
 def _not_begun(name: str, pools: dict[str, str], within_s: float) -> Automation:
-    """Mark a run as crashed that does not begin. `_silent` cannot act earlier, because a run sends its first heartbeat
-    when it begins."""
+    """Mark a run as crashed that does not begin. `_silent` waits for a first heartbeat, so it cannot act earlier."""
     return Automation(
         name=name,
         description=f"A run that a worker took and that did not start within {within_s:.0f} s counts as crashed.",
@@ -232,11 +236,35 @@ def crash_late(older_than_s: float = 2 * DELAY_S) -> list[str]:
     with get_client(sync_client=True) as client:
         processes = {pool.name for pool in client.read_work_pools() if pool.type == PROCESS}
         for run in client.read_flow_runs(flow_run_filter=wanted):
-            within_s = PROCESS_PENDING_S if run.work_pool_name in processes else PENDING_S
-            if run.state and datetime.now(UTC) - run.state.timestamp > timedelta(seconds=within_s + older_than_s):
+            within_s = SILENCE_S if run.work_pool_name in processes else PENDING_S
+            since = datetime.now(UTC) - timedelta(seconds=within_s + older_than_s)
+            if run.state and run.state.timestamp < since and not _has_heartbeat(client, run.id, since):
                 client.set_flow_run_state(run.id, Crashed(message=f"{_late(within_s)}, says the watchdog"))
                 late.append(run.name)
     return late
+
+
+def _has_heartbeat(client: SyncPrefectClient, run: UUID, since: datetime) -> bool:
+    """Whether the server has a heartbeat of the run since then."""
+    wanted = EventFilter(
+        event=EventNameFilter(name=[HEARTBEAT]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run}"]),
+        occurred=EventOccurredFilter(since=since),
+    )
+    return bool(client.read_events(wanted, limit=1).events)
+
+
+def send_heartbeat(run: FlowRun, pool: WorkPool) -> None:
+    """Send a heartbeat of a run for it, with what the automations match."""
+    pool_labels = {"prefect.resource.id": f"prefect.work-pool.{pool.id}", "prefect.resource.role": "work-pool"}
+    emit_event(
+        event=HEARTBEAT,
+        resource={"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": run.name},
+        related=[
+            RelatedResource(pool_labels | {"prefect.resource.name": pool.name, "prefect.work-pool.type": pool.type}),
+            *tags_as_related_resources(run.tags),
+        ],
+    )
 
 
 def _ask() -> None:

@@ -6,8 +6,10 @@ Prefect's own command kills the processes of its runs when it is stopped, and sa
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from uuid import UUID
 
@@ -21,6 +23,7 @@ from prefect.workers.process import ProcessWorker
 from engine.errors import BadInput
 from engine.run.logs import log_line
 from tasks.cluster import watchdog
+from tasks.cluster.services import HEARTBEAT_S
 
 GRACE_S = 50.0
 """Seconds that runs have to save and end, less than the 60 s that infra/compose gives its worker."""
@@ -55,35 +58,68 @@ async def _work(worker: ProcessWorker, grace_s: float, healthcheck: bool) -> set
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
     working = asyncio.create_task(worker.start(printer=log_line, with_healthcheck=healthcheck))
     stopping = asyncio.create_task(asked.wait())
-    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    vouching = asyncio.create_task(_vouch(worker))
+    await asyncio.wait({working, stopping, vouching}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    vouching.cancel()
     if working.done():
         working.result()
         return set()
     log_line(f"stopping: the runs save a checkpoint, for up to {grace_s:g} s")
     stopped = await _end_flows(grace_s)
     working.cancel()
-    with suppress(asyncio.CancelledError):
-        await working
+    for task in (working, vouching):
+        with suppress(asyncio.CancelledError):
+            await task
     return stopped
+
+
+async def _vouch(worker: ProcessWorker) -> None:
+    """Send the heartbeats of runs that have not begun and whose processes live: a slow machine loads their libraries
+    for minutes, and no other sign tells them from runs whose worker died when it took them."""
+    due: dict[psutil.Process, float] = {}
+    while True:
+        await asyncio.sleep(POLL_S)
+        living = dict(_living_flows())
+        due = {child: due.get(child, 0.0) for child in living}
+        for child, number in living.items():
+            if due[child] > time.monotonic():
+                continue
+            try:
+                run = await worker.client.read_flow_run(number)
+            except (httpx.HTTPError, ValueError):  # no answer, or a proxy's page: asked again
+                continue
+            except ObjectNotFound:  # deleted
+                due[child] = math.inf
+                continue
+            state = run.state.type if run.state else None
+            waits = state == StateType.PENDING and time.time() - child.create_time() < watchdog.PENDING_S
+            # one more when it runs, since the event of its beginning may be lost
+            if waits or state == StateType.RUNNING:
+                watchdog.send_heartbeat(run, worker.work_pool)
+            due[child] = time.monotonic() + HEARTBEAT_S if waits else math.inf
+
+
+def _living_flows() -> Iterator[tuple[psutil.Process, UUID]]:
+    """The processes of flow runs that this worker has started, with the flow runs."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            number = child.environ().get(_FLOW_RUN)
+            if number is not None and child.status() != psutil.STATUS_ZOMBIE:
+                yield child, UUID(number)
 
 
 async def _end_flows(grace_s: float) -> set[UUID]:
     """End the processes of flow runs, also of one that begins meanwhile; returns the flow runs."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + grace_s
-    told: dict[int, UUID] = {}
+    told: dict[psutil.Process, UUID] = {}
     while loop.time() < deadline:
-        living = 0
-        for child in psutil.Process().children():
+        living = dict(_living_flows())
+        for child in living.keys() - told.keys():
+            told[child] = living[child]
             with suppress(psutil.Error):
-                number = child.environ().get(_FLOW_RUN)
-                if number is None or child.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                living += 1
-                if child.pid not in told:
-                    told[child.pid] = UUID(number)
-                    child.terminate()
+                child.terminate()
         if not living:
             break
         await asyncio.sleep(POLL_S)

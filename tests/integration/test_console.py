@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from engine.algorithm.alignment import RECENT
 from engine.run.files import read_lines
 from support.commands import sets
 from support.runs import ROOT, Tree, base_settings, overrides, send, wait_for
@@ -87,3 +88,26 @@ def test_an_instance_that_dies_and_comes_back_is_told_in_a_line_each(console):
     lines = [line for line in console[0] if line.startswith("instances ")]
     assert len([line for line in lines if "SIGKILL" in line or "signal 9" in line]) == 1, lines
     assert all("\x1b" not in line and "\r" not in line for line in console[0])
+
+
+def test_gradients_that_leave_their_on_policy_range_are_told_in_a_line(tiny_model, problems, tmp_path):
+    """With a threshold that any gradient exceeds: from the trainer's report to the console and the run folder."""
+    keys = base_settings(tiny_model, problems, tmp_path) | {
+        "rollout.max_new_tokens": 4,
+        "train.prompts_per_step": 2,
+        "train.steps": RECENT + 2,
+        "algorithm.gradient_control": "measure",
+        "algorithm.gac_low": 1e-6,
+    }
+    command = [sys.executable, "-m", "flows.cli", "train", "infra/recipes/quickstart.toml", *sets(*overrides(keys))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = rf"step {RECENT}: the \|cosine\| of consecutive gradients, (0\.\d+) on average over {RECENT} steps, has left"
+    (line,) = [line for line in done.stdout.splitlines() if "cosine" in line and line.startswith("training")]
+    mean = re.search(said, line)
+    assert mean is not None, line
+    (notice,) = [row for row in read_lines(tmp_path / "run/logs/notices.jsonl") if row["stage"] == "training"]
+    assert notice["text"] in line
+    cosines = [row.get("grad_cosine") for row in read_lines(tmp_path / "run/steps.jsonl")]
+    assert cosines[0] is None  # the first gradient has none before it
+    assert float(mean[1]) == pytest.approx(sum(map(abs, cosines[1 : RECENT + 1])) / RECENT, abs=1e-3)

@@ -16,6 +16,8 @@ from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from support.runs import ROOT, Tree, overrides, send, wait_for
 
+pytestmark = pytest.mark.timeout(600)  # more than the waits of one test together, of which a busy machine needs most
+
 
 class Terminal:
     """Reads all that is printed on a terminal, as a real one does: its buffer is small, and who prints would wait."""

@@ -67,6 +67,24 @@ def test_replicas_share_every_mini_batch_and_a_killed_run_resumes_exactly(three_
 @pytest.mark.nightly
 @pytest.mark.parallel
 @pytest.mark.timeout(600)
+def test_a_pipeline_fills_once_for_what_is_held_for_an_update(three_updates, tmp_path):
+    """The groups of the later updates come one by one, each in a window of its own, and are trained in one schedule."""
+    stages = three_updates | {"parallel.pipeline": 2, "train.steps": 2, "reward.function": f"{REWARDS}:after_100_ms"}
+    for mode in ("sync", "periodic"):
+        run(stages | {"run.name": mode, "train.mode": mode}, tmp_path)
+        check_report(steps(tmp_path, mode), 2)
+        trained = spans(tmp_path, mode, "train", 0)
+        held = [span for span in trained if "groups" not in span]
+        assert len(held) == 2 * 2
+        assert all(span["micro_batches"] > 1 for span in held)
+    arrived = [span for span in trained if "groups" in span and span["groups"][0] >= 2]
+    assert len(arrived) > len(held)
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parallel
+@pytest.mark.timeout(600)
 def test_a_record_of_mini_batches_in_order_of_arrival_replays_exactly(three_updates, tmp_path):
     live = three_updates | {"train.consume": "arrival", "rollout.concurrency": 2, "parallel.data": 2, "train.steps": 2}
     run(live | {"run.name": "live", "train.record": True}, tmp_path)

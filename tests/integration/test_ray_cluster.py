@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from engine.run.folder import RunFolder
 from support.brake import braked, slow_down
 from support.ports import two_neighbours
 from support.ray_nodes import kill_node, ray_cluster
@@ -118,3 +119,40 @@ def test_a_run_without_room_says_what_it_waits_for_and_ends(exact, tmp_path, clu
         assert command.process.wait(300) != 0
     said = r"Ray has no room for instance-0 \(1 CPU\), .*; free are \d+ CPU; waited 5 s \(cluster.wait_s\)"
     assert re.search(said, command.output), command.output
+
+
+def test_a_run_takes_instances_as_the_cluster_grows_and_all_bits_stay(exact, tmp_path, monkeypatch):
+    exact |= {"train.steps": 5, "reward.function": braked(tmp_path, 0)}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    keys = {"rollout.instances": 1, "cluster.most_instances": 3}
+    with ray_cluster(monkeypatch, [{"num_cpus": 2}]) as cluster:
+        with Command(tmp_path, on_ray(exact, cluster, "ray", **keys)) as command:
+            wait_for(lambda: len(steps(tmp_path, "ray")) >= 1, "the first step", 400)
+            slow_down(tmp_path, 5)
+            assert "instance-1" not in command.output
+            grown = cluster.add_node(num_cpus=8, object_store_memory=80_000_000)
+            for number in (1, 2):
+                found = command.wait_for(rf"instance-{number} starts on \S+ \((\w+)\)")
+                assert grown.node_id.startswith(found[1])
+                assert command.wait_for(rf"instance-{number} has joined")
+            slow_down(tmp_path, 0)
+            command.ends()
+    assert "instance-3" not in command.output
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+    logs = {log.name: log.read_text() for log in (tmp_path / "ray/logs").glob("instance-*.log")}
+    assert logs.keys() >= {"instance-0.log", "instance-1.log", "instance-2.log"}
+
+
+def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, monkeypatch):
+    exact |= {"train.steps": 6, "checkpoint.every": 2, "parallel.data": 2, "parallel.nodes": 2}
+    keys = {"rollout.instances": 1, "parallel.rendezvous": "auto", "cluster.least_nodes": 1, "cluster.wait_s": 30}
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}] * 3) as cluster:
+        with Command(tmp_path, on_ray(exact, cluster, "ray", **keys)) as command:
+            wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)
+            lost = re.findall(r"trainer node 1 on \S+ \((\w+)\)", command.output)[-1]
+            kill_node(cluster, node_of(cluster, lost))
+            command.wait_for(r"goes on with parallel.nodes = 1 and parallel.data = 1 \(cluster.least_nodes\)")
+            command.ends()
+    assert "raylet" not in command.output
+    assert [row["step"] for row in steps(tmp_path, "ray")] == [*range(6)]
+    assert RunFolder(tmp_path / "ray").read_config().parallel.nodes == 1

@@ -6,40 +6,133 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine.run.files import read_lines
+from support import elastic_job
+from support.faults import kill_in_update
 from support.runs import ROOT, launch
 
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+
 PROGRAMS = f"{ROOT}/tests/support/programs.py"
+STEPS = 4
+POINTS = ("tool", "between turns", "turn", "sync")
 
 
-@pytest.mark.faults
-def test_deaths_of_instance_program_and_orchestrator_change_no_bit(settings, tmp_path, monkeypatch):
-    """`sync` without a death = `periodic` on two instances with a death of each kind in mid-episode, resumed."""
-    exact = settings | {"rollout.deterministic": True, "train.consume": "prompt_order", "checkpoint.every": 1}
+def recipe(settings, folder, mode, instances=1, program="struck"):
+    """A run with two turns in each response, whose rewards `Job.held` holds."""
+    cores = sorted(os.sched_getaffinity(0))
+    return elastic_job.recipe(settings, folder, STEPS) | {
+        "train.devices": cores[:1],  # one thread each, however many instances there are
+        "rollout.devices": cores[-1:] * instances,
+        "run.name": "run",
+        "train.mode": mode,
+        "train.prompts_per_step": 6,
+        "rollout.instances": instances,
+        "rollout.program": f"{PROGRAMS}:{program}",
+        "rollout.deterministic": True,
+        "rollout.heartbeat_s": 15,  # not taken for silent before it is killed
+        "rollout.max_new_tokens": 24,
+        "reward.environment": ["METRONOME_TEST_MARKS", "METRONOME_TEST_POINT"],
+        "train.consume": "prompt_order",
+        "checkpoint.every": 1,
+    }
+
+
+def weights(folder):
+    return {key: value.tobytes() for key, value in load_file(folder / "run/policy/model.safetensors").items()}
+
+
+def run_whole(settings, folder, *arguments):
+    code, output = launch(settings, folder, *arguments, timeout_s=400)
+    assert code == 0, output
+    return weights(folder)
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The weights of undisturbed runs."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(settings, tmp_path_factory, known):
+    """Gives the weights of a mode. Those of "sync" are those of "periodic"."""
+
+    def weights_of(mode):
+        mode = "sync" if mode == "periodic" else mode
+        if mode not in known:
+            folder = tmp_path_factory.mktemp(mode)
+            known[mode] = run_whole(recipe(settings, folder, mode), folder)
+        return known[mode]
+
+    return weights_of
+
+
+def die_in_syncs(settings, folder):
+    """An instance dies in one weight sync, and the orchestrator in the next one."""
+    with elastic_job.Job(settings, folder, patience_s=200) as run:
+        run.wait(lambda: run.steps() >= 1, "a step")
+        kill_in_update(run, "instance-0")
+        with run.held():
+            run.wait(lambda: run.is_("instance-0", state="serving", restarts=1), "its return")
+            run.wait_for_samples()
+            processes = run.processes("instance-0")
+            for process in processes:
+                process.suspend()
+        run.wait(lambda: run.is_("instance-0", state="updating"), "an update")
+        run.process.kill()
+        for process in processes:
+            process.resume()
+        run.process.wait(20)
+
+
+def die_in_program(settings, folder, point, monkeypatch):
+    """An instance, a program's process and the orchestrator die at a point of an episode."""
+    monkeypatch.setenv("METRONOME_TEST_POINT", point)
+    code, output = launch(settings, folder, timeout_s=400)
+    assert code < 0, output  # the program has killed it
+    assert {"instance", "worker", "orchestrator"} <= set(os.listdir(folder / "marks"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "point", "instances"),
+    [
+        pytest.param(
+            mode,
+            point,
+            instances,
+            marks=[] if (mode, point, instances) == ("periodic", "between turns", 2) else pytest.mark.nightly,
+        )
+        for mode in ("sync", "periodic", "one_step_off")
+        for point in POINTS
+        for instances in (1, 2)
+    ],
+)
+def test_deaths_at_every_point_change_no_bit(settings, tmp_path, monkeypatch, undisturbed, mode, point, instances):
+    """Of an instance, a program's process and the orchestrator: in a tool, between turns, in a turn, in a sync."""
     monkeypatch.setenv("METRONOME_TEST_MARKS", str(tmp_path / "marks"))
     (tmp_path / "marks").mkdir()
-    plain = {"run.name": "sync", "train.mode": "sync", "rollout.program": f"{PROGRAMS}:doubling"}
-    code, output = launch(exact | plain, tmp_path)
+    given = recipe(settings, tmp_path, mode, instances)
+    if point == "sync":
+        die_in_syncs(given, tmp_path)
+    else:
+        die_in_program(given, tmp_path, point, monkeypatch)
+    assert run_whole(given, tmp_path, "--resume") == undisturbed(mode)
+    lines = list(read_lines(tmp_path / "run/steps.jsonl"))
+    late = int(mode == "one_step_off")
+    assert [line["versions_seen"] for line in lines] == [[max(0, step - late)] for step in range(STEPS)]
+    assert late or max(line["max_ratio_gap"] for line in lines) <= 1e-3
+    assert {line["reward/episode/turns"] for line in lines} == {2.0}
+    assert len({line["grad_norm"] for line in lines}) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["periodic", pytest.param("one_step_off", marks=pytest.mark.nightly)])
+def test_a_replay_asks_no_tool_again(settings, tmp_path, mode):
+    """What a tool has answered is recorded: a replay has the bits of a run whose tool tells the time."""
+    live = recipe(settings, tmp_path, mode, program="clock") | {"train.consume": "arrival"}
+    expected = run_whole(live, tmp_path)
+    replayed = live | {"run.output": str(tmp_path / "replay"), "train.record": False}
+    (tmp_path / "replay").mkdir()
+    code, output = launch(replayed, tmp_path, "--replay", str(tmp_path / "run/record.msgpack"))
     assert code == 0, output
-    struck = exact | {
-        "run.name": "struck",
-        "train.mode": "periodic",
-        "rollout.instances": 2,
-        "rollout.program": f"{PROGRAMS}:struck",
-        "reward.environment": ["METRONOME_TEST_MARKS"],
-    }
-    code, output = launch(struck, tmp_path)
-    assert code < 0, output  # the program has killed it
-    assert {"instance", "worker", "orchestrator"} <= set(os.listdir(tmp_path / "marks"))
-    code, output = launch(struck, tmp_path, "--resume")
-    assert code == 0, output
-    weights = [load_file(tmp_path / name / "policy/model.safetensors") for name in ("sync", "struck")]
-    assert {key: value.tobytes() for key, value in weights[0].items()} == {
-        key: value.tobytes() for key, value in weights[1].items()
-    }
-    for name in ("sync", "struck"):
-        lines = list(read_lines(tmp_path / name / "steps.jsonl"))
-        assert [line["versions_seen"] for line in lines] == [[0], [1], [2]]
-        assert max(line["max_ratio_gap"] for line in lines) <= 1e-3
-        assert {line["reward/episode/turns"] for line in lines} == {2.0}
-        assert {line["reward/calls"] for line in lines} == {1.0}
-        assert len({line["grad_norm"] for line in lines}) == 3
+    assert weights(tmp_path / "replay") == expected

@@ -20,8 +20,10 @@ from support.brake import braked
 from support.flow_runs import patiently, processes, start, state
 from support.listening import listening
 from support.runs import ROOT, overrides, wait_for
+from tasks.cluster import alerts
 from tasks.cluster.prefect_api import post_json
 from tasks.cluster.services import BUCKET
+from tasks.cluster.watchdog import PENDING_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -130,6 +132,7 @@ def test_a_second_deploy_makes_nothing_twice(deployed, environment):
     }
     assert at_once == {"nightly": 1, "evaluate": 1, "nightly-evaluation": 1}
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
+    assert nightly["concurrency_options"]["grace_period_seconds"] > PENDING_S
     limits = post_json(f"{api}/v2/concurrency_limits/filter", {})
     assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
     _check_two_names(api, environment)
@@ -366,6 +369,22 @@ def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_pa
     )
 
 
+def test_a_deploy_leaves_no_address_of_an_earlier_one_on_the_server(deployed, environment, messages):
+    """Alerts that are signed have another block; the last of these are those that the fixture has made."""
+    api, *_ = deployed
+    code = "import sys; from tasks.cluster import alerts; alerts.install_alerts(*sys.argv[1:3], 30, sys.argv[3])"
+
+    def blocks(*given):
+        call([sys.executable, "-c", code, *given], environment)
+        found = post_json(f"{api}/block_documents/filter", {"block_documents": {"is_anonymous": {"eq_": False}}})
+        told = [one["name"] for one in post_json(f"{api}/automations/filter", {}) if " alert: " in one["name"]]
+        return {one["name"] for one in found if "alerts" in one["name"]}, len(told)
+
+    assert blocks("https://open.feishu.cn/open-apis/bot/v2/hook/x", "feishu", "SECabc") == ({alerts.SIGNED_BLOCK}, 5)
+    assert blocks("off", "", "") == (set(), 0)
+    assert blocks(messages[0], "json", "") == ({alerts.BLOCK}, 5)
+
+
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
     """16 slots: one that holds 12 leaves none for one that wants 6, and that one waits with nothing in its hands. One
     that wants more than there are is told so."""
@@ -395,6 +414,45 @@ for wrong in ((17,), (1, "another")):
     assert [line[: line.index(":")] for line in said[3:]] == [
         "this run needs 17 slots of Prefect's limit ascend-npus, which has fewer in total",
         "Prefect has no limit another, of which this run takes 1",
+    ]
+
+
+def test_the_first_deploy_on_a_machine_with_cuda_devices_counts_them(environment, tmp_path):
+    """A folder stands for the machine's device files; a second machine has fewer. What the server says is what its own
+    client has set."""
+    code = """
+import sys
+from pathlib import Path
+from prefect.client.orchestration import get_client
+from tasks.cluster import deploy, devices
+from tasks.cluster.deploy import Choices
+
+def told(count, kind="process", **choices):
+    devices.CUDA_FILES = Path(sys.argv[1]) / str(count)
+    said = deploy._set_limits(Choices(**choices), kind)
+    print(next(part for part in said.split(", ") if "cuda" in part.lower()))
+
+with get_client(sync_client=True) as client:
+    try:
+        told(0)
+        told(8, "kubernetes")
+        told(8)
+        told(2)
+        told(8, cuda_devices=16)
+        told(8)
+    finally:
+        client.delete_global_concurrency_limit_by_name("cuda-devices")
+"""
+    for count in (0, 2, 8):
+        (tmp_path / str(count)).mkdir()
+        for number in range(count):
+            (tmp_path / str(count) / f"nvidia{number}").touch()
+    plain = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    derived = "cuda-devices 8 (of this machine; --cuda-devices N changes it)"
+    uncounted = "CUDA devices NOT counted (--cuda-devices N)"
+    assert call([sys.executable, "-c", code, str(tmp_path)], plain).splitlines() == [
+        *(uncounted, uncounted, derived),
+        *("cuda-devices 8", "cuda-devices 16", "cuda-devices 16"),
     ]
 
 

@@ -7,7 +7,8 @@ import urllib.request
 import boto3
 import pytest
 
-from tasks.cluster.prefect_api import get_json, post_json
+from support.flow_runs import get_json
+from tasks.cluster.prefect_api import post_json
 from tasks.cluster.services import PASSWORD
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]

@@ -1,4 +1,5 @@
-"""The page of a run in a real Chromium: it follows a folder that grows, and shows what a model wrote as text."""
+"""The page of a run, and the comparison of runs, in a real Chromium: the page follows a folder that grows, and what a
+model or a person wrote is text."""
 
 import asyncio
 import json
@@ -12,10 +13,12 @@ from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.trace import Trace
+from engine.tools.comparison.page import write_page
 from engine.tools.watch.page import draw_page
 from engine.tools.watch.server import WatchServer
 from engine.types import Group, Prompt, Response, Score
 from support.browser import chromium
+from support.compared_runs import evaluation, run
 from support.page import opened_page
 from support.run_folders import EVALUATION, FIGURES
 
@@ -171,5 +174,33 @@ async def test_the_page_of_a_run_that_ended_opens_offline_with_all_of_it(folder,
         assert await page.evaluate("$('step').options.length") == 16
         assert EVIL in await page.evaluate("document.querySelector('.group').innerText")
         assert await page.evaluate("window.hacked === undefined")
+        assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
+        assert page.errors == []
+
+
+async def test_the_comparison_of_runs_is_drawn_from_the_same_parts(tmp_path):
+    chromium()
+    seen = [evaluation(0.5, 0.4, 0.6), evaluation(0.7, 0.6, 0.8)]
+    runs = [run("sync", noise=0.1, steps=200, evaluations=seen[:1])]
+    runs += [run(f"{EVIL} {number}", seconds=5, steps=20 * number + 9, evaluations=seen[1:]) for number in range(1, 9)]
+    file = tmp_path / "compare.html"
+    write_page(runs, file)
+    async with opened_page(tmp_path / "profile") as page:
+        for dark in (False, True):
+            for width in (1280, 360):
+                await page.open(file.as_uri(), width=width, dark=dark)
+                await page.evaluate(DRAWN)
+                assert await page.evaluate("document.documentElement.scrollWidth") <= width
+                ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert (ground == "rgb(255, 255, 255)") is not dark
+        assert await page.evaluate("charts.every(chart => chart.plot && chart.plot.series.length > 9)")
+        shown = await page.evaluate("document.body.innerText")
+        assert EVIL in shown
+        assert "Where a step's time goes" in shown
+        strips = "[...document.querySelectorAll('.strip:not(.thin)')].map(one => one.lastChild.getBoundingClientRect())"
+        ends = await page.evaluate(f"{strips}.map(one => one.right)")
+        assert max(ends[1:]) < ends[0]
+        assert await page.evaluate("document.querySelectorAll('.chart svg circle').length") == 9 + 8
+        assert await page.evaluate("window.hacked === undefined && document.querySelector('img') === null")
         assert await page.evaluate("performance.getEntriesByType('resource').length") == 0
         assert page.errors == []

@@ -1,12 +1,21 @@
 """Flow runs of a real Prefect server: start them, ask for their state, find and kill their processes."""
 
+import json
 import os
 import signal
 import time
+import urllib.request
 
 import psutil
 
-from tasks.cluster.prefect_api import get_json, post_json
+from tasks.cluster.prefect_api import CLIENT_AUTH, basic_auth, post_json
+
+
+def get_json(url, timeout_s=30.0):
+    """The JSON reply to a GET request with the password of the environment."""
+    request = urllib.request.Request(url, headers={"Authorization": basic_auth(os.environ[CLIENT_AUTH])})
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        return json.load(reply)
 
 
 def start(api, deployment, parameters):

@@ -28,11 +28,8 @@ def _once(name):
     return True
 
 
-async def struck(prompt, chat):
-    """`doubling`, in the first of whose episodes an instance dies between two turns, in the second its own process,
-    and in the twentieth the orchestrator."""
-    first = await chat.complete(max_new_tokens=3)
-    chat.append(f"[{len(first.token_ids)}]")
+def _strike():
+    """In the first call an instance dies, in the second this process, and in the twentieth the orchestrator."""
     orchestrator = psutil.Process(os.getppid()).parent()
     if _once("instance"):
         instances = [child for child in orchestrator.children() if "engine.instance.embedded" in child.cmdline()]
@@ -41,8 +38,31 @@ async def struck(prompt, chat):
         os._exit(1)
     elif not any(map(_once, map(str, range(25)))) and _once("orchestrator"):  # after the first step's 24 responses
         orchestrator.send_signal(signal.SIGKILL)
+
+
+async def struck(prompt, chat):
+    """Two turns with a tool between them. Where METRONOME_TEST_POINT says, processes die: in the tool, between two
+    turns, or in the second one."""
+    point = os.environ.get("METRONOME_TEST_POINT")
+    first = await chat.complete(max_new_tokens=3)
+    if point == "tool":
+        await asyncio.to_thread(_strike)
+    chat.append(f"[{len(first.token_ids)}]")
+    if point == "between turns":
+        _strike()
+    second = asyncio.create_task(chat.complete(max_new_tokens=12))
+    if point == "turn":
+        await asyncio.sleep(0.01)
+        _strike()
+    await second
+
+
+async def clock(prompt, chat):
+    """A tool that tells the time, which no second call tells again."""
+    await chat.complete(max_new_tokens=3)
+    chat.append(f"[{time.time_ns() % 10**6}]")
     second = await chat.complete(max_new_tokens=4)
-    return Score(float(sum(second.token_ids) % 2), metrics={"calls": 1})
+    return Score(float(sum(second.token_ids) % 2))
 
 
 async def one_turn(prompt, chat):

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress, count
+from operator import ne
 
 import torch
 from torch import Tensor
 
 BLOCK = 16
 """Slots grow, and attention reads them, in multiples of this number of tokens."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits
+    [vocabulary] of the next token; None where they were not kept."""
+
+    keys: Tensor
+    values: Tensor
+    logits: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.keys.shape[3]
+
+    def begin(self, length: int) -> Prefill:
+        """Return the first `length` tokens, which may be all."""
+        if length == self.length:
+            return self
+        return Prefill(self.keys[..., :length], self.values[..., :length])
 
 
 class KeyValueCache:
@@ -37,11 +60,18 @@ class KeyValueCache:
         room = min(max(length, 2 * self.capacity), limit) - self.capacity
         self.keys, self.values = (torch.nn.functional.pad(x, (0, room)) for x in (self.keys, self.values))
 
-    def fill(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Write a prompt's keys and values [layers, kv heads, dim, length] to the start of a slot."""
-        length = keys.shape[3]
-        self.keys[:, slot, :, :, :length] = keys
-        self.values[:, slot, :, :, :length] = values
+    def fill(self, slot: int, pieces: Sequence[Prefill]) -> None:
+        """Write the pieces of a prompt to the start of a slot."""
+        begin = 0
+        for piece in pieces:
+            end = begin + piece.length
+            self.keys[:, slot, :, :, begin:end] = piece.keys
+            self.values[:, slot, :, :, begin:end] = piece.values
+            begin = end
+
+    def read(self, slot: int, length: int) -> Prefill:
+        """Return a copy of the first `length` tokens of a slot, without logits."""
+        return Prefill(self.keys[:, slot, :, :, :length].clone(), self.values[:, slot, :, :, :length].clone())
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to slot `target`."""
@@ -52,16 +82,6 @@ class KeyValueCache:
         """Set all keys and values to zero."""
         self.keys.zero_()
         self.values.zero_()
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A computed prompt, or a piece of one: keys and values [layers, kv heads, dim, length], and the logits
-    [vocabulary] of the next token."""
-
-    keys: Tensor
-    values: Tensor
-    logits: Tensor
 
 
 def join_pieces(pieces: Sequence[Prefill]) -> Prefill:
@@ -96,27 +116,75 @@ class PromptCache:
         self._kept: dict[tuple[int, ...], Prefill] = {}
         """By all tokens up to its end: a piece. The last is the most recently used one."""
 
-    def get_prefill(self, prompt: tuple[int, ...]) -> Prefill:
-        """Return the prompt's prefill, computing those of its pieces that are not cached."""
+    def get_prefill(self, prompt: tuple[int, ...]) -> list[Prefill]:
+        """Return the prompt's pieces, the last one with logits, computing those that are not cached."""
         size = self.piece or len(prompt)
         pieces: dict[tuple[int, ...], Prefill] = {}
         for begin in range(0, len(prompt), size):
             key = prompt[: begin + size]
-            found = self._kept.pop(key, None)
-            if found is None:
-                before = join_pieces([*pieces.values()]) if pieces else None
-                found = Prefill(*self.compute(list(key[begin:]), before))
-                self.computed += before is None
-            pieces[key] = found
+            pieces[key] = self._kept.pop(key, None) or self._compute(key[begin:], [*pieces.values()])
         self._kept.update(reversed(pieces.items()))  # a prompt's end is dropped first: without its begin it is no use
         self._forget_oldest()
-        return join_pieces([*pieces.values()])
+        return [*pieces.values()]
+
+    def _compute(self, tokens: tuple[int, ...], before: Sequence[Prefill]) -> Prefill:
+        self.computed += not before
+        return Prefill(*self.compute(list(tokens), join_pieces(before) if before else None))
 
     def _forget_oldest(self) -> None:
-        total = sum(piece.keys.shape[3] for piece in self._kept.values())
+        total = sum(piece.length for piece in self._kept.values())
         while len(self._kept) > 1 and total > self.limit:
-            total -= self._kept.pop(next(iter(self._kept))).keys.shape[3]
+            total -= self._kept.pop(next(iter(self._kept))).length
 
     def drop_prompts(self) -> None:
         """Drop all prompts. Required whenever the weights change."""
         self._kept.clear()
+
+
+class ConversationCache(PromptCache):
+    """A cache that keeps what responses have computed, too: a turn computes only the tokens that no kept prompt or
+    response begins with.
+
+    The bits of a turn then depend on what was kept. A deterministic engine uses `PromptCache` with pieces instead.
+    """
+
+    def get_prefill(self, prompt: tuple[int, ...]) -> list[Prefill]:
+        """Return the prompt in one or two parts, the last one with logits."""
+        known = self._kept.pop(prompt, None)
+        if known is not None:
+            self._kept[prompt] = known
+            if known.logits is not None:
+                return [known]
+        longest, shared = self._find_begin(prompt)
+        if shared < BLOCK:
+            self._kept[prompt] = whole = self._compute(prompt, [])
+            self._forget_oldest()
+            return [whole]
+        kept = self._kept.pop(longest)
+        parts = [kept.begin(shared)]
+        parts.append(self._compute(prompt[shared:], parts))
+        if shared < len(longest) or kept.logits is not None:  # others may need both; a response goes on as this one
+            self._kept[longest] = kept
+            self._kept[prompt] = join_pieces(parts)
+            self._forget_oldest()
+        return parts
+
+    def _find_begin(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Return the kept tokens that begin as the prompt does for longest, and how many of them do: less than all of
+        the prompt's, because the logits after its last one must be computed."""
+        longest: tuple[int, ...] = ()
+        shared = 0
+        for key in self._kept:
+            limit = min(len(key), len(prompt) - 1)
+            if limit > shared and key[shared] == prompt[shared]:
+                same = next(compress(count(), map(ne, key[:limit], prompt)), limit)
+                if same > shared:
+                    longest = key
+                    shared = same
+        return longest, shared
+
+    def keep_response(self, prompt: tuple[int, ...], tokens: Sequence[int], computed: Prefill) -> None:
+        """Keep `computed`, a prompt and the tokens of a response to it, in place of the prompt alone."""
+        self._kept.pop(prompt, None)
+        self._kept[(*prompt, *tokens)] = computed
+        self._forget_oldest()

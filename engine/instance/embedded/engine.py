@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput
-from engine.instance.embedded.cache import BLOCK, KeyValueCache, Prefill, PromptCache
+from engine.instance.embedded.cache import BLOCK, ConversationCache, KeyValueCache, Prefill, PromptCache
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling, sample_tokens
 from engine.instance.embedded.weight_load import Named, WeightLoad
@@ -86,7 +86,13 @@ class Engine:
             capacity=capacity,
         )
         kept = PROMPTS_KEPT + (slots if conversations else 0)
-        self.prompts = PromptCache(model.prefill, kept * max_context, PIECE if conversations else 0)
+        self.conversations: ConversationCache | None = None
+        """The prompt cache, if it keeps what responses have computed."""
+        if conversations and not deterministic:
+            self.prompts: PromptCache = ConversationCache(model.prefill, kept * max_context)
+            self.conversations = self.prompts
+        else:
+            self.prompts = PromptCache(model.prefill, kept * max_context, PIECE if conversations else 0)
         self.waiting: deque[SamplingRequest] = deque()
         self.running: list[SamplingRequest] = []
         self.version = 0
@@ -138,14 +144,16 @@ class Engine:
         logits = []
         while self.waiting and len(self.running) < self.slots:
             request = self.waiting.popleft()
-            prefill = (
-                self._scored_prefill(request) if request.score_prompt else self.prompts.get_prefill(request.prompt)
+            pieces = (
+                [self._scored_prefill(request)] if request.score_prompt else self.prompts.get_prefill(request.prompt)
             )
             self.cache.reserve(len(request.prompt) + 1, self.max_context)
-            self.cache.fill(len(self.running), prefill.keys, prefill.values)
+            self.cache.fill(len(self.running), pieces)
             request.uniforms = request.sampling.uniforms()
             self.running.append(request)
-            logits.append(prefill.logits[None])
+            after = pieces[-1].logits
+            assert after is not None, "the last piece of a prompt has the logits after it"
+            logits.append(after[None])
         return logits
 
     def _scored_prefill(self, request: SamplingRequest) -> Prefill:
@@ -177,8 +185,17 @@ class Engine:
         ]
         for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free_slot moves the last response down
             if reason is not None:
+                if self.conversations is not None and reason != "error":
+                    self._keep_response(self.conversations, slot)
                 self._send_result(self.running[slot], reason)
                 self._free_slot(slot)
+
+    def _keep_response(self, conversations: ConversationCache, slot: int) -> None:
+        """Keep what a slot has of its response: all but the last token, which was not decoded."""
+        request = self.running[slot]
+        decoded = request.token_ids[:-1]
+        computed = self.cache.read(slot, len(request.prompt) + len(decoded))
+        conversations.keep_response(request.prompt, decoded, computed)
 
     def _send_result(self, request: SamplingRequest, reason: FinishReason) -> None:
         request.reply(

@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.run.files import encode_for_page, write_atomically
+from engine.run.files import write_atomically
 from engine.tools.comparison import accuracy, run_figures
 from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Row
 from engine.tools.comparison.verdict import Verdict, config_differences, format_percent, judge_runs
+from engine.tools.pages.assembly import assemble_page
 from engine.tools.timeline import COLORS
 
-PALETTE = ("#2f6fb0", "#e07b1a", "#3a8f4d", "#a8498f", "#c93c3c", "#5c5c5c", "#8a6d1f", "#1f8f8f")
-"""Colours of the runs, in order."""
-DASHES = ("", "7 4", "2 3", "9 3 2 3")
-"""Dashes of their lines (SVG's stroke-dasharray), for readers who cannot distinguish the colours, and for overlapping
-curves."""
 POINTS = 400
 """Largest number of points of a curve. A longer curve is drawn as means of neighbouring steps."""
 PARTS = {
@@ -56,10 +52,9 @@ NOTES = (
 def write_page(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
     """Write the page. Return the verdict on each run except the first."""
     found = judge_runs(runs)
-    content = encode_for_page(_finite(_content(runs, found)))
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    page = assemble_page(Path(__file__).resolve().parent, _finite(_content(runs, found)))
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, template.replace("/*DATA*/null", content))
+    write_atomically(target, page)
     return found
 
 
@@ -119,14 +114,11 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
     columns, rows = summary_table(runs)
     return {
         "title": f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}",
-        "runs": [
-            {"label": run.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)]}
-            for number, run in enumerate(runs)
-        ],
+        "runs": [run.name for run in runs],
         "verdicts": [{"answer": one.answer, "sentences": one.sentences, "cautions": one.cautions} for one in found],
         "table": {"columns": columns, "rows": rows},
         "charts": _charts(runs),
-        "parts": [{"name": name, "color": COLORS[color]} for name, color in (*PARTS.values(), ROLLOUT)],
+        "parts": [{"name": name, "kind": kind, "color": COLORS[kind]} for name, kind in (*PARTS.values(), ROLLOUT)],
         "bars": _bars(runs),
         "forest": _forest(runs, found),
         "differences": [[key, *values] for key, values in config_differences(runs).items()],

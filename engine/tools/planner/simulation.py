@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
@@ -25,7 +25,7 @@ from engine.orchestrator.pool.dispatch import soonest_instance
 from engine.orchestrator.pool.instance import smooth_average
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.table import Held, RowTable
-from engine.ranks.packing import pack_parts
+from engine.ranks.packing import join_windows, pack_parts
 from engine.schedule import Schedule
 from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths
@@ -193,8 +193,8 @@ class _Simulation:
         """Replica groups without a window, each with the time since when it has none."""
         self._training = 0
         """Number of replica groups that compute."""
-        self._held: list[float] = [0.0] * self._replica_groups
-        """Seconds of the windows that each replica group holds for the step's updates."""
+        self._held: list[dict[int, list[list[RowSize]]]] = [{} for _ in range(self._replica_groups)]
+        """The windows that each replica group holds for the step's updates, by the update."""
         self._orchestrator_free = 0.0
         self._orchestrator_s = 0.0
         self._spans: list[dict[str, Any]] = []
@@ -284,7 +284,7 @@ class _Simulation:
         for due in self._schedule.due(self._step, 0, self._last):
             self._to_fill.append(due)
             self._table.begin_step(due, self._config.train.prompts_per_step)
-        self._held = [0.0] * self._replica_groups
+        self._held = [{} for _ in range(self._replica_groups)]
         self._idle = dict.fromkeys(range(self._replica_groups), self._now)
         self._changed()
 
@@ -383,11 +383,11 @@ class _Simulation:
         while window := self._table.lease_window(TRAIN, self._step, replica_group, self._config.window_tokens):
             given = self._table.given_rows(window)
             rows = self._rows(given)
-            seconds = self._costs.window_s(rows, self._config.parallel.pipeline)
             if given[0].mini_batch or self._whole_batch:
-                self._held[replica_group] += seconds
+                self._held[replica_group].setdefault(given[0].mini_batch, []).append(rows)
                 self._table.acknowledge_lease(window.number)
                 continue
+            seconds = self._costs.window_s(rows, self._config.parallel.pipeline)
             if replica_group == 0:
                 self._steps[-1].wait_s += self._now - self._idle[replica_group]
             self._span(f"trainer-{replica_group}", "wait", self._idle.pop(replica_group), step=self._step)
@@ -462,10 +462,16 @@ class _Simulation:
             step.wait_s += self._now - self._idle[0]
         self._idle = {}
         faster = self._borrowed()
-        step.train_s += self._held[0] / faster
+        held = list(map(self._held_s, self._held))
+        step.train_s += held[0] / faster
         updates = self._costs.update * self._config.train.updates / faster
         step.update_s = updates
-        self._at(self._now + max(self._held) / faster + updates + self._costs.overhead, self._updated)
+        self._at(self._now + max(held) / faster + updates + self._costs.overhead, self._updated)
+
+    def _held_s(self, held: Mapping[int, list[list[RowSize]]]) -> float:
+        """Seconds of the schedules that train what a replica group holds."""
+        joined = [rows for windows in held.values() for rows in join_windows(windows, self._config.most_together)]
+        return sum(self._costs.window_s(rows, self._config.parallel.pipeline) for rows in joined)
 
     def _updated(self) -> None:
         step = self._steps[-1]

@@ -1,56 +1,13 @@
-"use strict";
-// The page of a run. Its data are in the page, or come from `metronome watch` (run_view.py describes them). Everything
-// that a run wrote becomes text by textContent: nothing here makes HTML of it.
-const embedded = JSON.parse(document.getElementById("data").textContent);
+// The page of a run. Its data are in the page, or come from `metronome watch` (run_view.py describes them).
 const EVERY_MS = 2000, IDLE_MS = 10000, TIMELINE_MS = 5000;
-const $ = name => document.getElementById(name);
-const add = (parent, tag, text = "", attributes = {}) => {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  parent.append(element);
-  return element;
-};
 const run = { state: null, of: 0, count: 0, columns: {}, rest: null, seen: 0, timeline: null };
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const narrow = () => innerWidth < 620;
-
-// numbers -------------------------------------------------------------------------------------------
-const number = value => {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return size && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(4));
-};
-const duration = seconds => {
-  const whole = Math.round(seconds), two = part => String(part).padStart(2, "0"), hours = Math.floor(whole / 3600);
-  return (hours ? hours + ":" + two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)) + ":" + two(whole % 60);
-};
-const clock = at => new Date(at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const last = name => { const found = run.columns[name]; return found ? found.findLast(value => value !== null) : undefined; };
 
-// colours -------------------------------------------------------------------------------------------
-const system = matchMedia("(prefers-color-scheme: dark)");
-const stored = name => { try { return localStorage.getItem(name); } catch { return null; } };  // none in a sandbox
-const isDark = () => document.documentElement.dataset.theme === "dark";
-const DARK = { wait: "#4b535a", bubble: "#6b645f", silent: "#a39a90", train: "#6bbf5f", rollout: "#6d9bd1" };
-const SERIES = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2"];
-const SERIES_DARK = ["#79b0ec", "#f6ab5f", "#86cf7c", "#d0a3c4", "#f08a8b", "#98d3cf"];
-const series = place => (isDark() ? SERIES_DARK : SERIES)[place % SERIES.length];
-const kindColor = (name, color) => (isDark() && DARK[name]) || color || css("--text");
-function theme() {
-  const chosen = $("theme").value;
-  document.documentElement.dataset.theme = chosen || (system.matches ? "dark" : "light");
-  try { localStorage.setItem("metronome-theme", chosen); } catch { /* a sandbox keeps nothing */ }
-  for (const chart of charts) chart.rebuild();
+repaint.push(() => {
   if (run.timeline) { key($("kinds"), run.timeline.kinds.map(kind => [kind.name, kindColor(kind.name, kind.color)])); redraw(); }
   if (run.rest) pool();
   colourKey();
-}
-const key = (box, entries) => {
-  box.replaceChildren();
-  for (const [name, color] of entries) add(add(box, "span"), "i", "", { style: "background:" + color }).after(name);
-};
+});
 
 // now -----------------------------------------------------------------------------------------------
 const STATES = { starting: "starting", running: "running", ending: "ending after an error", finished: "finished", failed: "failed", stopped: "stopped", died: "died", ended: "ended" };
@@ -104,76 +61,6 @@ function notices() {
 $("more").onclick = () => { allNotices = !allNotices; notices(); };
 
 // curves --------------------------------------------------------------------------------------------
-const charts = [];
-const visible = new IntersectionObserver(entries => { for (const entry of entries) { const chart = charts.find(one => one.box === entry.target); chart.seen = entry.isIntersecting; chart.draw(); } }, { rootMargin: "200px" });
-const sync = uPlot.sync("steps");
-const RAW = 60;  // more points than this are drawn thin, with their mean over a thirtieth of the run
-function smooth(values) {
-  const half = Math.max(1, Math.round(values.length / 60)), sums = [0], counts = [0];
-  values.forEach((value, at) => { sums.push(sums[at] + (value ?? 0)); counts.push(counts[at] + (value !== null)); });
-  return values.map((_, at) => {
-    const from = Math.max(0, at - half), to = Math.min(values.length, at + half + 1), count = counts[to] - counts[from];
-    return count ? (sums[to] - sums[from]) / count : null;
-  });
-}
-class Chart {
-  // lines: [column, name]; data: returns {x, lines: [{name, values, low, high}]}, null while there is nothing to show.
-  constructor(parent, title, hint, data, options = {}) {
-    Object.assign(this, { data, options, plot: null, seen: false, dirty: true });
-    this.box = add(parent, "figure", "", { class: "chart", style: "margin:0" });
-    const head = add(this.box, "div", "", { class: "head" });
-    if (typeof title === "string") add(head, "h3", title); else head.append(title);
-    this.last = add(head, "span", "", { class: "last" });
-    add(this.box, "p", hint);
-    this.place = add(this.box, "div", "", { role: "img" });
-    charts.push(this);
-    visible.observe(this.box);
-    new ResizeObserver(() => { if (this.plot && this.place.clientWidth) this.plot.setSize({ width: this.place.clientWidth, height: 190 }); }).observe(this.place);
-  }
-  mark() { this.dirty = true; this.draw(); }
-  rebuild() { if (this.plot) { this.plot.destroy(); this.plot = null; } this.mark(); }
-  draw() {
-    const found = this.dirty ? this.data() : null;
-    if (this.dirty) this.box.hidden = !found;
-    if (!this.dirty || !found || !this.seen) return;
-    this.dirty = false;
-    const thin = this.options.smooth && found.x.length > RAW, rows = [found.x], shape = [], bands = [];
-    found.lines.forEach((line, place) => {
-      const color = series(place), points = { show: found.x.length < 40, size: 5 };
-      if (line.low) {
-        rows.push(line.high, line.low);
-        bands.push({ series: [rows.length - 2, rows.length - 1], fill: color + "33" });
-        for (const end of ["high", "low"]) shape.push({ label: `${line.name} ${end}`, stroke: color + "88", width: 1, points: { show: false }, spanGaps: true });
-      }
-      rows.push(line.values);
-      shape.push({ label: line.name, stroke: thin ? color + "66" : color, width: thin ? 1 : 2, points: thin ? { show: false } : points, spanGaps: true });
-      if (thin) { rows.push(smooth(line.values)); shape.push({ label: "mean", stroke: color, width: 2, points: { show: false }, spanGaps: true }); }
-    });
-    const kept = shape.map(one => one.label).join("\n");
-    if (this.plot && this.kept === kept) this.plot.setData(rows);
-    else {
-      if (this.plot) this.plot.destroy();
-      this.kept = kept;
-      const grid = { stroke: css("--line"), width: 1 }, axis = { stroke: () => css("--muted"), grid, ticks: grid, font: "12px system-ui" };
-      this.plot = new uPlot({
-        width: this.place.clientWidth || 380, height: 190, bands,
-        scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
-        cursor: { sync: { key: sync.key }, drag: { x: true, y: false } },
-        axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(one => one >= 10000 ? +(one / 1000).toPrecision(4) + "k" : Math.abs(one) < 1e-3 && one ? one.toExponential(0) : String(+one.toPrecision(5))) }],
-        series: [{ label: "step", value: (_, value) => value === null ? "" : String(value) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],
-      }, rows, this.place);
-      shape.forEach((one, at) => { if (one.points.show === false && one.width === 1 && !thin) this.place.querySelectorAll(".u-legend .u-series")[at + 1].hidden = true; });
-    }
-    const told = found.lines.map(line => line.values.findLast(value => value !== null));
-    this.last.textContent = found.lines.length === 1 || !this.options.each ? number(told[0]) : told.map(number).join(" · ");
-    this.place.setAttribute("aria-label", found.lines.map((line, place) => `${line.name}: last ${number(told[place])}`).join("; "));
-  }
-  range(low, high) {
-    if (low === null) return [0, 1];
-    const from = this.options.zero ? Math.min(0, low) : low, room = (high - from || Math.abs(high) || 1) * 0.08;
-    return [this.options.zero && low >= 0 ? 0 : from - room, high + room];
-  }
-}
 const ofSteps = lines => () => {
   const there = lines.filter(([name]) => (run.columns[name] || []).some(value => value !== null));
   return there.length && run.columns.step ? { x: run.columns.step, lines: there.map(([column, name]) => ({ name, values: run.columns[column] })) } : null;
@@ -372,7 +259,7 @@ function pool() {
     add(row, "td", states.at(-1)[2] < end - 60 ? "gone" : state);
     add(row, "td", clock(since));
     row.append(cell);
-    const bar = add(cell, "div", "", { class: "history", role: "img", "aria-label": states.slice(-8).map(one => `${one[0]} for ${duration(one[2] - one[1])}`).join(", ") });
+    const bar = add(cell, "div", "", { class: "strip", role: "img", "aria-label": states.slice(-8).map(one => `${one[0]} for ${duration(one[2] - one[1])}`).join(", ") });
     let at = first;
     for (const [kind, start, stop] of [...states, ["", end, end]]) {
       if (start > at) add(bar, "i", "", { style: `flex:${start - at} 0 0` });
@@ -383,7 +270,7 @@ function pool() {
 }
 
 // conversations -------------------------------------------------------------------------------------
-const LEVELS = 6, VERSIONS = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2"];
+const LEVELS = 6, VERSIONS = SERIES.slice(0, 6);
 const surprise = logprob => Math.min(LEVELS, Math.floor(-logprob * 1.5));
 const surpriseColor = level => level ? `rgba(226, 105, 40, ${(0.1 + 0.75 * level / LEVELS).toFixed(2)})` : "";
 const runValue = (runs, at) => runs.findLast(([first]) => first <= at)?.[1];
@@ -540,10 +427,7 @@ async function follow() {
   setTimeout(follow, run.state && !run.state.going ? IDLE_MS : EVERY_MS);
 }
 document.addEventListener("visibilitychange", () => { if (!document.hidden) redraw(); });
-$("theme").value = stored("metronome-theme") || "";
-$("theme").onchange = theme;
-system.addEventListener("change", theme);
-theme();
+startTheme();
 buttons();
 if (embedded) {
   take(embedded);

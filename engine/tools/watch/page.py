@@ -1,22 +1,16 @@
-"""The page of a run as one file: `timeline.html`, with its data, which opens offline, or without, for the server.
-
-The curves are uPlot's (MIT, its licence is beside it; 51 KB). The page's policy lets no other script run than these
-two, so that nothing that a model wrote becomes one.
-"""
+"""The page of a run as one file: `timeline.html`, with its data, which opens offline, or without, for the server."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
-from engine.run.files import encode_for_page, write_atomically
+from engine.run.files import write_atomically
 from engine.run.logs import log_line
 from engine.run.process import report_errors, watch_lifeline
+from engine.tools.pages.assembly import assemble_page
 from engine.tools.watch.run_view import RunView
 from engine.types import JsonObject
 
@@ -29,31 +23,9 @@ SAMPLED_BYTES = 4 * 2**20
 """Most bytes of conversations in the page."""
 
 
-@cache
-def _parts() -> tuple[str, str, str]:
-    """The page with its style, but without scripts and data; uPlot; the page's script."""
-    page, style, script, plot, plot_style = (
-        (HERE / name).read_text(encoding="utf-8")
-        for name in ("page.html", "page.css", "page.js", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css")
-    )
-    return page.replace("/*STYLE*/", plot_style + style), plot, script
-
-
 def make_page(data: JsonObject | None) -> str:
     """The page. `data`: all that it shows; None: its script asks the server that it came from."""
-    page, plot, script = _parts()
-    hashes = " ".join(f"'sha256-{_digest(one)}'" for one in (plot, script))
-    content = "null" if data is None else encode_for_page(data)
-    return (
-        page.replace("HASHES", hashes)
-        .replace("/*UPLOT*/", plot, 1)
-        .replace("/*SCRIPT*/", script, 1)
-        .replace("/*DATA*/", content, 1)
-    )
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return assemble_page(HERE, data)
 
 
 def draw_page(folder: Path) -> Path:

@@ -1,11 +1,20 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
 from engine.config.recipe import load_config
-from engine.data.prepared import file_hashes, heldout_problems, prepare_problems, problems_version, training_problems
+from engine.data.prepared import (
+    FILE,
+    file_hashes,
+    heldout_problems,
+    prepare_problems,
+    problems_version,
+    training_problems,
+    write_prepared,
+)
 from engine.data.problem_statistics import answer_kind, report_data
 from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
@@ -103,6 +112,65 @@ def test_answers_are_cleaned_for_the_math_verifier_alone(files):
     assert [row.answer for row in math.train.rows] == ["1", "3"]
     exact = prepare_problems(config(data__train=train, data__heldout=heldout))
     assert [row.answer for row in exact.train.rows] == ["1", "![a]", "3.0"]
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "\U0001f600 2 + 2?"}]
+
+
+@pytest.fixture
+def own_run(tmp_path):
+    """A config with rows of every kind, a share held out, in a run folder of its own."""
+    columns = {"difficulty": 0.1, "large": 2**70, "none": None, "nested": {"a": [1, "\u00e9"]}, "nan": float("nan")}
+    lines = [{"problem": text, "answer": answer, **columns} for text, answer in rows(*range(60))]
+    lines += [{"prompt": MESSAGES, "answer": 4}, {"problem": "nothing", "answer": None}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def made(**keys):
+        given = {"data__train": str(tmp_path / "train.jsonl"), "data__heldout": "", "data__heldout_fraction": 0.2}
+        return config(**given | {"run__output": str(tmp_path), "run__name": "own", "reward__function": "math"} | keys)
+
+    made().folder.mkdir()
+    return made
+
+
+def test_the_later_stages_of_a_run_read_what_was_prepared(own_run, monkeypatch):
+    found = prepare_problems(own_run())
+    write_prepared(own_run(), found)
+
+    def refuse(*_):
+        raise AssertionError("the problem sets are read again")
+
+    monkeypatch.setattr("engine.data.prepared.read_problems", refuse)
+    for read, whole in ((training_problems(own_run()), found.train), (heldout_problems(own_run()), found.heldout)):
+        assert repr(read) == repr(whole)  # nan differs from itself
+        assert [type(row.columns.get("large", 1)) for row in read.rows] == [int] * len(whole.rows)
+    assert any(row.messages == tuple(MESSAGES) for row in [*found.train.rows, *found.heldout.rows])
+    assert training_problems(own_run(train__steps=9, run__seed=3)).rejected == found.train.rejected
+    with pytest.raises(AssertionError, match="read again"):
+        training_problems(own_run(run__name="another"))
+
+
+def test_what_was_prepared_of_other_files_or_settings_is_prepared_anew(own_run):
+    write_prepared(own_run(), prepare_problems(own_run()))
+    other = own_run(data__heldout_fraction=0.5)
+    assert training_problems(other) == prepare_problems(other).train
+    with open(own_run().data.sets[0].path, "a") as file:
+        file.write(json.dumps({"problem": "A new one?", "answer": "7"}) + "\n")
+    sides = (training_problems(own_run()), heldout_problems(own_run()))
+    assert "A new one?" in {row.problem for side in sides for row in side.rows}
+    write_prepared(own_run(), prepare_problems(own_run()))
+    assert "A new one?" in (own_run().folder / FILE).read_text()
+
+
+def test_a_run_keeps_its_rows_and_a_damaged_file_is_named(own_run):
+    found = prepare_problems(own_run())
+    write_prepared(own_run(), found)
+    write_prepared(own_run(), replace(found, train=found.heldout))  # as a newer version might prepare them
+    assert training_problems(own_run()).rows == found.train.rows
+    file = own_run().folder / FILE
+    file.write_text(file.read_text().replace("walks 31 miles", "walks 32 miles"))
+    with pytest.raises(BadInput, match=r"problems\.json: the run's problems can't be read.*delete it"):
+        training_problems(own_run())
 
 
 def test_a_version_is_that_of_the_rows(files):

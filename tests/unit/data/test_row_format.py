@@ -201,11 +201,28 @@ def test_system_instruction_and_variables_are_in_training_and_evaluation(write, 
     assert encode(as_is).prompts[0].token_ids == rendered([{**ASKED, "content": "1+1= Go."}])
 
 
+def test_tools_of_the_recipe_are_in_every_prompt(write, tmp_path):
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ tools | tojson }} {{ messages[0].content }}")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[[data.chat_template_kwargs.tools]]\ntype = "function"\n'
+        'function = {name = "add", parameters = {type = "object"}}\n'
+    )
+    data = write({"problem": "1+1=", "answer": "2"})
+    made = load_config(recipe, [*CHAT, f"data.train={data}", f"data.heldout={data}", f"model.path={model}"])
+    assert encode(made).prompts[0].text == f"{json.dumps(tools)} 1+1="
+    dump_config(made, tmp_path / "dumped.toml")
+    assert load_config(tmp_path / "dumped.toml", []) == made
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
         ("data.system=You add.", r'data.system needs data.prompt_template = "chat"'),
         ("data.chat_template_kwargs.messages=1", r"data\.chat_template_kwargs\.messages: Metronome itself"),
+        ("data.chat_template_kwargs.tools=add", r"kwargs\.tools = 'add': expected a list of tables"),
         ("data.chat_template_kwargs.day=2026-11-26", r"data\.chat_template_kwargs.* must be"),
         ("data.chat_template_kwargs=3", r"data\.chat_template_kwargs = 3: must be a table"),
         ("data.columns.answr=x", r"did you mean data\.columns\.answer\?"),

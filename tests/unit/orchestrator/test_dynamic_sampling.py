@@ -32,7 +32,7 @@ def selected(verdicts, wanted, room, pick):
     running = []
     tried = 0
     while not selection.complete:
-        while selection.wants(tried, len(running), room):
+        while selection.wants(tried, len(running), len(running) < room):
             running.append(tried)
             tried += 1
         number = running.pop(pick(len(running)))
@@ -77,11 +77,11 @@ def test_a_group_is_due_as_soon_as_all_prompts_before_it_are_decided():
 
 def test_as_many_are_tried_as_may_be_needed_and_more_to_keep_instances_busy():
     selection = DynamicSampling(3, 10)
-    assert [selection.wants(0, flight, 0) for flight in (0, 2, 3)] == [True, True, False]
-    assert [selection.wants(0, flight, 5) for flight in (3, 4, 5)] == [True, True, False]
-    assert not selection.wants(10, 0, 5)  # the limit
+    assert [selection.wants(0, flight, room=False) for flight in (0, 2, 3)] == [True, True, False]
+    assert selection.wants(0, 3, room=True)
+    assert not selection.wants(10, 0, room=True)  # the limit
     selection.add_group(group(4, True))
-    assert [selection.wants(5, flight, 0) for flight in (1, 2)] == [True, False]
+    assert [selection.wants(5, flight, room=False) for flight in (1, 2)] == [True, False]
 
 
 def test_the_error_names_step_limit_and_keys():

@@ -1,16 +1,20 @@
 """What the plane answers, who waits, who is silent. Requests are made in this process, rows by hand."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from engine.algorithm.alignment import RECENT
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, DeadlineError, RatioGapError, ServiceConflict
 from engine.orchestrator import run_state
+from engine.orchestrator.live_progress import LiveProgress
 from engine.orchestrator.plane import Plane
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.wire.columns import pack_values
@@ -22,12 +26,14 @@ from engine.wire.messages import (
     Heartbeat,
     Lease,
     Prompts,
+    Report,
     StageFailed,
     WriteColumns,
     Written,
 )
 from engine.wire.sync_messages import VerifySync
 from support.planes import LIMIT_S, PROMPT, leased, ready, watch, work
+from support.run_folders import FIGURES
 
 DISAGREE = Failure.of(RatioGapError("they disagree"))
 
@@ -262,3 +268,45 @@ async def test_a_plane_of_instances_answers_every_request(conduct):
     plane, _ = await conduct(1)
     assert set(plane.answers()) == set(get_args(AnyRequest))
     await plane.close()
+
+
+GIVEN_BY_THE_PLANE = {"step", "weight_version", "pool_size", "rollout_s", "reward_tried", "prompts_used"} | {
+    "sync_difference",
+    "tokens_per_s_per_device",
+}
+
+
+async def report_cosines(conduct, tmp_path, cosines, **algorithm):
+    """The notices of a run whose steps report these cosines; None is a step without one."""
+    plane, _ = await conduct(1)
+    plane.config = Config(algorithm={"gradient_control": "gac", **algorithm})
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.responses.mkdir()
+    plane.service.notices = LiveProgress(folder, len(cosines)).notices
+    plane.service.tokenizer = SimpleNamespace(decode=str, pieces=str)
+    figures = {name: value for name, value in FIGURES.items() if name not in GIVEN_BY_THE_PLANE}
+    for step, cosine in enumerate(cosines):
+        await plane.answer(Report(step=step, figures=figures | {"grad_cosine": cosine}))
+    await plane.close()
+    assert [line.get("grad_cosine") for line in read_lines(folder.steps)] == cosines
+    return [(line["stage"], line["text"]) for line in read_lines(folder.notices)] if folder.notices.exists() else []
+
+
+async def test_a_run_says_once_that_its_gradients_have_left_the_on_policy_range(conduct, tmp_path):
+    told = await report_cosines(conduct, tmp_path, [None, *[0.02, -0.02] * RECENT, *[-0.5] * RECENT])
+    step = 2 * RECENT + 4  # the first whose last 20 steps have a mean above 0.1: 4 of 0.5, 16 of 0.02
+    assert told == [
+        (
+            "training",
+            f"step {step}: the |cosine| of consecutive gradients, 0.116 on average over {RECENT} steps, has left its "
+            "on-policy range (up to 0.1; GAC §3.2)",
+        )
+    ]
+
+
+@pytest.mark.parametrize(("low", "lines"), [(0.6, 0), (0.4, 1), ("auto", 1)])
+async def test_the_on_policy_range_is_the_runs_own(conduct, tmp_path, low, lines):
+    """With "auto" it is the default's: the thresholds that the trainer finds are not known here."""
+    told = await report_cosines(conduct, tmp_path, [0.5] * RECENT, gac_low=low, gac_high=0.9 if low != "auto" else low)
+    assert len(told) == lines

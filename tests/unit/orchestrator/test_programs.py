@@ -1,5 +1,6 @@
 """Rollouts of several turns: real program processes, scripted instances."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -24,7 +25,7 @@ from engine.orchestrator.run_events import RunEvents
 from engine.types import Prompt
 from support import scripted
 from support.pool_world import PROMPTS, World
-from support.runs import ROOT
+from support.runs import ROOT, wait_for
 from support.scripted import Scores, tokens_of
 
 FILE = f"{ROOT}/tests/support/programs.py"
@@ -331,6 +332,37 @@ async def test_an_environment_of_gymnasium(tmp_path, tiny_model, monkeypatch):
     (group,) = w.groups
     assert bytes(group.responses[0].token_ids).decode().split("\n")[:-1:2] == ["0", "0", "4", "8", "9", "13", "14"]
     assert (group.scores[0].value, group.scores[0].metrics["episode/turns"]) == (1.0, 7.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+async def test_an_environment_of_openenv(tmp_path, tiny_model, monkeypatch):
+    """In a server of its own, with many episodes at once."""
+    pytest.importorskip("openenv", reason="`pip install openenv` for the example in docs/examples")
+    port = tmp_path / "port"
+    server = subprocess.Popen([sys.executable, ROOT / "tests/support/openenv_environment.py", port])
+    try:
+        await asyncio.to_thread(wait_for, lambda: port.exists() and port.read_text(), "the environment")
+        monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port.read_text()}")
+
+        def play(conversation, _):  # the first of four turns is wrong
+            text = bytes(conversation[3:]).decode()
+            last = int(re.findall(r'"last": (\d+)', text)[-1])
+            return list(f"{last + (text.count('last') > 1)}\n".encode())
+
+        monkeypatch.setattr(scripted, "tokens_of", play)
+        prompt = Prompt("0000000a", "Count.", "", (1, 2, 3), columns={"action": "text"})
+        program = f"{ROOT}/docs/examples/openenv_program.py:program"
+        reward = {"environment": ["OPENENV_URL"]}
+        async with world(tmp_path, tiny_model, program, reward, group_size=4, room=200) as w:
+            await w.run([prompt], within_s=100)
+    finally:
+        server.kill()
+        server.wait()
+    for response, score in zip(w.groups[0].responses, w.groups[0].scores, strict=True):
+        assert (score.value, score.metrics["episode/turns"]) == (3.0, 4.0)
+        said = [token for token, own in zip(response.token_ids, response.loss_mask, strict=True) if own]
+        assert bytes(said).decode() == "10\n11\n12\n13\n"
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ranks.packing import FILLER, Packing, tensor_of
+from engine.ranks.packing import FILLER, Packing, join_windows, tensor_of
 from engine.wire.numbers import FLAGS, Numbers
 from support.policies import a_group
 
@@ -79,3 +79,14 @@ def test_any_byte_of_a_mask_but_zero_is_one():
     """A program outside may write other numbers, and torch would train a token with the weight 2."""
     assert tensor_of(Numbers(b"\x02\x00\x01\xff", FLAGS), torch.float32).tolist() == [1.0, 0.0, 1.0, 1.0]
     assert tensor_of(Numbers(b"\x02\x00\x01", FLAGS)[::-1], torch.float32).tolist() == [1.0, 0.0, 1.0]
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
+def test_windows_are_joined_in_order_as_far_as_the_limit_goes(sizes, most):
+    windows = [[(number, part) for part in range(size)] for number, size in enumerate(sizes)]
+    joined = join_windows(windows, most)
+    assert [one for each in joined for one in each] == [one for each in windows for one in each]
+    assert all(len(each) <= most or len({number for number, _ in each}) == 1 for each in joined)
+    for one, other in zip(joined, joined[1:], strict=False):  # no two that would go together are apart
+        assert len(one) + sizes[other[0][0]] > most
+    assert [len(window) for window in windows] == sizes

@@ -1,14 +1,17 @@
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from engine.errors import BadInput
-from engine.run.lock import hold_lock
+from engine.run.lock import check_not_held, hold_lock
 
 HOLD = """
 import sys, time
@@ -21,9 +24,14 @@ with hold_lock(Path(sys.argv[1]), "run folder a", 0.0):
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """(lock file, a process that holds it)."""
-    file = tmp_path / "a/lock"
+def holder():
+    """(lock file, a process that holds it). Other users can see the file, unlike those in pytest's folders."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield from hold(Path(folder) / "a/lock")
+
+
+def hold(file):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield file, process
@@ -57,6 +65,35 @@ def test_only_its_owner_can_open_it_and_whoever_holds_it_is_named_though_another
     finally:
         os.killpg(stranger.pid, signal.SIGKILL)
         stranger.wait()
+
+
+@contextlib.contextmanager
+def another_user(file):
+    """As one that may see a file and not open it."""
+    root = os.geteuid() == 0
+    file.chmod(0o600 if root else 0)
+    try:
+        if root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        file.chmod(0o600)
+
+
+def test_another_users_lock_is_seen_while_it_is_held_and_cannot_be_taken(holder):
+    """Only its owner can open it."""
+    file, process = holder
+    with another_user(file):
+        with pytest.raises(BadInput, match=rf"run folder a is in use by process {process.pid} on "):
+            check_not_held(file, "run folder a")
+        process.kill()
+        process.wait()
+        check_not_held(file, "run folder a")
+        owner = file.owner()
+        with pytest.raises(BadInput, match=rf"run folder a cannot be locked: .*{file}; {file} is {owner}'s"):
+            hold_lock(file, "run folder a", 0.0).__enter__()
 
 
 def test_a_killed_holder_gives_it_back(holder):

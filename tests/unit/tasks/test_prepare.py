@@ -6,9 +6,8 @@ import pytest
 from engine.config import Config, Run
 from engine.config.recipe import load_config
 from engine.data import prepared
-from engine.data.problem_statistics import REPORT, describe_report
-from engine.run.files import write_json
-from tasks.prepare import _settings, prepare, report_page
+from engine.data.problem_statistics import describe_report, record_data, report_data
+from tasks.prepare import report_page
 from tasks.tracking import tracked_run
 
 
@@ -23,7 +22,7 @@ def config(tmp_path):
 
 
 def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
-    found = prepare.fn(_settings(config), prepared.file_hashes(config), "code")
+    found = record_data(config, prepared.prepare_problems(config))
     assert found["train"]["rows"] == len(prepared.training_problems(config).rows) == 57
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 3}
     assert (
@@ -33,17 +32,17 @@ def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
 
 
 def test_the_page_shows_figures_reasons_and_overlaps(config):
-    text = report_page(prepare.fn(_settings(config), {}, ""))
+    text = report_page(report_data(prepared.prepare_problems(config)))
     assert "| rows | 57 | 3 |" in text
     assert "| difficulty | 1: 57 | 1: 3 |" in text
     assert "train.json, row 1 |" in text
     assert "answer: no answer (found null" in text
 
 
-def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
+def test_the_settings_of_the_rows_are_what_changes_them_and_nothing_else(config):
     def settings(*overrides):
         given = [f"data.train={config.data.train}", f"data.heldout={config.data.heldout}"]
-        return _settings(load_config(None, [*given, *overrides]))
+        return prepared.problem_settings(load_config(None, [*given, *overrides]))
 
     base = settings()
     assert settings("train.steps=3", "run.seed=5", "evaluate.samples=2", "run.name=other") == base
@@ -60,12 +59,12 @@ def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
 
 
 def test_both_sets_are_inputs_of_the_mlflow_run(config):
-    found = prepare.fn(_settings(config), {}, "")
+    problems = prepared.prepare_problems(config)
     for _ in range(2):  # the second time it is resumed
         with tracked_run.track_run(
             config.model_copy(update={"run": Run(name="mine", output=config.run.output)})
         ) as run:
-            write_json(config.folder / REPORT, found)
+            found = record_data(config, problems)
     entries = mlflow.get_run(run).inputs.dataset_inputs
     assert len(entries) == 2
     inputs = {tag.value: entry for entry in entries for tag in entry.tags if tag.key.endswith("context")}

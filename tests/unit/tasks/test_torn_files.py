@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from engine.data.prepared import training_problems
 from engine.data.problem_statistics import read_report
 from engine.errors import BadInput, MetronomeError
 from engine.evaluation.tables import awaited_versions, scores_by_version
@@ -61,6 +62,7 @@ def reads(path):
     config = folder.read_config()
     last_end(folder)
     claim_run_id(path, config, resume=True)
+    training_problems(config)
     Fence.begin_attempt(path)
     Fence.begin_attempt(path, "flow")
     read_start(path)

@@ -113,3 +113,43 @@ def test_only_some_steps_and_what_happened_in_their_time(folder, tmp_path):
 def test_steps_that_are_not_there_are_bad_input(folder, steps, told):
     done = CliRunner().invoke(app, ["trace", str(folder), "--steps", steps])
     assert (done.exit_code, told in done.stderr) == (2, True), done.output
+
+
+def profile(folder, name, events, base=1_000_000_000_000):
+    """As torch's profiler writes it: times in microseconds from `baseTimeNanoseconds`."""
+    file = folder / "profile" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(json.dumps({"baseTimeNanoseconds": base, "traceEvents": events}).encode()))
+
+
+def operator(name, at, process=7, thread=7):
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": process, "tid": thread, "ts": at, "dur": 1e6, "args": {}}
+
+
+def test_profiles_lie_on_the_axis_of_the_spans(folder, monkeypatch):
+    named = {"ph": "M", "name": "thread_name", "ts": 0, "pid": 7, "tid": 7, "args": {"name": "python"}}
+    other = [operator("Profiler", 5e6, "Spans", "Profiler"), {"ph": "i", "name": "end", "pid": "", "tid": "", "ts": 1}]
+    profile(folder, "rank-0.json.gz", [named, operator("mm", 4.5e6), operator("long ago", -9e9), *other])
+    profile(folder, "instance-0/worker.json.gz", [operator("add", 1.2e7)])
+    assert "13 spans and 3 events of profiles" in written(folder)
+    found = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    jsonschema.validate(found, FORMAT)
+    events = found["traceEvents"]
+    processes = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    (step,) = [one for one in events if one["name"] == "train" and one["args"]["step"] == 0]
+    (matrix,) = [one for one in events if one["name"] == "mm"]
+    assert step["ts"] < matrix["ts"] < matrix["ts"] + matrix["dur"] < step["ts"] + step["dur"]
+    assert processes[matrix["pid"]] == "profile/rank-0.json.gz, 7"
+    names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert names[matrix["pid"], matrix["tid"]] == "python"
+    assert {one["name"] for one in events if one.get("cat") == "cpu_op"} == {"mm", "add", "Profiler"}
+
+    written(folder, steps="1:1", out=folder / "one.json")
+    events = json.loads((folder / "one.json").read_text())["traceEvents"]
+    assert [one["name"] for one in events if one.get("cat") == "cpu_op"] == ["add"]
+
+    monkeypatch.setattr("engine.tools.trace_events.PROFILE_MOST", 300)
+    assert "rank-0.json.gz is too large to be put in" in written(folder)
+    (folder / "profile/rank-0.json.gz").write_bytes(b"torn")
+    done = CliRunner().invoke(app, ["trace", str(folder)])
+    assert (done.exit_code, "rank-0.json.gz: the profile is damaged" in done.stderr) == (2, True), done.output

@@ -6,6 +6,7 @@ import re
 import shutil
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
@@ -119,10 +120,12 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
         await ask(400, "n: 2; only 1", n=2)
         await ask(400, "message 0 is .*image_url", [{"role": "user", "content": [{"type": "image_url"}]}])
         await ask(400, "stop 'no one token' is 12 tokens", stop="no one token")
-        await asyncio.gather(ask(200, '"content": "1"'), ask(400, "still being sampled"))
+        await ask(400, "must be str", [{**USER, "content": "1\ud800"}])  # no tokenizer takes it
+        await ask(400, "max_tokens: -1; expected at least 1", max_tokens=-1)
+        await asyncio.gather(ask(200, '"content": "1"'), ask(400, "still being sampled", max_tokens=5))
         await ask(400, "no message after the last answer", [USER, one])
         await ask(400, "message 1 is .*'one'.*has .*'1'} there", [USER, {**one, "content": "one"}, USER])
-        await ask(400, "message 1 is None")
+        await ask(400, "message 1 is None", max_tokens=5)
         await ask(200, '"content": "2"', [USER, {**one, "content": " 1 "}, USER])
     assert len(orchestrator.appended) == 2
 
@@ -160,3 +163,64 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
             if not said:
                 await ask(model="", messages=[USER])
     assert len(orchestrator.appended) == 1
+
+
+async def test_a_request_that_is_sent_again_gets_the_same_turn(tokenizer):
+    """While the turn is sampled, after its client has given it up, and after the reply."""
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"], [*b"2"]])
+    async with chat.openai() as (base_url, key):
+        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).with_options(max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            await ask.with_options(timeout=0.02).chat.completions.create(model="", messages=[USER])
+        again = [ask.chat.completions.create(model="", messages=[USER]) for _ in range(2)]
+        replies = [*await asyncio.gather(*again), await ask.chat.completions.create(model="", messages=[USER])]
+        assert [reply.choices[0].message.content for reply in replies] == ["1"] * 3
+        with pytest.raises(openai.BadRequestError, match="begun already|must repeat"):
+            await ask.chat.completions.create(model="", messages=[{"role": "user", "content": "2"}])
+        last = [USER, replies[0].choices[0].message, USER]
+        replies = [await ask.chat.completions.create(model="", messages=last) for _ in range(2)]
+        assert [reply.choices[0].message.content for reply in replies] == ["2"] * 2
+    assert len(orchestrator.appended) == 2
+
+
+async def test_a_first_request_that_is_refused_leaves_the_conversation_to_the_next(tokenizer):
+    """Also while the program itself samples a turn."""
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"], [*b"2"]])
+    async with chat.openai() as (base_url, key):
+        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).with_options(max_retries=0).chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="12 tokens"):
+            await ask(model="", messages=[USER], stop="no one token")
+        more = [USER, {"role": "user", "content": "Add."}]
+        assert (await ask(model="", messages=more)).choices[0].message.content == "1"
+        own = asyncio.create_task(chat.complete())
+        await asyncio.sleep(0)
+        said = [*more, {"role": "assistant", "content": "1"}, USER]
+        with pytest.raises(openai.BadRequestError, match="still being sampled"):
+            await ask(model="", messages=said)
+        await own
+    assert tokenizer.hf.decode(orchestrator.appended[0]).count("Add.") == 1
+
+
+async def test_what_a_tool_says_may_look_like_a_mark(tokenizer):
+    said = " ".join(f"metronome-turn-{salt}-{place};" for salt in range(3) for place in range(4))
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*said.encode()], [*b"2"]])
+    await chat.complete()
+    chat.append({"role": "tool", "content": said})
+    await chat.complete()
+    assert tokenizer.hf.decode(orchestrator.appended[1]) == (
+        f"<|im_end|>\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert not chat.rewritten
+
+
+async def test_the_recipes_template_variables_are_those_of_every_turn(tokenizer):
+    """Its tools stand in the prompt; an agent need not name them, and may name others."""
+    loaded = msgspec.structs.replace(tokenizer.loaded, variables=json.dumps({"tools": TOOLS}).encode())
+    described = f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n"
+    chat, orchestrator = begin_chat(ProgramTokenizer(loaded), described, [[*b"1"], [*b"2"]])
+    async with chat.openai() as (base_url, key):
+        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="does not begin with the prompt"):
+            await ask(model="", messages=[USER], tools=[{"type": "function", "function": {"name": "other"}}])
+        await ask(model="", messages=[USER])
+    assert tokenizer.hf.decode(orchestrator.appended[0]) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"

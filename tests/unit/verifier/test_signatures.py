@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from engine.errors import BadInput
+from engine.errors import BadInput, RewardError
 from engine.types import Prompt
 from engine.verifier.reward_function import load_reward
+from engine.verifier.worker import score_group
 from support.verifier_calls import response
 
 ROW = {
@@ -71,6 +72,22 @@ def test_verl_is_called_for_each_response_with_the_row_as_its_data_has_it(load):
 def test_each_signature_may_be_async(load):
     reward = load("async def f(solution_str, ground_truth): return solution_str == ground_truth")
     assert asyncio.run(reward.call(prompt(), response("2"))) is True
+
+
+def test_an_async_function_of_one_response_waits_for_all_of_a_group_at_once(load):
+    reward = load(
+        "import asyncio\n"
+        "both = asyncio.Barrier(2)\n"
+        "async def f(solution_str, ground_truth):\n"
+        "    await asyncio.wait_for(both.wait(), 10)\n"
+        "    if solution_str == 'x': raise ValueError('no number')\n"
+        "    return solution_str == ground_truth\n"
+    )
+    with asyncio.Runner() as runner:
+        scores = score_group([reward], runner, prompt(), [response("2"), response("3")])
+        assert [score.value for score in scores] == [1.0, 0.0]
+        with pytest.raises(RewardError, match="no number"):
+            score_group([reward], runner, prompt(), [response("x"), response("2")])
 
 
 @pytest.mark.parametrize(

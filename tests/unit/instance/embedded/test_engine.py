@@ -134,6 +134,34 @@ def test_a_turn_computes_only_what_is_new_and_has_the_bits_of_the_whole_computed
     assert sum(computed) == 64 + 6 + 2 * ((110 - 64) + (128 - 64) + (150 - 128))
 
 
+def test_a_turn_computes_only_what_was_not_decoded_before_it(folder):
+    """Whatever the turn's log-probabilities are computed from, they are those of transformers."""
+    engine = engine_of(folder, max_context=256, conversations=True)
+    computed = []
+    compute = engine.prompts.compute
+    engine.prompts.compute = lambda ids, before: computed.append(len(ids)) or compute(ids, before)
+    system = [*range(20, 40)]
+    conversations = [[*system, *ask] for ask in ([5, 6, 7], [5, 6, 7], [8, 9])]
+    expected = [23, 2, 11, 11, 11, 11, 11, 11]
+    hf = reference(folder)
+    for turn in range(3):
+        sent = Sent(engine)
+        for seed, conversation in enumerate(conversations):
+            sent.send(conversation, seed=10 * turn + seed)
+        for conversation, result in zip(conversations, sent.finish(), strict=True):
+            wanted = reference_logprobs(hf, conversation, result.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-4, rtol=0)
+            conversation += [*result.token_ids, *range(2, 12)]
+    assert computed == expected
+    for prompt in ([*conversations[0][:30], 1, 1], conversations[0][:40]):  # gone on otherwise; less than was decoded
+        sent = Sent(engine)
+        sent.send(prompt)
+        sent.finish()
+        engine.prompts.drop_prompts()
+    assert computed[len(expected) :] == [2, 40]
+    assert engine.load()["prefills"] == 2
+
+
 def test_recent_prompts_are_kept_within_their_limit(engine):
     engine.prompts.limit = 12
     for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes

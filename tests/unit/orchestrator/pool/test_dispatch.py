@@ -348,6 +348,44 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
         assert all(one.groups == 0 for one in w.pool.instances)
 
 
+async def test_dynamic_sampling_tries_a_prompt_when_responses_end_and_not_only_when_their_group_does(world):
+    """Two groups of four fill the instance. A response of each of the first two takes for ever; groups of equal scores
+    make more prompts necessary, and the one that is kept is the last."""
+
+    class Last(Scores):
+        async def score(self, prompt, responses):
+            return [Score(response.seed if prompt.id == "p5" else 0.0) for response in responses]
+
+    async with world() as w:
+        w.producer = Producer(
+            pool=w.pool,
+            verifier=Last(),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
+            group_size=4,
+            seed=0,
+            trace=w.trace,
+        )
+        a, one = await w.join("a")
+        slow = {sampling_seed(0, 0, f"p{n}", 0) for n in (0, 1)}
+        a.takes = lambda body: 60.0 if body["seed"] in slow else 0.01
+        selection = DynamicSampling(1, 30)
+        arrived = []
+
+        async def put(group):
+            arrived.append(group.index)
+            w.groups.extend(map(open_group, selection.add_group(group)))
+
+        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+        running = asyncio.create_task(w.producer.run_until(3, endless, put, selection))
+        try:
+            await until(lambda: 5 in arrived, "the prompt that is kept, while two responses still run")
+            assert set(arrived).isdisjoint({0, 1})
+            assert one.responses <= a.most <= 8
+            assert not selection.complete  # the first two prompts may be kept before it
+        finally:
+            running.cancel()
+
+
 async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(world):
     """A put may take its time (statistics over the batch); what else arrives meanwhile must not call it off."""
     async with world() as w:

@@ -54,3 +54,16 @@ def test_each_kind_of_device_is_counted_by_its_own_limit(device, npus, cuda, wan
     if wanted[0] == 8:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
         assert devices.count_devices(config) == (4, devices.CUDA_DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wanted"), [(None, 4), ("", 0), ("-1", 0), ("2,0", 2), ("0,-1,1", 1), ("0,1,2,3,4", 4)]
+)
+def test_a_process_sees_the_cuda_devices_that_its_environment_leaves_it(chosen, wanted, tmp_path, monkeypatch):
+    for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(4))):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "CUDA_FILES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert devices.visible_cuda_devices() == wanted

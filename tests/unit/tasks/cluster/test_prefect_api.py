@@ -16,15 +16,13 @@ AUTH = "admin:its own"
 class Prefect(BaseHTTPRequestHandler):
     """Answers what it was sent, to whoever has the password."""
 
-    def do_GET(self):
+    def do_POST(self):
         told = self.headers.get("Authorization", "")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         known = told == f"Basic {base64.b64encode(AUTH.encode()).decode()}"
         self.send_response(200 if known else 401)
         self.end_headers()
         self.wfile.write(json.dumps({"method": self.command, "sent": body}).encode())
-
-    do_POST = do_GET
 
     def log_message(self, *arguments):
         pass
@@ -40,12 +38,11 @@ def url():
 
 def test_requests_carry_the_password_of_the_environment(url, monkeypatch):
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", AUTH)
-    assert prefect_api.get_json(url) == {"method": "GET", "sent": ""}
     assert prefect_api.post_json(url, {"name": "night"}) == {"method": "POST", "sent": '{"name": "night"}'}
     for wrong in ("", "admin:another"):
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", wrong)
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            prefect_api.get_json(url)
+            prefect_api.post_json(url, {})
 
 
 def test_a_password_that_is_given_counts_more_than_the_environments(url, monkeypatch):

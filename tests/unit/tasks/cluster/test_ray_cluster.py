@@ -7,8 +7,11 @@ import pytest
 
 from engine.errors import BadInput, DeadlineError
 from engine.run.instance_process import REFILL_S
-from engine.run.placed_process import News
-from tasks.cluster import ray_cluster
+from engine.run.placed_process import ActorPlace, News
+from support.runs import config_of, wait_for
+from tasks.cluster import ray_cluster, ray_following, ray_parts, ray_room
+
+HERE = ActorPlace("node", "10.0.0.1", {}, 0)
 
 
 @pytest.fixture
@@ -17,25 +20,199 @@ def ray(monkeypatch):
     error = type("RayError", (Exception,), {})
     found = SimpleNamespace(
         kill=lambda actor: None,
+        wait=lambda answers, num_returns=1, timeout=None: (answers, []),
+        get=lambda answer, timeout=None: answer() if callable(answer) else answer,
         exceptions=SimpleNamespace(RayError=error, GetTimeoutError=type("GetTimeoutError", (error, TimeoutError), {})),
     )
     monkeypatch.setitem(sys.modules, "ray", found)
     return found
 
 
+def followed(parts, logs, growth=None, **keys):
+    logs.mkdir(exist_ok=True)
+    config = config_of({"cluster.engine": "ray"} | keys)
+    growth = growth or ray_room.Growth(len(parts), 0, None)
+    return ray_following.Followed(parts, config, logs, HERE, growth)
+
+
+def actor(**answers):
+    """An actor whose methods answer so; an exception is raised."""
+    return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, a=a: a) for name, a in answers.items()})
+
+
+def raises(error):
+    def answer():
+        raise error
+
+    return answer
+
+
 def test_an_hour_without_a_fault_resets_the_count_of_restarts(ray, monkeypatch, tmp_path):
     now = 0.0
-    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now)
-    part = ray_cluster._Part("instance-0", 0, {"CPU": 1.0}, files={"config.toml": ""})
+    monkeypatch.setattr(ray_following.time, "monotonic", lambda: now)
+    part = ray_parts.Part("instance-0", {"CPU": 1.0}, module="flows.cli", files={"config.toml": ""})
+    follower = followed([part], tmp_path, **{"rollout.restarts": 2})
     again = []
     for ran_s in (1.0, 1.0, REFILL_S + 1.0, 1.0, 1.0):
         part.began = now
         part.again = 0.0
         now += ran_s
-        assert ray_cluster._has_ended(part, News(1, b"log"), restarts=2, logs=tmp_path)
+        part.actor = actor(stop=b"last")
+        assert follower.has_ended(part, News(1, b"log"))
         again.append(part.again > 0)
     assert again == [True, True, True, True, False]
-    assert (tmp_path / "instance-0.log").read_bytes() == b"log" * 5
+    assert (tmp_path / "instance-0.log").read_bytes() == b"loglast" * 4 + b"log"
+
+
+def test_what_a_process_prints_while_it_is_ended_reaches_its_log(ray, tmp_path):
+    part = ray_parts.Part("trainer node 1", {"CPU": 1.0}, module=ray_parts.RANKS, actor=actor(stop=b"bye\n"))
+    ray_parts.end([part], tmp_path)
+    assert (tmp_path / "trainer-node-1.log").read_bytes() == b"bye\n"
+    assert part.actor is None
+
+
+def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray, monkeypatch, tmp_path, capsys):
+    begun = []
+    monkeypatch.setattr(ray_following, "begin", lambda part: begun.append(part.name))
+    monkeypatch.setattr(ray_following, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
+    wrong = ray_parts.Part("instance-0", {}, "flows.cli", files={"a": ""}, answer=raises(KeyError("what")))
+    fine = ray_parts.Part("instance-1", {}, "flows.cli", files={"a": ""}, answer=lambda: News(None, b"on\n"))
+    fine.actor = actor(look=lambda: News(None, b"on\n"))
+    with followed([wrong, fine], tmp_path):
+        wait_for(lambda: "instance-0" in begun, "the restart", 10)
+        wait_for(lambda: (tmp_path / "instance-1.log").read_bytes().count(b"on") > 2, "the other's log", 10)
+    assert (
+        "instance-0 can't be followed: KeyError: 'what'; it starts again where there is room" in capsys.readouterr().out
+    )
+
+
+def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
+    part = ray_parts.Part("instance-0", {}, "flows.cli", files={"a": ""})
+    follower = followed([part], tmp_path / "logs")
+    (tmp_path / "logs/instance-0.log").mkdir()
+    assert not follower.has_ended(part, News(None, b"log"))
+    assert not follower.has_ended(part, News(None, b"log"))
+    assert capsys.readouterr().err.count("instance-0.log can't be written") == 1
+
+
+def test_a_run_goes_on_with_fewer_trainer_nodes_and_asks_for_all_again(ray, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ray_following, "SPARE_S", 0.2)
+    keys = {"parallel.nodes": 4, "parallel.data": 4, "parallel.rendezvous": "auto", "cluster.least_nodes": 2}
+    nodes = [ray_parts.Part(f"trainer node {number}", {}, ray_parts.RANKS) for number in (1, 2, 3)]
+    for part in nodes:
+        part.place = HERE
+        part.actor = actor(place=HERE, stop=b"")
+    follower = followed(list(nodes), tmp_path, **keys)
+    assert follower.await_nodes().parallel.nodes == 4
+    nodes[1].actor = actor(place=raises(ray.exceptions.RayError("its node is gone")))
+    left = follower.await_nodes()
+    assert (left.parallel.nodes, left.parallel.data, left.parallel.rendezvous) == (3, 3, "auto")
+    assert "goes on with parallel.nodes = 3 and parallel.data = 3" in capsys.readouterr().out
+    for part in nodes[:2]:  # another one is lost, and the first one comes back
+        part.place = None
+    found = []
+
+    def look_again():
+        found.append(nodes[1].again)
+        nodes[0].place = HERE
+        nodes[1].place = HERE
+
+    monkeypatch.setattr(ray_following.time, "sleep", lambda s: look_again())
+    assert follower.await_nodes() is follower._config
+    assert found[0] != float("inf")
+
+
+def test_a_run_that_may_not_shrink_waits_and_names_the_node(ray, monkeypatch, tmp_path):
+    keys = {"parallel.nodes": 2, "parallel.data": 2, "parallel.rendezvous": "auto", "cluster.wait_s": 0.1}
+    part = ray_parts.Part("trainer node 1", {}, ray_parts.RANKS)
+    with pytest.raises(DeadlineError, match=r"not started trainer node 1 again within 0\.1 s \(cluster\.wait_s\)"):
+        followed([part], tmp_path, **keys).await_nodes()
+
+
+class Room:
+    """A cluster with room for a number of bundles, and the requests that it has not answered."""
+
+    def __init__(self, monkeypatch, free):
+        self.free = free
+        self.groups = []
+        monkeypatch.setattr(ray_room, "ask_for_room", self.ask)
+        monkeypatch.setattr(ray_room, "has_room", lambda part: self.settle() or part.group.granted)
+        monkeypatch.setattr(ray_room, "give_back", self.give_back)
+
+    def ask(self, parts, strategy, selector=None):
+        group = SimpleNamespace(wants=len(parts), granted=False)
+        self.groups.append(group)
+        for part in parts:
+            part.group = group
+
+    def settle(self):
+        for group in self.groups:
+            if not group.granted and group.wants <= self.free:
+                self.free -= group.wants
+                group.granted = True
+
+    def give_back(self, parts):
+        for group in {id(part.group): part.group for part in parts}.values():
+            self.groups.remove(group)
+            self.free += group.wants * group.granted
+
+
+def test_a_run_keeps_no_part_of_its_room_from_others_and_takes_all_once_it_is_there(ray, monkeypatch):
+    room = Room(monkeypatch, 3)
+    monkeypatch.setattr(ray_room, "HOLD_S", 0.2)
+    monkeypatch.setattr(ray_room, "BACK_S", 0.01)
+    monkeypatch.setattr(ray_room, "POLL_S", 0.01)
+    ray.available_resources = lambda: {"CPU": room.free}
+    nodes = [ray_parts.Part("trainer node 0", {"CPU": 1.0}), ray_parts.Part("trainer node 1", {"CPU": 1.0}, "ranks")]
+    instances = [ray_parts.Part(f"instance-{number}", {"CPU": 1.0}, files={"a": ""}) for number in range(2)]
+    seen = set()
+    give_back = room.give_back
+
+    def others(parts):
+        give_back(parts)
+        seen.add(room.free)
+        if len(seen) and len(room.groups) == 0:
+            room.free += 1  # another run ends
+
+    monkeypatch.setattr(ray_room, "give_back", others)
+    ray_room.take_room(nodes, instances, 10.0, HERE)
+    assert seen == {3}  # it gave back the nodes' room while it waited for the instances'
+    assert room.free == 0
+    assert all(part.group.granted for part in [*nodes, *instances])
+
+
+def test_without_room_the_run_says_what_it_lacks(ray, monkeypatch):
+    room = Room(monkeypatch, 1)
+    ray.available_resources = lambda: {"CPU": room.free}
+    nodes = [ray_parts.Part("trainer node 0", {"NPU": 8.0})]
+    instances = [ray_parts.Part(f"instance-{number}", {"CPU": 1.0}, "serve") for number in range(2)]
+    with pytest.raises(DeadlineError) as error:
+        ray_room.take_room(nodes, instances, 0.3, HERE)
+    wants = "instance-0 (1 CPU), instance-1 (1 CPU)"
+    said = f"Ray has no room for {wants}; free are no devices; waited 0.3 s (cluster.wait_s)"
+    assert str(error.value) == said
+    assert room.groups == []
+
+
+def test_instances_grow_with_the_cluster_up_to_their_most_and_give_their_room_back(ray, monkeypatch, tmp_path):
+    room = Room(monkeypatch, 1)
+    begun = []
+    monkeypatch.setattr(ray_following, "begin", begun.append)
+    monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
+
+    def make(number):
+        return ray_parts.Part(f"instance-{number}", {"CPU": 1.0}, "serve", files={"a": ""}, extra=True)
+
+    with followed([], tmp_path, ray_room.Growth(1, 3, make)) as follower:
+        wait_for(lambda: [part.name for part in begun] == ["instance-1"], "the first", 10)
+        room.free += 5
+        wait_for(lambda: len(begun) == 2, "the second", 10)
+        wait_for(lambda: room.free == 4, "no further one", 10)
+        begun[0].answer = raises(ray.exceptions.RayError("its node is gone"))
+        wait_for(lambda: len(begun) == 3, "another in its place", 10)
+    assert [part.name for part in follower._parts] == ["instance-2", "instance-3"]
+    assert len(room.groups) == 2
 
 
 def test_the_first_trainer_node_is_not_waited_for_without_end(ray, monkeypatch):
@@ -47,8 +224,7 @@ def test_the_first_trainer_node_is_not_waited_for_without_end(ray, monkeypatch):
             raise raised("no module named tasks")
 
         ray.get = get
-        actor = SimpleNamespace(place=SimpleNamespace(remote=lambda: "asked"))
-        monkeypatch.setattr(ray_cluster, "_actor", lambda part, actor=actor: actor)
-        part = ray_cluster._Part("trainer node 0", 0, {"GPU": 1.0})
+        monkeypatch.setattr(ray_cluster, "start_actor", lambda part: actor(place="asked"))
+        part = ray_parts.Part("trainer node 0", {"GPU": 1.0})
         with pytest.raises(shown, match="start(ed)? trainer node 0"), ray_cluster._devices([part], 5.0):
             pass

@@ -7,16 +7,17 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+import yaml
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from tasks.cluster import watchdog
-from tasks.cluster.deploy import read_template
+from tasks.cluster.deploy import FILE, read_template
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import (
     FORGOTTEN_S,
     PENDING_S,
-    PROCESS_PENDING_S,
+    SILENCE_S,
     TAG,
     build_automations,
     crash_late,
@@ -66,7 +67,18 @@ def test_only_a_pod_may_wait_long_before_its_run_begins():
     _, pods = read_template("kubernetes-ascend-train")
     pod_waits_s = pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"]
     assert trigger(NOT_BEGUN).within.total_seconds() > pod_waits_s
-    assert trigger(NO_PROCESS).within.total_seconds() <= 120
+    assert trigger(NO_PROCESS).within == trigger(SILENT).within
+
+
+def test_a_run_keeps_its_slot_until_it_begins_or_is_taken_for_dead():
+    """Prefect cancels a run whose slot was given to another one before it began."""
+    limits = [
+        one["concurrency_limit"]
+        for one in yaml.safe_load(FILE.read_text())["deployments"]
+        if "concurrency_limit" in one
+    ]
+    assert len(limits) == 3
+    assert {one["grace_period_seconds"] for one in limits} == {PENDING_S + SILENCE_S}
 
 
 @pytest.mark.parametrize(("name", "begins"), [(SILENT, "heartbeat"), (NOT_BEGUN, "Pending"), (NO_PROCESS, "Pending")])
@@ -94,11 +106,29 @@ def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(name, sign):
     assert not watched.starts_after(f"prefect.flow-run.{sign}")
 
 
+def test_a_workers_heartbeat_of_a_run_is_a_sign_of_its_life_until_the_next(monkeypatch):
+    sent = []
+    monkeypatch.setattr(watchdog, "emit_event", lambda **event: sent.append(event))
+    run = SimpleNamespace(id=uuid4(), name="night", tags=["nightly", TAG])
+    watchdog.send_heartbeat(run, SimpleNamespace(id=uuid4(), name="cpu", type="process"))
+    [event] = sent
+    received = ReceivedEvent.model_validate(
+        event | {"id": uuid4(), "occurred": datetime.now(UTC), "related": [one.root for one in event["related"]]}
+    )
+    assert received.resource.id == f"prefect.flow-run.{run.id}"
+    for name in (SILENT, NO_PROCESS):
+        assert trigger(name).covers(received)
+        assert trigger(name).expects(received.event)
+    assert trigger(SILENT).starts_after(received.event)
+
+
 class Server:
     """Takes the place of the Prefect server's client: flow runs, found by the filters that the watchdog sends."""
 
-    def __init__(self, runs):
+    def __init__(self, runs, heartbeats=None):
+        """`heartbeats`: seconds since the last one, by run."""
         self.runs = runs
+        self.heartbeats = heartbeats or {}
         self.resumed = []
 
     def read_flow_runs(self, flow_run_filter):
@@ -115,6 +145,13 @@ class Server:
 
     def read_work_pools(self):
         return [SimpleNamespace(name="cpu", type="process"), SimpleNamespace(name="cluster", type="kubernetes")]
+
+    def read_events(self, wanted, limit):
+        assert wanted.event.name == ["prefect.flow-run.heartbeat"]
+        [run] = wanted.resource.id
+        before_s = self.heartbeats.get(run.removeprefix("prefect.flow-run."))
+        heard = before_s is not None and wanted.occurred.since < datetime.now(UTC) - timedelta(seconds=before_s)
+        return SimpleNamespace(events=["a heartbeat"] if heard else [])
 
     def set_flow_run_state(self, run, state):
         self.resumed.append((run, state.type, state.name))
@@ -155,14 +192,18 @@ def test_the_watchdog_crashes_runs_that_did_not_begin_and_that_no_automation_has
     """The server may have lost the event, if it was killed when the worker took the run."""
     server = Server(
         [
-            pending("of a dead worker", "cpu", PROCESS_PENDING_S + 70),
-            pending("an automation may still act", "cpu", PROCESS_PENDING_S + 50),
+            pending("of a dead worker", "cpu", SILENCE_S + 70),
+            pending("an automation may still act", "cpu", SILENCE_S + 50),
+            pending("still loads", "cpu", 4 * SILENCE_S),
+            pending("loaded until its worker died", "cpu", 4 * SILENCE_S),
             pending("of a lost node", "cluster", PENDING_S + 70),
             pending("waits for NPUs", "cluster", PENDING_S - 60),
             pending("of somebody else", "cpu", PENDING_S + 70, tags={"nightly"}),
             pending("runs", "cpu", PENDING_S + 70, state_type="RUNNING"),
-        ]
+        ],
+        heartbeats={"still loads": 20.0, "loaded until its worker died": SILENCE_S + 70},
     )
     monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
-    assert crash_late() == ["of a dead worker", "of a lost node"]
-    assert server.resumed == [(name, "CRASHED", "Crashed") for name in ("of a dead worker", "of a lost node")]
+    late = ["of a dead worker", "loaded until its worker died", "of a lost node"]
+    assert crash_late() == late
+    assert server.resumed == [(name, "CRASHED", "Crashed") for name in late]

@@ -299,9 +299,9 @@ def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
     page.write_page([run("sync", evaluations=[evaluation(0.5, 0.4, 0.6)]), long], target)
     text = target.read_text()
     assert not re.search(r'(src|href)="?http', text)
-    assert text.count("</script>") == 1
+    assert text.count("</script>") == 3
     assert "<!--" not in text  # from which on, a browser takes the page's own end of the script for its text
-    content = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    content = json.loads(re.search(r'id="data">(.*)</script>\n', text).group(1))
     assert "</script><b><!--<script>" in json.dumps(content)
     assert len(content["charts"][0]["lines"][1]["points"]) <= page.POINTS
     assert content["charts"][1]["lines"][0]["points"][-1] == [pytest.approx(400 / 60), 0.5]

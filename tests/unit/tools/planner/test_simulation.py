@@ -1,12 +1,17 @@
 """The simulation against sums that can be done by hand, and against the rules of the modes."""
 
+import json
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
 from engine.config import Config
+from engine.config.recipe import load_config
+from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
+from engine.tools.planner.planning import prior_model
 from engine.tools.planner.simulation import simulate_run
 
 COSTS = Costs(
@@ -140,3 +145,42 @@ def test_work_on_the_same_cores_slows_both_sides():
     shared = replace(COSTS, train_slowdown=1.5, rollout_slowdown=1.5)
     assert simulate_run(config("periodic"), shared, EQUAL).step_s > 1.2 * alone
     assert simulate_run(config(), shared, EQUAL).step_s == simulate_run(config(), COSTS, EQUAL).step_s  # never at once
+
+
+def test_a_pipeline_fills_once_for_the_windows_that_are_held_for_an_update():
+    """Two updates of four groups, each of a micro-batch, on two stages. The held four are a schedule of their own,
+    whatever windows they came in: 0.1 + 4 x 0.41 x (1 + 4) / (2 x 4)."""
+    given = config("periodic", parallel={"pipeline": 2}, train={"updates": 2, "micro_batch_tokens": 410})
+    found = simulate_run(given, COSTS, EQUAL)
+    alone = 0.1 + 0.41 * 2 / 2
+    first = 2 * alone + 0.1 + 2 * 0.41 * 3 / 4  # the second pair comes while the first is trained, one by one
+    held = 0.1 + 4 * 0.41 * 5 / 8
+    assert found.mean("train_s") == pytest.approx(first + held)
+
+
+SUB_STEP = "infra/recipes/papers/asyncflow-qwen2.5-7b-32npu.toml"
+
+
+def asyncflow(mode, staged, instances):
+    """AsyncFlow's 7B on 32 NPUs beside so many instances: seconds of a step, and the responses' mean staleness."""
+    keys = {"train.mode": mode, "train.max_staleness": 1, "weights.staged": staged, "dry_run.joining": instances}
+    made = load_config(SUB_STEP, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    model = prior_model(made, DEVICES["910b"], Lengths.drawn(2000, 6144, 512, made.rollout.max_new_tokens))
+    found = simulate_run(made, model.costs_of(made), model.lengths, steps=6)
+    late = [one["step"] - one["version"] for one in found.spans if one["name"] == "rollout" and one["step"] > 1]
+    return found.step_s, fmean(late)
+
+
+def test_the_sub_step_update_pays_where_the_instances_bound_the_step_and_is_fresher_there():
+    """docs/modes.md, Staged weights: a few percent over one_step_off with staged weights, more over weights that all
+    take at once; nothing where training bounds the step."""
+    together, _ = asyncflow("bounded", staged=False, instances=6)
+    one_step, lag = asyncflow("one_step_off", staged=True, instances=6)
+    in_turn, fresher = asyncflow("bounded", staged=True, instances=6)
+    assert in_turn < 0.99 * one_step
+    assert in_turn < 0.9 * together
+    assert fresher < 0.95 < lag == 1
+    one_step, _ = asyncflow("one_step_off", staged=True, instances=8)
+    in_turn, lag = asyncflow("bounded", staged=True, instances=8)
+    assert one_step == pytest.approx(in_turn, rel=0.01)
+    assert lag == 1

@@ -1,0 +1,130 @@
+"use strict";
+// What the pages share: elements, numbers, colours, curves. The page's own script follows. Its data are in the page, or
+// null. Everything that a run wrote becomes text by textContent: nothing here makes HTML of it.
+const embedded = JSON.parse(document.getElementById("data").textContent);
+const $ = name => document.getElementById(name);
+const add = (parent, tag, text = "", attributes = {}) => {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  parent.append(element);
+  return element;
+};
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const narrow = () => innerWidth < 620;
+
+// numbers -------------------------------------------------------------------------------------------
+const number = value => {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return size && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(4));
+};
+const duration = seconds => {
+  const whole = Math.round(seconds), two = part => String(part).padStart(2, "0"), hours = Math.floor(whole / 3600);
+  return (hours ? hours + ":" + two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)) + ":" + two(whole % 60);
+};
+const clock = at => new Date(at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const tickText = value => Math.abs(value) >= 10000 ? +(value / 1000).toPrecision(4) + "k" : Math.abs(value) < 1e-3 && value ? value.toExponential(0) : String(+value.toPrecision(5));
+
+// colours -------------------------------------------------------------------------------------------
+const system = matchMedia("(prefers-color-scheme: dark)");
+const stored = name => { try { return localStorage.getItem(name); } catch { return null; } };  // none in a sandbox
+const isDark = () => document.documentElement.dataset.theme === "dark";
+const DARK = { wait: "#4b535a", bubble: "#6b645f", silent: "#a39a90", train: "#6bbf5f", rollout: "#6d9bd1" };
+const SERIES = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#79706e"];
+const SERIES_DARK = ["#79b0ec", "#f6ab5f", "#86cf7c", "#d0a3c4", "#f08a8b", "#98d3cf", "#c9a48f", "#b5aca9"];
+const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];  // for readers who cannot distinguish the colours, and for overlapping curves
+const series = place => (isDark() ? SERIES_DARK : SERIES)[place % SERIES.length];
+const kindColor = (name, color) => (isDark() && DARK[name]) || color || css("--text");
+const repaint = [];  // what a page does when its colours have changed
+function theme() {
+  const chosen = $("theme").value;
+  document.documentElement.dataset.theme = chosen || (system.matches ? "dark" : "light");
+  try { localStorage.setItem("metronome-theme", chosen); } catch { /* a sandbox keeps nothing */ }
+  for (const chart of charts) chart.rebuild();
+  for (const paint of repaint) paint();
+}
+function startTheme() {
+  $("theme").value = stored("metronome-theme") || "";
+  $("theme").onchange = theme;
+  system.addEventListener("change", theme);
+  theme();
+}
+const key = (box, entries) => {
+  box.replaceChildren();
+  for (const [name, color] of entries) add(add(box, "span"), "i", "", { style: "background:" + color }).after(name);
+};
+
+// curves --------------------------------------------------------------------------------------------
+const charts = [];
+const visible = new IntersectionObserver(entries => { for (const entry of entries) { const chart = charts.find(one => one.box === entry.target); chart.seen = entry.isIntersecting; chart.draw(); } }, { rootMargin: "200px" });
+const INTEGERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
+const RAW = 60;  // more points than this are drawn thin, with their mean over a thirtieth of the run
+function smooth(values) {
+  const half = Math.max(1, Math.round(values.length / 60)), sums = [0], counts = [0];
+  values.forEach((value, at) => { sums.push(sums[at] + (value ?? 0)); counts.push(counts[at] + (value !== null)); });
+  return values.map((_, at) => {
+    const from = Math.max(0, at - half), to = Math.min(values.length, at + half + 1), count = counts[to] - counts[from];
+    return count ? (sums[to] - sums[from]) / count : null;
+  });
+}
+class Chart {
+  // data: returns {x, lines: [{name, values, low, high, place, dash}]}, null while there is nothing to show; place: number of
+  // its colour. options: zero, the axis begins there; smooth; each, all last values are told; x, its unit if not steps.
+  constructor(parent, title, hint, data, options = {}) {
+    Object.assign(this, { data, options, plot: null, seen: false, dirty: true });
+    this.box = add(parent, "figure", "", { class: "chart", style: "margin:0" });
+    const head = add(this.box, "div", "", { class: "head" });
+    if (typeof title === "string") add(head, "h3", title); else head.append(title);
+    this.last = add(head, "span", "", { class: "last" });
+    add(this.box, "p", hint);
+    this.place = add(this.box, "div", "", { role: "img" });
+    charts.push(this);
+    visible.observe(this.box);
+    new ResizeObserver(() => { if (this.plot && this.place.clientWidth) this.plot.setSize({ width: this.place.clientWidth, height: 190 }); }).observe(this.place);
+  }
+  mark() { this.dirty = true; this.draw(); }
+  rebuild() { if (this.plot) { this.plot.destroy(); this.plot = null; } this.mark(); }
+  draw() {
+    const found = this.dirty ? this.data() : null;
+    if (this.dirty) this.box.hidden = !found;
+    if (!this.dirty || !found || !this.seen) return;
+    this.dirty = false;
+    const thin = this.options.smooth && found.x.length > RAW, rows = [found.x], shape = [], bands = [];
+    found.lines.forEach((line, place) => {
+      const color = series(line.place ?? place), dash = line.dash || [], points = { show: found.x.length < 40, size: 5 };
+      if (line.low) {
+        rows.push(line.high, line.low);
+        bands.push({ series: [rows.length - 2, rows.length - 1], fill: color + "33" });
+        for (const end of ["high", "low"]) shape.push({ label: `${line.name} ${end}`, stroke: color + "88", width: 1, points: { show: false }, spanGaps: true });
+      }
+      rows.push(line.values);
+      shape.push({ label: line.name, stroke: thin ? color + "66" : color, width: thin ? 1 : 2, points: thin ? { show: false } : points, dash: thin ? [] : dash, spanGaps: true });
+      if (thin) { rows.push(smooth(line.values)); shape.push({ label: found.lines.length > 1 ? `${line.name}, mean` : "mean", stroke: color, width: 2, points: { show: false }, dash, spanGaps: true }); }
+    });
+    const kept = shape.map(one => one.label).join("\n");
+    if (this.plot && this.kept === kept) this.plot.setData(rows);
+    else {
+      if (this.plot) this.plot.destroy();
+      this.kept = kept;
+      const grid = { stroke: css("--line"), width: 1 }, axis = { stroke: () => css("--muted"), grid, ticks: grid, font: "12px system-ui" };
+      this.plot = new uPlot({
+        width: this.place.clientWidth || 380, height: 190, bands,
+        scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
+        cursor: { sync: { key: this.options.x || "step" }, drag: { x: true, y: false } },
+        axes: [{ ...axis, ...(this.options.x ? {} : { incrs: INTEGERS }), size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(tickText) }],
+        series: [{ label: this.options.x || "step", value: (_, value) => value === null ? "" : String(+value.toPrecision(6)) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],
+      }, rows, this.place);
+      shape.forEach((one, at) => { if (one.points.show === false && one.width === 1 && !thin) this.place.querySelectorAll(".u-legend .u-series")[at + 1].hidden = true; });
+    }
+    const told = found.lines.map(line => line.values.findLast(value => value !== null));
+    this.last.textContent = found.lines.length === 1 || !this.options.each ? number(told[0]) : told.map(number).join(" · ");
+    this.place.setAttribute("aria-label", found.lines.map((line, place) => `${line.name}: last ${number(told[place])}`).join("; "));
+  }
+  range(low, high) {
+    if (low === null) return [0, 1];
+    const from = this.options.zero ? Math.min(0, low) : low, room = (high - from || Math.abs(high) || 1) * 0.08;
+    return [this.options.zero && low >= 0 ? 0 : from - room, high + room];
+  }
+}

@@ -1,0 +1,238 @@
+"""A thread that follows the processes of a run on a Ray cluster: it copies their logs into the run folder, starts again
+what has died, and takes more instances while the cluster has room for them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from engine.config import Config
+from engine.config.placing import on_fewer_nodes
+from engine.errors import DeadlineError, clean_text
+from engine.run.instance_process import REFILL_S
+from engine.run.placed_process import ActorPlace, News
+from engine.run.process import BAD_INPUT
+from tasks.cluster.ray_parts import RANKS, STOP_S, Part, begin, end, kill, log_of, out_of_reach, write_log
+from tasks.cluster.ray_room import Growth
+from tasks.console import print_error, say
+
+LOOK_S = 0.5
+"""Seconds between two looks at the processes."""
+BACKOFF_S = 1.0
+"""Seconds before a process that ended is started again; each further time doubles them."""
+LONGEST_BACKOFF_S = 60.0
+"""Most of these seconds where a node that has room can't start it, as one without Metronome."""
+SAY_S = 30.0
+"""Seconds between two lines that say for whom the run waits."""
+ANSWER_S = 10.0
+"""Seconds in which an actor must answer that lives."""
+SPARE_S = 60.0
+"""Seconds that Ray has to find another node for lost trainer ranks before a run goes on with fewer
+(cluster.least_nodes)."""
+
+
+class Followed:
+    """The processes of a run that Ray has started. A thread of this class changes their parts, and `await_nodes` does
+    between two attempts; whoever does holds the lock."""
+
+    def __init__(
+        self,
+        parts: list[Part],
+        config: Config,
+        logs: Path,
+        here: ActorPlace,
+        growth: Growth,
+    ) -> None:
+        """`logs`: an existing folder."""
+        self._parts = parts
+        self._config = config
+        self._logs = logs
+        self._here = here
+        self._growth = growth
+        self._unwritten: set[str] = set()
+        """Logs that could not be written."""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="cluster", daemon=True)
+
+    def __enter__(self) -> Followed:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(STOP_S)
+
+    def _follow(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            with self._lock:
+                for part in list(self._parts):
+                    if not self._ended.is_set():
+                        self._follow_part(part)
+                self._grow()
+
+    def _follow_part(self, part: Part) -> None:
+        """Look at a part. One that can't be followed, for whatever reason, is lost, so that it is started again."""
+        import ray
+
+        try:
+            self._look_at(part)
+        except ray.exceptions.RayError as error:
+            self._lose(part, f"is lost with its node: {_first_line(error)}")
+        except Exception as error:  # this thread must go on for the others
+            self._lose(part, f"can't be followed: {type(error).__name__}: {_first_line(error)}")
+
+    def _grow(self) -> None:
+        try:
+            if any(part.place is None and part.module == RANKS and part.again < math.inf for part in self._parts):
+                self._growth.withdraw()  # the room is wanted for trainer ranks
+                return
+            part = self._growth.grown()
+            if part is not None:
+                self._parts.append(part)
+                begin(part)
+        except Exception as error:  # this thread must go on with the parts that there are
+            self._growth.stop()
+            say("instances", f"no further instances: {type(error).__name__}: {_first_line(error)}")
+
+    def _look_at(self, part: Part) -> None:
+        import ray
+
+        if part.again and time.monotonic() > part.again:
+            begin(part)
+        if part.answer is None or not ray.wait([part.answer], timeout=0)[0]:
+            return
+        news = ray.get(part.answer)
+        if isinstance(news, ActorPlace):
+            part.place = news
+            part.losses = 0
+            say("cluster", f"{part.name} starts on {news.host} ({news.node[:6]})")
+            if why := out_of_reach(part, news, self._config, self._here):
+                self._growth.stop()
+                print_error(f"warning: {why}")
+        elif self.has_ended(part, news):
+            return
+        part.answer = part.actor.look.remote()
+
+    def _lose(self, part: Part, why: str) -> None:
+        then = "" if part.extra else "; it starts again where there is room"
+        say(part.stage, f"{part.name} {why}{then}")
+        kill(part)  # it may still live where this machine does not reach it
+        if part.extra:
+            self._drop(part)
+            return
+        part.again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2**part.losses)
+        part.losses += 1
+
+    def _drop(self, part: Part) -> None:
+        """Do without an instance above the number with which the run began."""
+        self._parts.remove(part)
+        self._growth.drop(part)
+
+    def has_ended(self, part: Part, news: News) -> bool:
+        """Append what a process has printed to its log. If it has ended, decide whether it starts again."""
+        self._write(part, news.log)
+        if news.code is None:
+            return False
+        part.answer = None
+        if news.code == 0:
+            return True
+        restarts = self._config.rollout.restarts if part.files else self._config.run.resumes
+        part.faults = 1 if time.monotonic() - part.began > REFILL_S else part.faults + 1
+        lasting = news.code == BAD_INPUT or part.faults > restarts
+        then = "is not started again" if lasting else "starts again"
+        say(part.stage, f"{part.name} ended with {news.code} and {then}; its log: {log_of(part, self._logs)}")
+        if lasting and part.extra:
+            self._growth.stop()
+        if not lasting:
+            end([part], self._logs, grace_s=0.0)
+            part.again = time.monotonic() + BACKOFF_S * 2**part.faults
+        return True
+
+    def _write(self, part: Part, printed: bytes) -> None:
+        """A log that can't be written is lost, and the process goes on."""
+        try:
+            write_log(part, printed, self._logs)
+        except OSError as error:
+            if part.name not in self._unwritten:
+                self._unwritten.add(part.name)
+                print_error(f"warning: {log_of(part, self._logs)} can't be written: {error}")
+
+    def await_nodes(self) -> Config:
+        """Wait until each further trainer node has a place. Return the run's config; with cluster.least_nodes it may be
+        one for fewer nodes. Raises DeadlineError that names those without a place."""
+        nodes = [part for part in self._parts if part.module == RANKS]
+        with self._lock:
+            for part in nodes:
+                if part.again == math.inf:  # an earlier attempt went on without it
+                    part.again = time.monotonic()
+            self._lose_silent(nodes)
+        wait_s = self._config.cluster.wait_s
+        began = told = time.monotonic()
+        while missing := [part for part in nodes if part.place is None]:
+            what = f"Ray has not started {', '.join(part.name for part in missing)} again"
+            now = time.monotonic()
+            fewer = self._fewer(len(nodes) + 1 - len(missing))
+            if fewer is not None and now > began + min(SPARE_S, wait_s):
+                self._leave_out(nodes, fewer, what)
+                return fewer
+            if now > began + wait_s:
+                raise DeadlineError(f"{what} within {wait_s:g} s (cluster.wait_s)")
+            if now - told > SAY_S:
+                told = now
+                say("cluster", f"{what}; the run waits for up to {wait_s:g} s (cluster.wait_s)")
+            with self._lock:
+                extra = next((part for part in self._parts if part.extra), None)
+                if extra is not None:
+                    say("instances", f"{extra.name} ends; {missing[0].name} may need its room")
+                    end([extra], self._logs)
+                    self._drop(extra)
+            time.sleep(LOOK_S)
+        return self._config
+
+    def _lose_silent(self, nodes: Sequence[Part]) -> None:
+        """Lose the parts whose actors do not answer. Ray itself may notice it much later."""
+        import ray
+
+        asked = {part: part.actor.place.remote() for part in nodes if part.place is not None}
+        if asked:
+            ray.wait([*asked.values()], num_returns=len(asked), timeout=ANSWER_S)
+        for part, answer in asked.items():
+            try:
+                ray.get(answer, timeout=0)
+            except ray.exceptions.RayError as error:  # also GetTimeoutError
+                self._lose(part, f"is lost with its node: {_first_line(error)}")
+
+    def _fewer(self, nodes: int) -> Config | None:
+        """The config for so many trainer nodes; None if there is none, or if it does not reach the instances."""
+        fewer = on_fewer_nodes(self._config, nodes)
+        if fewer is None:
+            return None
+        placed = [(part, part.place) for part in self._parts if part.place is not None]
+        return None if any(out_of_reach(part, place, fewer, self._here) for part, place in placed) else fewer
+
+    def _leave_out(self, nodes: Sequence[Part], fewer: Config, what: str) -> None:
+        """End the trainer nodes that are too many for a config."""
+        with self._lock:
+            there = [part for part in nodes if part.place is not None]
+            out = [part for part in nodes if part not in there[: fewer.parallel.nodes - 1]]
+            end([part for part in out if part.place is not None], self._logs)
+            for part in out:
+                kill(part)
+                part.again = math.inf
+        layout = fewer.parallel
+        say(
+            "cluster",
+            f"{what}; the run goes on with parallel.nodes = {layout.nodes} and parallel.data = {layout.data} "
+            "(cluster.least_nodes)",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return clean_text(str(error)).partition("\n")[0]
