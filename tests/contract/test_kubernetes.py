@@ -1,6 +1,6 @@
 """infra/kubernetes as kubectl renders it: against Kubernetes' schemas, KubeRay's, and against what the manifests name.
 
-METRONOME_KUBERAY_CRD names ray.io_rayclusters.yaml of KubeRay 1.7.0 (ray-operator/config/crd/bases). Nothing is started.
+METRONOME_KUBERAY_CRD names ray.io_rayclusters.yaml of KubeRay 1.7.0 (ray-operator/config/crd/bases).
 """
 
 import base64
