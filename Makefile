@@ -24,7 +24,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
 .PHONY: run images smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
-	nightly site check-pins hashes \
+	nightly site demonstrate check-pins hashes \
 	lint clean
 
 run: $(VENV)/installed  ## train the quickstart recipe (about 5 minutes on 2 cores)
@@ -47,6 +47,9 @@ parallel-test: $(VENV)/installed-dev  ## several trainer ranks: layouts against 
 
 fault-test: $(VENV)/installed-dev  ## instances that die, hang, fail, join and leave during runs
 	$(BIN)/python -m pytest -m "faults and not slow and not nightly"
+
+demonstrate: $(VENV)/installed-dev  ## a dropped update, a kill in mid-step and a wrong version label, and what Metronome says; ARGS="-k update", kill or label
+	$(BIN)/python -m pytest -q -s -m faults tests/integration/test_demonstrations.py $(ARGS)
 
 stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
 	$(BIN)/python -m pytest -m "stack and not slow and not nightly"
@@ -84,7 +87,7 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
 	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly" $(call FILES,vllm)
 
-transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes, and runs that Ray places (25 minutes, and 4 to build .venv-transferqueue once)
+transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes, and runs that Ray places (45 minutes, and 4 to build .venv-transferqueue once)
 	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py --ignore tests/integration/test_ray_cluster.py --ignore tests/integration/test_ray_placement.py
 	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_transferqueue_cluster.py tests/integration/test_ray_cluster.py tests/integration/test_ray_placement.py  # apart, because a process reads Ray's token settings only once
 

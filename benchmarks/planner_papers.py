@@ -169,7 +169,7 @@ def sub_step(device: str) -> list[dict[str, Any]]:
             keys = {"train.mode": mode, "train.max_staleness": 1, "weights.staged": staged}
             model = model_of(Setup(way, SUB_STEP, 0.0, keys | {"dry_run.joining": instances}), table, device)
             runs = [
-                simulate_run(model.config, model.costs_of(model.config), model.lengths, seed, LONG)
+                simulate_run(model.config, model.costs_of(model.config), lengths=model.lengths, seed=seed, steps=LONG)
                 for seed in range(2 * SEEDS)
             ]
             found[way] = {"step_s": fmean(run.step_s for run in runs), "staleness": fmean(map(staleness, runs))}

@@ -3,8 +3,8 @@
 Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has the deployment run it for a few
 steps, and trains it once in mode sync and once in periodic. These two take turns, a few steps each (sync, periodic,
 periodic, sync …), so that whatever else the machine does meets both. What the folder holds already is kept. Then it
-photographs what a person sees. Needs `chromium` on the PATH (Debian: apt-get install chromium) and
-`pip install playwright pillow`.
+photographs what a person sees. `--only page`: only the page of a run (`metronome watch`) in four states, without
+servers. Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install playwright pillow`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +38,23 @@ TURN_STEPS = 5
 """Turns of each mode, and steps of a turn."""
 LIMIT = 300_000
 """Bytes of a picture."""
+SMALL = 200_000
+"""Bytes of a picture of the page of a run."""
+WATCHED = {"train.steps": 20, "train.prompts_per_step": 24, "evaluate.problems": 64, "evaluate.every": 10}
+"""Settings of the run whose page is photographed."""
+BROKEN_REWARD = """
+from pathlib import Path
+
+SEEN = Path(__file__).with_name("seen")
+
+def reward(prompt, responses):
+    count = len(SEEN.read_text()) if SEEN.exists() else 0
+    SEEN.write_text("x" * (count + 1))
+    if count > 100:
+        raise KeyError("unit")
+    return [float(prompt.answer in response.text) for response in responses]
+"""
+"""Ends a run after some steps."""
 RUN_S = 1500.0
 """What a run, a turn or an evaluation may take."""
 READY_MS = 120_000
@@ -51,9 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/screenshots"), help="keeps servers' data and runs")
     parser.add_argument("--model", default="data/quickstart_model", help="base model")
+    parser.add_argument("--only", choices=["page"], help="only these pictures")
     arguments = parser.parse_args()
     chromium = _chromium()
     folder = arguments.folder.resolve()
+    with _browser(chromium) as browser:
+        _page_of_a_run(browser, folder, arguments.model)
+    if arguments.only:
+        return
     with Services(folder / "services", s3=None) as services:
         environment = {**os.environ, **services.environment, "PREFECT_LOGGING_LEVEL": "INFO"}
         _metronome(environment, "deploy", *_sets(DEPLOYED))
@@ -97,6 +122,107 @@ def _run_deployment(settings: dict[str, str], environment: dict[str, str]) -> No
     )
 
 
+@contextmanager
+def _browser(chromium: str) -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def _page_of_a_run(browser: Browser, folder: Path, model: str) -> None:
+    """The page of a run that starts, goes on and ends, and of one whose reward fails."""
+    sets = {"run.output": folder / "runs", "model.path": model, **WATCHED}
+    with _begun(folder / "runs/watched", sets) as (run, process):
+        with _watched(run) as url:
+            page = _open(browser, url, 1280, 400)
+            _wait_for_state(page, "starting")
+            _save_page_of_run(page, "watch-starting", folder)
+            page = _open(browser, url, 1280, 1800)
+            _wait_for_state(page, "running")
+            _wait_until(page, "run.count >= 12 && run.timeline !== null")
+            _save_page_of_run(page, "watch-running", folder)
+            process.wait(RUN_S)
+            page = _open(browser, url, 1280, 1000)
+            _wait_for_state(page, "finished")
+            page.locator("#conversations .tokens").first.wait_for(timeout=READY_MS)
+            page.evaluate("document.querySelector('#conversations').scrollIntoView()")
+            _save_page_of_run(page, "watch-finished", folder)
+    reward = folder / "broken_reward.py"
+    reward.write_text(BROKEN_REWARD)
+    reward.with_name("seen").unlink(missing_ok=True)
+    with _begun(folder / "runs/broken", {**sets, "reward.function": f"{reward}:reward"}) as (run, process):
+        process.wait(RUN_S)
+    with _watched(run) as url:
+        page = _open(browser, url, 1280, 560)
+        _wait_for_state(page, "failed")
+        _save_page_of_run(page, "watch-failed", folder)
+
+
+@contextmanager
+def _begun(run: Path, sets: dict[str, Any]) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A run that has just begun, and its process; a folder of that name goes first."""
+    shutil.rmtree(run, ignore_errors=True)
+    log = run.parent / f"{run.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*METRONOME, "train", *_sets({**sets, "run.name": run.name})], stdout=output, stderr=output
+        )
+    try:
+        deadline = time.monotonic() + RUN_S
+        while not (run / "config.toml").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{run} was not begun:\n{log.read_text()}")
+            time.sleep(0.1)
+        yield run, process
+    finally:
+        process.terminate()
+        process.wait(RUN_S)
+
+
+@contextmanager
+def _watched(run: Path) -> Iterator[str]:
+    """The address of a run's page."""
+    process = subprocess.Popen([*METRONOME, "watch", str(run), "--port", "0"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield "http:" + process.stdout.readline().strip().partition("http:")[2]
+    finally:
+        process.terminate()
+        process.wait(RUN_S)
+
+
+def _save_page_of_run(page: Page, name: str, folder: Path) -> None:
+    """With paths as on a reader's machine."""
+    _settle(page, 3)
+    page.evaluate("() => { now = () => {}; }")  # would write its own paths again two seconds later
+    for path, shown in ((folder, "/home/you/metronome"), (HERE.parent, "/home/you/metronome")):
+        page.evaluate(
+            """([path, shown]) => { for (const one of document.querySelectorAll("#facts dd, #failure, #notices span"))
+               one.textContent = one.textContent.replaceAll(path, shown); }""",
+            [str(path), shown],
+        )
+    _save(page, name, most=SMALL)
+
+
+def _wait_for_state(page: Page, state: str) -> None:
+    _wait_until(page, f"document.querySelector('#state').textContent === '{state}'")
+
+
+def _wait_until(page: Page, script: str) -> None:
+    """Wait until an expression is true. Playwright's own wait is refused by the page's policy."""
+    deadline = time.monotonic() + RUN_S
+    while not page.evaluate(script):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{script} was not true within {RUN_S:.0f} s")
+        page.wait_for_timeout(500)
+
+
 def _take_turns(folder: Path, model: str, environment: dict[str, str]) -> None:
     """Train both modes in turns, the first of a round last in the next one; then evaluate both."""
     common = {"model.path": model, "run.output": folder / "runs", **EVALUATED}
@@ -114,8 +240,6 @@ def _take_turns(folder: Path, model: str, environment: dict[str, str]) -> None:
 
 
 def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow: str, chromium: str) -> None:
-    from playwright.sync_api import sync_playwright
-
     api = environment["PREFECT_API_URL"]
     password = environment[CLIENT_AUTH]
     [deployment] = [
@@ -128,15 +252,11 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
     _metronome(environment, "compare", *map(str, folders), "--out", str(html))
     runs = [(one / "mlflow_run_id").read_text().strip() for one in folders]
     IMAGES.mkdir(exist_ok=True)
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else [])
-        try:
-            _prefect_run(browser, f"{prefect}/runs/flow-run/{last['id']}", password)
-            _prefect_form(browser, f"{prefect}/deployments/deployment/{deployment}/run", password)
-            _mlflow(browser, _plot(mlflow, runs, "tokens_per_s_per_device"))
-            _compare(browser, html.as_uri())
-        finally:
-            browser.close()
+    with _browser(chromium) as browser:
+        _prefect_run(browser, f"{prefect}/runs/flow-run/{last['id']}", password)
+        _prefect_form(browser, f"{prefect}/deployments/deployment/{deployment}/run", password)
+        _mlflow(browser, _plot(mlflow, runs, "tokens_per_s_per_device"))
+        _compare(browser, html.as_uri())
 
 
 def _prefect_run(browser: Browser, url: str, password: str) -> None:
@@ -198,8 +318,8 @@ def _settle(page: Page, seconds: float) -> None:
     page.wait_for_timeout(1000 * seconds)
 
 
-def _save(page: Page, name: str, full_page: bool = False) -> None:
-    """`docs/images/NAME.png` of the page, with at most 256 colours. Raises RuntimeError for one that is too large."""
+def _save(page: Page, name: str, full_page: bool = False, most: int = LIMIT) -> None:
+    """`docs/images/NAME.png` of the page, with at most 256 colours. Raises RuntimeError for more than `most` bytes."""
     from PIL import Image
 
     target = IMAGES / f"{name}.png"
@@ -209,8 +329,8 @@ def _save(page: Page, name: str, full_page: bool = False) -> None:
         image.convert("RGB").quantize(256).save(target, optimize=True)
     size = target.stat().st_size
     print(f"{target.name}: {size / 1000:.0f} kB", flush=True)
-    if size > LIMIT:
-        raise RuntimeError(f"{target} has {size} bytes, more than {LIMIT}")
+    if size > most:
+        raise RuntimeError(f"{target} has {size} bytes, more than {most}")
 
 
 def _plot(mlflow: str, runs: list[str], metric: str) -> str:

@@ -134,8 +134,8 @@ class Data(Table):
     instruction: str = ""
     """Text after the user's last message, on a line of its own unless it begins with white space. Needs "chat"."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. `tools` is a
-    list of tables, the tools that every prompt describes (docs/programs.md). Needs "chat"."""
+    """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. `tools` is
+    a list of tables, the tools that every prompt describes (docs/programs.md). Needs "chat"."""
 
     @field_validator("train", mode="before")
     @classmethod
@@ -181,8 +181,8 @@ class Data(Table):
         tools = self.chat_template_kwargs.get("tools", [])
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(
-                f"data.chat_template_kwargs.tools = {tools!r:.200}: expected a list of tables, each the JSON schema of a "
-                "function, as OpenAI's API has it"
+                f"data.chat_template_kwargs.tools = {tools!r:.200}: expected a list of tables, each a function's "
+                "JSON schema, as OpenAI's API has it"
             )
         return self
 

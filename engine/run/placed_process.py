@@ -55,7 +55,7 @@ class News:
     """What it has printed."""
 
 
-class _Output:
+class _PipedOutput:
     """What a process prints into a named pipe, until somebody takes it: nothing of it lies on the node's disk."""
 
     def __init__(self, pipe: Path) -> None:
@@ -116,7 +116,7 @@ class PlacedProcess:
         )
         # beside the lifeline, where a later process removes it if this one is killed
         self._folder = Path(tempfile.mkdtemp(dir=Path(hold_lifeline()).parent))
-        self._output = _Output(self._folder / "log")
+        self._output = _PipedOutput(self._folder / "log")
         self._child: Child | None = None
 
     def place(self) -> ActorPlace:

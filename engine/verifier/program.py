@@ -108,8 +108,8 @@ class ProgramTokenizer:
         return list(self.hf.encode(text, add_special_tokens=False))
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Return the messages in the chat template, and the start of an answer. `variables`: the template's own, besides
-        data.chat_template_kwargs. Raises BadInput as `render_chat` does."""
+        """Return the messages in the chat template, and the start of an answer. `variables`: the template's own,
+        besides data.chat_template_kwargs. Raises BadInput as `render_chat` does."""
         return render_chat(self.hf, messages, {**self._variables, **variables})
 
     def one_token(self, text: str) -> int:
@@ -179,8 +179,8 @@ class Chat:
         return self._last
 
     def check_limits(self, stop: str | Sequence[str], max_new_tokens: int) -> tuple[tuple[int, ...], int]:
-        """Return the limits of a turn as they are sent. Raises ValueError if `complete` would for them, and RuntimeError
-        while a turn is sampled."""
+        """Return the limits of a turn as they are sent. Raises ValueError if `complete` would for them, and
+        RuntimeError while a turn is sampled."""
         if self._waiting is not None:
             raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
         stops = tuple(map(self._tokenizer.one_token, (stop,) if isinstance(stop, str) else stop))

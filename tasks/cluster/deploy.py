@@ -134,7 +134,7 @@ TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "j
 WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
 """Deployments of the training pool that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
-DEPLOY_S = 300.0
+DEPLOY_S = 900.0
 """Time limit of `prefect deploy` in seconds; it takes 2 s on an idle machine."""
 
 

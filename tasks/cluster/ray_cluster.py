@@ -33,7 +33,7 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
 from engine.wire.address import bracket_host, split_address
 from tasks.cluster.ray_following import Followed
-from tasks.cluster.ray_parts import RANKS, Part, await_start, begin, end, first_place, start_actor
+from tasks.cluster.ray_parts import RANKS, PlacedPart, await_start, begin, end, first_place, start_actor
 from tasks.cluster.ray_room import Growth, give_back, take_room
 from tasks.console import print_error, say
 
@@ -135,13 +135,13 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
                     await_start(part, config, here)
                 say("cluster", f"{_told(parts)}; it took {time.monotonic() - began:.1f} s")
                 places = sorted({part.place.node for part in parts if part.place is not None})
-                followed = Followed(parts, config, logs, here, growth)
+                followed = Followed(parts=parts, config=config, logs=logs, here=here, growth=growth)
                 with _environment({STORE_NODES: ",".join(places)}), followed:
                     yield PlacedRun(config, followed)
 
 
 @contextmanager
-def _ending(parts: Sequence[Part], growth: Growth, logs: Path) -> Iterator[None]:
+def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path) -> Iterator[None]:
     """At the end of the body, end the parts' processes and actors, and give their room back."""
     try:
         yield
@@ -189,11 +189,11 @@ def _device(device: str) -> str:
     return known.get(device) or next((one for one in ("NPU", "GPU") if there.get(one)), "CPU")
 
 
-def _node(number: int, amounts: Mapping[str, float], config: Config, folder: Path) -> Part:
+def _node(number: int, amounts: Mapping[str, float], config: Config, folder: Path) -> PlacedPart:
     if number == 0:
-        return Part("trainer node 0", amounts)
+        return PlacedPart("trainer node 0", amounts)
     arguments = [str(folder.resolve()), "--wait", str(_patience(config))]
-    return Part(f"trainer node {number}", amounts, module=RANKS, arguments=arguments)
+    return PlacedPart(f"trainer node {number}", amounts, module=RANKS, arguments=arguments)
 
 
 def _patience(config: Config) -> float:
@@ -201,7 +201,7 @@ def _patience(config: Config) -> float:
     return config.cluster.wait_s + config.rollout.timeout_s
 
 
-def _instance(number: int, amounts: Mapping[str, float], config: Config, model: Path | None) -> Part:
+def _instance(number: int, amounts: Mapping[str, float], config: Config, model: Path | None) -> PlacedPart:
     """An instance that joins under the address in rollout.listen, so it needs no file of the run folder but the
     model."""
     if model is not None:
@@ -211,7 +211,7 @@ def _instance(number: int, amounts: Mapping[str, float], config: Config, model: 
     config = config.model_copy(update={"rollout": rollout})
     arguments = ["serve", f"{FOLDER}/config.toml", "--join", f"{bracket_host(host)}:{port}", "--host", HOST]
     files = {"config.toml": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))}
-    return Part(f"instance-{number}", amounts, module="flows.cli", arguments=arguments, files=files)
+    return PlacedPart(f"instance-{number}", amounts, module="flows.cli", arguments=arguments, files=files)
 
 
 def _with_addresses(config: Config, host: str, training: bool) -> Config:
@@ -253,7 +253,7 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _told(parts: Sequence[Part]) -> str:
+def _told(parts: Sequence[PlacedPart]) -> str:
     """Where everything is."""
     import ray
 
@@ -280,7 +280,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _devices(nodes: Sequence[Part], wait_s: float) -> Iterator[None]:
+def _devices(nodes: Sequence[PlacedPart], wait_s: float) -> Iterator[None]:
     """During the body, this process and its children see the devices that Ray has given the first trainer node. Raises
     the errors of `first_place`."""
     if not nodes:

@@ -16,7 +16,7 @@ from engine.errors import DeadlineError, clean_text
 from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import ActorPlace, News
 from engine.run.process import BAD_INPUT
-from tasks.cluster.ray_parts import RANKS, STOP_S, Part, begin, end, kill, log_of, out_of_reach, write_log
+from tasks.cluster.ray_parts import RANKS, STOP_S, PlacedPart, begin, end, kill, log_of, out_of_reach, write_log
 from tasks.cluster.ray_room import Growth
 from tasks.console import print_error, say
 
@@ -41,7 +41,7 @@ class Followed:
 
     def __init__(
         self,
-        parts: list[Part],
+        parts: list[PlacedPart],
         config: Config,
         logs: Path,
         here: ActorPlace,
@@ -77,7 +77,7 @@ class Followed:
                         self._follow_part(part)
                 self._grow()
 
-    def _follow_part(self, part: Part) -> None:
+    def _follow_part(self, part: PlacedPart) -> None:
         """Look at a part. One that can't be followed, for whatever reason, is lost, so that it is started again."""
         import ray
 
@@ -101,7 +101,7 @@ class Followed:
             self._growth.stop()
             say("instances", f"no further instances: {type(error).__name__}: {_first_line(error)}")
 
-    def _look_at(self, part: Part) -> None:
+    def _look_at(self, part: PlacedPart) -> None:
         import ray
 
         if part.again and time.monotonic() > part.again:
@@ -120,7 +120,7 @@ class Followed:
             return
         part.answer = part.actor.look.remote()
 
-    def _lose(self, part: Part, why: str) -> None:
+    def _lose(self, part: PlacedPart, why: str) -> None:
         then = "" if part.extra else "; it starts again where there is room"
         say(part.stage, f"{part.name} {why}{then}")
         kill(part)  # it may still live where this machine does not reach it
@@ -130,12 +130,12 @@ class Followed:
         part.again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2**part.losses)
         part.losses += 1
 
-    def _drop(self, part: Part) -> None:
+    def _drop(self, part: PlacedPart) -> None:
         """Do without an instance above the number with which the run began."""
         self._parts.remove(part)
         self._growth.drop(part)
 
-    def has_ended(self, part: Part, news: News) -> bool:
+    def has_ended(self, part: PlacedPart, news: News) -> bool:
         """Append what a process has printed to its log. If it has ended, decide whether it starts again."""
         self._write(part, news.log)
         if news.code is None:
@@ -155,7 +155,7 @@ class Followed:
             part.again = time.monotonic() + BACKOFF_S * 2**part.faults
         return True
 
-    def _write(self, part: Part, printed: bytes) -> None:
+    def _write(self, part: PlacedPart, printed: bytes) -> None:
         """A log that can't be written is lost, and the process goes on."""
         try:
             write_log(part, printed, self._logs)
@@ -196,7 +196,7 @@ class Followed:
             time.sleep(LOOK_S)
         return self._config
 
-    def _lose_silent(self, nodes: Sequence[Part]) -> None:
+    def _lose_silent(self, nodes: Sequence[PlacedPart]) -> None:
         """Lose the parts whose actors do not answer. Ray itself may notice it much later."""
         import ray
 
@@ -217,7 +217,7 @@ class Followed:
         placed = [(part, part.place) for part in self._parts if part.place is not None]
         return None if any(out_of_reach(part, place, fewer, self._here) for part, place in placed) else fewer
 
-    def _leave_out(self, nodes: Sequence[Part], fewer: Config, what: str) -> None:
+    def _leave_out(self, nodes: Sequence[PlacedPart], fewer: Config, what: str) -> None:
         """End the trainer nodes that are too many for a config."""
         with self._lock:
             there = [part for part in nodes if part.place is not None]

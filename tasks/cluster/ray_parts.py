@@ -23,7 +23,7 @@ STOP_S = 8.0
 
 
 @dataclass(eq=False)
-class Part:
+class PlacedPart:
     """A process of the run, through all its starts. `module`, `arguments`, `files`: as in `PlacedProcess.start`."""
 
     name: str
@@ -67,7 +67,7 @@ class _Held(PlacedProcess):
         super().__init__(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
-def start_actor(part: Part) -> Any:  # noqa: ANN401
+def start_actor(part: PlacedPart) -> Any:  # noqa: ANN401
     """An actor on the place of a part."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -82,7 +82,7 @@ def start_actor(part: Part) -> Any:  # noqa: ANN401
     return kind.remote()
 
 
-def begin(part: Part) -> None:
+def begin(part: PlacedPart) -> None:
     """Start the actor of a part, and have it start the process. Ray waits for room where the bundle's node died."""
     part.actor = start_actor(part)
     part.starts += 1
@@ -96,7 +96,7 @@ def begin(part: Part) -> None:
     part.answer = part.actor.start.remote(part.module, arguments, dict(part.files), environment)
 
 
-def first_place(part: Part, wait_s: float) -> ActorPlace:
+def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:
     """Wait for the place of a part whose actor was asked for it. Raises BadInput if its node lacks Metronome, and
     DeadlineError after `wait_s`."""
     import ray
@@ -110,7 +110,7 @@ def first_place(part: Part, wait_s: float) -> ActorPlace:
     return place
 
 
-def await_start(part: Part, config: Config, here: ActorPlace) -> None:
+def await_start(part: PlacedPart, config: Config, here: ActorPlace) -> None:
     """Wait until a process has been started. Raises the errors of `first_place`, and BadInput if weights can't get to
     it."""
     place = part.place = first_place(part, config.cluster.wait_s)
@@ -124,7 +124,7 @@ def await_start(part: Part, config: Config, here: ActorPlace) -> None:
         raise BadInput(why)
 
 
-def out_of_reach(part: Part, place: ActorPlace, config: Config, here: ActorPlace) -> str:
+def out_of_reach(part: PlacedPart, place: ActorPlace, config: Config, here: ActorPlace) -> str:
     """Why weights can't get to an instance at a place; "" if they can."""
     far = place.host != here.host and config.weights.transport == "file" and config.parallel.nodes == 1
     if not part.files or not far:
@@ -132,7 +132,7 @@ def out_of_reach(part: Part, place: ActorPlace, config: Config, here: ActorPlace
     return f'weights.transport = "file" does not reach {part.name} on {place.host}: set it to "gloo", "nccl" or "hccl"'
 
 
-def end(parts: Sequence[Part], logs: Path, grace_s: float = STOP_S) -> None:
+def end(parts: Sequence[PlacedPart], logs: Path, grace_s: float = STOP_S) -> None:
     """End processes and their actors, after `grace_s` seconds by force. Their last output goes to the logs."""
     import ray
 
@@ -148,7 +148,7 @@ def end(parts: Sequence[Part], logs: Path, grace_s: float = STOP_S) -> None:
         kill(part)
 
 
-def kill(part: Part) -> None:
+def kill(part: PlacedPart) -> None:
     """Kill the actor of a part, and the process with it. The part keeps its room."""
     import ray
 
@@ -159,13 +159,13 @@ def kill(part: Part) -> None:
     part.place = None
 
 
-def write_log(part: Part, printed: bytes, logs: Path) -> None:
+def write_log(part: PlacedPart, printed: bytes, logs: Path) -> None:
     """Append what a part has printed to its log. Raises OSError."""
     if part.module:
         with log_of(part, logs).open("ab") as file:
             file.write(printed)
 
 
-def log_of(part: Part, logs: Path) -> Path:
+def log_of(part: PlacedPart, logs: Path) -> Path:
     """The log of a part in a folder."""
     return logs / f"{part.name.replace(' ', '-')}.log"

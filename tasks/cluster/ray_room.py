@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import DeadlineError
 from engine.run.placed_process import ActorPlace
-from tasks.cluster.ray_parts import Part
+from tasks.cluster.ray_parts import PlacedPart
 from tasks.console import say
 
 NODE_ID = "ray.io/node-id"
@@ -25,7 +25,7 @@ POLL_S = 0.2
 """Seconds between two questions whether a group has room."""
 
 
-def take_room(nodes: Sequence[Part], instances: Sequence[Part], wait_s: float, here: ActorPlace) -> None:
+def take_room(nodes: Sequence[PlacedPart], instances: Sequence[PlacedPart], wait_s: float, here: ActorPlace) -> None:
     """Take the room of all parts at once: trainer nodes packed, with the first of them `here`, and instances spread.
 
     Raises DeadlineError after `wait_s` seconds.
@@ -61,7 +61,7 @@ def take_room(nodes: Sequence[Part], instances: Sequence[Part], wait_s: float, h
         time.sleep(BACK_S * random.uniform(0.5, 1.5))
 
 
-def ask_for_room(parts: Sequence[Part], strategy: str, selector: list[dict[str, str]] | None = None) -> None:
+def ask_for_room(parts: Sequence[PlacedPart], strategy: str, selector: list[dict[str, str]] | None = None) -> None:
     """Ask Ray for a group with a bundle for each part. `selector`: the labels of each bundle's node."""
     from ray.util.placement_group import placement_group
 
@@ -72,14 +72,14 @@ def ask_for_room(parts: Sequence[Part], strategy: str, selector: list[dict[str, 
         part.bundle = bundle
 
 
-def has_room(part: Part) -> bool:
+def has_room(part: PlacedPart) -> bool:
     """Whether Ray has placed the group of a part."""
     from ray.util.placement_group import placement_group_table
 
     return bool(placement_group_table(part.group)["state"] == "CREATED")
 
 
-def give_back(parts: Sequence[Part]) -> None:
+def give_back(parts: Sequence[PlacedPart]) -> None:
     """Give the room of parts back, also what they still wait for."""
     from ray.util.placement_group import remove_placement_group
 
@@ -94,16 +94,16 @@ class Growth:
     """Instances above the number with which a run began, for as long as the cluster has room for them. There is at most
     one request for room at a time."""
 
-    def __init__(self, instances: int, most: int, make: Callable[[int], Part]) -> None:
+    def __init__(self, instances: int, most: int, make: Callable[[int], PlacedPart]) -> None:
         """`instances`: their number at the start; `most`: up to this number; `make`: an instance by its number, no two
         of which are the same."""
         self._most = most
         self._there = instances
         self._number = instances
         self._make = make
-        self._asked: Part | None = None
+        self._asked: PlacedPart | None = None
 
-    def grown(self) -> Part | None:
+    def grown(self) -> PlacedPart | None:
         """The next instance if there is room for it."""
         if self._asked is None and self._there < self._most:
             self._asked = self._make(self._number)
@@ -115,7 +115,7 @@ class Growth:
         self._there += 1
         return found
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: PlacedPart) -> None:
         """Give the room of such an instance back."""
         give_back([part])
         self._there -= 1
@@ -132,7 +132,7 @@ class Growth:
         self._most = 0
 
 
-def _lacking(missing: Sequence[Sequence[Part]], here: ActorPlace) -> str:
+def _lacking(missing: Sequence[Sequence[PlacedPart]], here: ActorPlace) -> str:
     import ray
 
     parts = [part for group in missing for part in group]

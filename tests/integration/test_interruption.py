@@ -16,7 +16,7 @@ from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from support.runs import ROOT, Tree, overrides, send, wait_for
 
-pytestmark = pytest.mark.timeout(600)  # more than the waits of one test together, of which a busy machine needs most
+pytestmark = pytest.mark.timeout(900)  # more than the waits of one test together, of which a busy machine needs most
 
 
 class Terminal:
@@ -55,7 +55,7 @@ def training(arguments, steps_file, steps):
     )
     os.close(terminal.theirs)
     try:
-        wait_for(lambda: len(list(read_lines(steps_file))) >= steps, f"step {steps}", 150)
+        wait_for(lambda: len(list(read_lines(steps_file))) >= steps, f"step {steps}", 300)
         yield running, terminal
     finally:
         running.kill()

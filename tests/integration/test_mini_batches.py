@@ -68,17 +68,24 @@ def test_replicas_share_every_mini_batch_and_a_killed_run_resumes_exactly(three_
 @pytest.mark.parallel
 @pytest.mark.timeout(600)
 def test_a_pipeline_fills_once_for_what_is_held_for_an_update(three_updates, tmp_path):
-    """The groups of the later updates come one by one, each in a window of its own, and are trained in one schedule."""
-    stages = three_updates | {"parallel.pipeline": 2, "train.steps": 2, "reward.function": f"{REWARDS}:after_100_ms"}
+    """A response in each micro-batch, four groups in a window and eight in an update: in periodic its two windows come
+    two seconds apart, and are trained in one schedule."""
+    short = {"rollout.max_new_tokens": 8, "rollout.max_context": 20, "train.micro_batch_tokens": 20}
+    stages = three_updates | short | {"parallel.pipeline": 2, "train.updates": 2, "train.prompts_per_step": 16}
+    stages |= {"reward.workers": 1, "train.steps": 2}
+    late = {"reward.function": f"{REWARDS}:after_500_ms"}
     for mode in ("sync", "periodic"):
-        run(stages | {"run.name": mode, "train.mode": mode}, tmp_path)
+        run(stages | {"run.name": mode, "train.mode": mode} | (late if mode == "periodic" else {}), tmp_path)
         check_report(steps(tmp_path, mode), 2)
         trained = spans(tmp_path, mode, "train", 0)
         held = [span for span in trained if "groups" not in span]
-        assert len(held) == 2 * 2
-        assert all(span["micro_batches"] > 1 for span in held)
-    arrived = [span for span in trained if "groups" in span and span["groups"][0] >= 2]
-    assert len(arrived) > len(held)
+        arrived = [span for span in trained if "groups" in span and span["groups"][0] >= 8]
+        assert len(held) == 2
+        assert all(span["micro_batches"] > 4 * 4 for span in held)  # a window holds four groups
+        assert len(arrived) == (4 if mode == "periodic" else 2)
+        assert sorted(sum((span["groups"] for span in arrived), [])) == sorted([*range(8, 16)] * 2)
+        bubbles = [span["end"] for span in spans(tmp_path, mode, "bubble") if span["lane"] == "trainer-0 bubble"]
+        assert {span["end"] for span in held} <= set(bubbles)
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
 
 

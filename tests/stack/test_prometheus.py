@@ -21,12 +21,12 @@ PROMETHEUS = shutil.which("prometheus")
 MONITORING = ROOT / "infra/monitoring"
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(PROMETHEUS is None, reason="Debian's package prometheus is not installed"),
 ]
 TOKEN = "a-token-of-a-test"
 EVERY = "1s"
-READY_S = 120
+READY_S = 400
 
 
 @pytest.fixture

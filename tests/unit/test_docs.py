@@ -89,6 +89,46 @@ def test_toml_examples_have_known_keys(page):
             assert found <= KEYS, f"{page.name}: {found - KEYS}"
 
 
+NEEDED = {
+    "rollouts.md": ["rollout.engine=vllm"],
+    "training.md": ["algorithm.kl_coef=0.001", "stages.reference.devices=[0]"],
+}
+"""What a page says around its TOML examples, or devices of this machine, without which they are refused."""
+ELSEWHERE = {
+    "concepts.md": "the paper's loop, in names of the paper",
+    "service.md": "asks a service that runs",
+    "serving.md": "asks a server that runs",
+}
+"""Pages whose Python can only be compiled, by the reason."""
+ALL_PAGES = [*PAGES, *sorted((ROOT / "docs/zh").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=[str(page.relative_to(ROOT)) for page in ALL_PAGES])
+def test_code_blocks_run(page, tmp_path):
+    """TOML is a recipe that the loader takes, Python runs, and the files that commands name are there."""
+    from engine.config.recipe import load_config
+
+    for number, (language, text) in enumerate(fences(page)):
+        if language == "toml":
+            recipe = tmp_path / f"{number}.toml"
+            recipe.write_text(text)
+            load_config(str(recipe), NEEDED.get(page.name, []))
+        elif language == "python":
+            code = compile(text, page.name, "exec")
+            if page.name not in ELSEWHERE:
+                exec(code, {"__name__": "example"})
+        else:
+            words = [word for arguments in command_lines(text) for word in arguments]
+            paths = [one.rpartition("=")[2] for one in words]
+            named = [one for one in paths if one.startswith(("infra/", "data/", "docs/"))]
+            assert [one for one in named if not (ROOT / one).exists()] == []
+
+
+def test_pages_that_cannot_run_elsewhere_have_python():
+    for name in ELSEWHERE:
+        assert "python" in [language for language, _ in fences(ROOT / "docs" / name)]
+
+
 def names(page):
     """(what, name) of every key, path and make target that the page's inline code names."""
     for code in re.findall(r"`([^`\n]+)`", ours(page)):

@@ -16,6 +16,10 @@ from engine.instance import command_line
 from engine.run.process import bind_cores, watch_lifeline
 from engine.wire.connections import RareMessages
 
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Variable with which torch asks Linux for pages of 2 MiB for the memory of large tensors. A decoding step reads all
+weights, and so finds their addresses in fewer look-ups."""
+
 if TYPE_CHECKING:  # torch reads its environment variables at import, so they must be set first
     from engine.instance.embedded.engine import Engine
 
@@ -39,6 +43,7 @@ def _run(options: argparse.Namespace) -> None:
     command_line.ensure_token(options)
     bind_cores(options.cores)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault(HUGE_PAGES, "1")
     asyncio.run(_serve(options))
 
 

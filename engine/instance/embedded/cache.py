@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
@@ -12,6 +12,8 @@ from torch import Tensor
 
 BLOCK = 16
 """Slots grow, and attention reads them, in multiples of this number of tokens."""
+TOGETHER = 1024
+"""Most tokens of several turns that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ def join_pieces(pieces: Sequence[Prefill]) -> Prefill:
     return Prefill(keys, values, pieces[-1].logits)
 
 
-Compute = Callable[[list[int], Prefill | None], tuple[Tensor, Tensor, Tensor]]
-"""Computes a piece (`RolloutModel.prefill`): (its tokens, the tokens before it) -> its keys and values, and the logits
-after it."""
+Piece = tuple[Sequence[int], Prefill | None]
+"""Tokens to compute, and what stands before them."""
+Compute = Callable[[Sequence[Piece]], list[Prefill]]
+"""Computes pieces together (`RolloutModel.prefill`)."""
 
 
 class PromptCache:
@@ -116,20 +119,24 @@ class PromptCache:
         self._kept: dict[tuple[int, ...], Prefill] = {}
         """By all tokens up to its end: a piece. The last is the most recently used one."""
 
-    def get_prefill(self, prompt: tuple[int, ...]) -> list[Prefill]:
-        """Return the prompt's pieces, the last one with logits, computing those that are not cached."""
+    def get_prefills(self, prompts: Sequence[tuple[int, ...]]) -> list[list[Prefill]]:
+        """Return the pieces of each prompt, the last one with logits, computing those that are not cached."""
+        return [self._get_prefill(prompt) for prompt in prompts]
+
+    def _get_prefill(self, prompt: tuple[int, ...]) -> list[Prefill]:
         size = self.piece or len(prompt)
         pieces: dict[tuple[int, ...], Prefill] = {}
         for begin in range(0, len(prompt), size):
             key = prompt[: begin + size]
-            pieces[key] = self._kept.pop(key, None) or self._compute(key[begin:], [*pieces.values()])
+            kept = self._kept.pop(key, None)
+            pieces[key] = kept if kept is not None else self._compute(key[begin:], [*pieces.values()])
         self._kept.update(reversed(pieces.items()))  # a prompt's end is dropped first: without its begin it is no use
         self._forget_oldest()
         return [*pieces.values()]
 
     def _compute(self, tokens: tuple[int, ...], before: Sequence[Prefill]) -> Prefill:
         self.computed += not before
-        return Prefill(*self.compute(list(tokens), join_pieces(before) if before else None))
+        return self.compute([(tokens, join_pieces(before) if before else None)])[0]
 
     def _forget_oldest(self) -> None:
         total = sum(piece.length for piece in self._kept.values())
@@ -148,26 +155,44 @@ class ConversationCache(PromptCache):
     The bits of a turn then depend on what was kept. A deterministic engine uses `PromptCache` with pieces instead.
     """
 
-    def get_prefill(self, prompt: tuple[int, ...]) -> list[Prefill]:
-        """Return the prompt in one or two parts, the last one with logits."""
-        known = self._kept.pop(prompt, None)
-        if known is not None:
-            self._kept[prompt] = known
-            if known.logits is not None:
-                return [known]
-        longest, shared = self._find_begin(prompt)
-        if shared < BLOCK:
-            self._kept[prompt] = whole = self._compute(prompt, [])
-            self._forget_oldest()
-            return [whole]
-        kept = self._kept.pop(longest)
-        parts = [kept.begin(shared)]
-        parts.append(self._compute(prompt[shared:], parts))
-        if shared < len(longest) or kept.logits is not None:  # others may need both; a response goes on as this one
-            self._kept[longest] = kept
-            self._kept[prompt] = join_pieces(parts)
-            self._forget_oldest()
-        return parts
+    def get_prefills(self, prompts: Sequence[tuple[int, ...]]) -> list[list[Prefill]]:
+        """Return each prompt in one or two parts, the last one with logits. What follows kept tokens is computed
+        together."""
+        parts: dict[tuple[int, ...], list[Prefill]] = {}
+        rest: dict[tuple[int, ...], tuple[tuple[int, ...], Prefill]] = {}
+        again: list[tuple[int, ...]] = []
+        """Prompts that may come again as they are."""
+        for prompt in dict.fromkeys(prompts):
+            known = self._kept.pop(prompt, None)
+            if known is not None:
+                self._kept[prompt] = known
+            longest, shared = self._find_begin(prompt)
+            if known is not None and known.logits is not None:
+                parts[prompt] = [known]
+            elif shared < BLOCK:
+                self._kept[prompt] = whole = self._compute(prompt, [])
+                parts[prompt] = [whole]
+            else:
+                kept = self._kept.pop(longest)
+                rest[prompt] = prompt[shared:], kept.begin(shared)
+                if shared < len(longest) or kept.logits is not None:  # else a response, which goes on as this one
+                    self._kept[longest] = kept
+                    again.append(prompt)
+        for prompt, computed in zip(rest, self._compute_together([*rest.values()]), strict=True):
+            parts[prompt] = [rest[prompt][1], computed]
+        self._kept.update((prompt, join_pieces(parts[prompt])) for prompt in again)
+        self._forget_oldest()
+        return [parts[prompt] for prompt in prompts]
+
+    def _compute_together(self, pieces: Sequence[Piece]) -> Iterator[Prefill]:
+        """Compute pieces, TOGETHER tokens at a time or one longer piece."""
+        begin = 0
+        while begin < len(pieces):
+            end = begin + 1
+            while end < len(pieces) and sum(len(tokens) for tokens, _ in pieces[begin : end + 1]) <= TOGETHER:
+                end += 1
+            yield from self.compute(pieces[begin:end])
+            begin = end
 
     def _find_begin(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Return the kept tokens that begin as the prompt does for longest, and how many of them do: less than all of

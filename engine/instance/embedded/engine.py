@@ -142,11 +142,10 @@ class Engine:
     def _admit(self) -> list[Tensor]:
         """Move waiting requests into free slots. Return the logits [1, vocabulary] of each request's first token."""
         logits = []
-        while self.waiting and len(self.running) < self.slots:
-            request = self.waiting.popleft()
-            pieces = (
-                [self._scored_prefill(request)] if request.score_prompt else self.prompts.get_prefill(request.prompt)
-            )
+        admitted = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.slots - len(self.running)))]
+        found = iter(self.prompts.get_prefills([one.prompt for one in admitted if not one.score_prompt]))
+        for request in admitted:
+            pieces = [self._scored_prefill(request)] if request.score_prompt else next(found)
             self.cache.reserve(len(request.prompt) + 1, self.max_context)
             self.cache.fill(len(self.running), pieces)
             request.uniforms = request.sampling.uniforms()
@@ -160,7 +159,7 @@ class Engine:
         """Compute the prompt and its log-probabilities. The cache is not used, because they must come from the current
         weights."""
         computed, request.prompt_logprobs = self.model.scored_prefill(list(request.prompt))
-        return Prefill(*computed)
+        return computed
 
     def _decode(self) -> Tensor:
         """Return the logits [running, vocabulary] after the last token of each response."""

@@ -36,7 +36,7 @@ NOTES = (
     "Parts of a step's time: the upper bar is the trainer (it sends weights, waits for their comparison, waits for "
     "responses, trains, updates); the thin bar is the rollout. In sync one follows the other, in periodic they "
     "overlap.",
-    "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for "
+    "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 60 steps have a faint line for "
     "the steps and a bold line for the moving average. Entropy and KL are means over the tokens of the responses, in "
     "nats.",
     "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is "

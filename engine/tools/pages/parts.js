@@ -61,12 +61,15 @@ const charts = [];
 const visible = new IntersectionObserver(entries => { for (const entry of entries) { const chart = charts.find(one => one.box === entry.target); chart.seen = entry.isIntersecting; chart.draw(); } }, { rootMargin: "200px" });
 const INTEGERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000];
 const RAW = 60;  // more points than this are drawn thin, with their mean over a thirtieth of the run
+const filled = values => values.filter(value => value !== null);
 function smooth(values) {
-  const half = Math.max(1, Math.round(values.length / 60)), sums = [0], counts = [0];
-  values.forEach((value, at) => { sums.push(sums[at] + (value ?? 0)); counts.push(counts[at] + (value !== null)); });
-  return values.map((_, at) => {
-    const from = Math.max(0, at - half), to = Math.min(values.length, at + half + 1), count = counts[to] - counts[from];
-    return count ? (sums[to] - sums[from]) / count : null;
+  const own = filled(values), half = Math.max(1, Math.round(own.length / 60)), sums = [0];
+  for (const value of own) sums.push(sums.at(-1) + value);
+  let next = 0;
+  return values.map(value => {
+    if (value === null) return null;
+    const from = Math.max(0, next - half), to = Math.min(own.length, ++next + half);
+    return (sums[to] - sums[from]) / (to - from);
   });
 }
 class Chart {
@@ -91,7 +94,7 @@ class Chart {
     if (this.dirty) this.box.hidden = !found;
     if (!this.dirty || !found || !this.seen) return;
     this.dirty = false;
-    const thin = this.options.smooth && found.x.length > RAW, rows = [found.x], shape = [], bands = [];
+    const thin = this.options.smooth && found.lines.some(line => filled(line.values).length > RAW), rows = [found.x], shape = [], bands = [];
     found.lines.forEach((line, place) => {
       const color = series(line.place ?? place), dash = line.dash || [], points = { show: found.x.length < 40, size: 5 };
       if (line.low) {

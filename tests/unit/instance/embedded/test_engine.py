@@ -118,7 +118,7 @@ def test_a_turn_computes_only_what_is_new_and_has_the_bits_of_the_whole_computed
     kept = engine()
     computed = []
     compute = kept.prompts.compute
-    kept.prompts.compute = lambda ids, before: computed.append(len(ids)) or compute(ids, before)
+    kept.prompts.compute = lambda pieces: computed.extend(len(one) for one, _ in pieces) or compute(pieces)
     conversations = [[*PROMPT] * 14 for _ in range(2)]
     for turn in range(3):
         results = []
@@ -139,7 +139,7 @@ def test_a_turn_computes_only_what_was_not_decoded_before_it(folder):
     engine = engine_of(folder, max_context=256, conversations=True)
     computed = []
     compute = engine.prompts.compute
-    engine.prompts.compute = lambda ids, before: computed.append(len(ids)) or compute(ids, before)
+    engine.prompts.compute = lambda pieces: computed.extend(len(one) for one, _ in pieces) or compute(pieces)
     system = [*range(20, 40)]
     conversations = [[*system, *ask] for ask in ([5, 6, 7], [5, 6, 7], [8, 9])]
     expected = [23, 2, 11, 11, 11, 11, 11, 11]
@@ -165,10 +165,10 @@ def test_a_turn_computes_only_what_was_not_decoded_before_it(folder):
 def test_recent_prompts_are_kept_within_their_limit(engine):
     engine.prompts.limit = 12
     for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes
-        engine.prompts.get_prefill((first, 0, 0, 0, 0))
+        engine.prompts.get_prefills([(first, 0, 0, 0, 0)])
     assert engine.prompts.computed == 5
     for first in (4, 5, 4, 6, 4):  # 5 goes when 6 comes: 4 was used after it
-        engine.prompts.get_prefill((first, 0, 0, 0, 0))
+        engine.prompts.get_prefills([(first, 0, 0, 0, 0)])
     assert engine.prompts.computed == 5 + 3
 
 

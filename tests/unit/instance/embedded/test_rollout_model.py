@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import BadInput
-from engine.instance.embedded.cache import KeyValueCache, Prefill
+from engine.instance.embedded.cache import KeyValueCache
 from engine.instance.embedded.rollout_model import RolloutModel
 from support.sent import BF16
 from support.tiny_models import VOCABULARY, reference, save
@@ -61,8 +61,8 @@ def test_prefill_and_decode_give_the_logits_of_transformers(tmp_path, kind, sett
     close = {"atol": max(1e-4, (coarse - truth).abs().max().item()), "rtol": 0}
     for slot, length in enumerate(prompts):
         begin = length // 2  # the prompt in two pieces
-        first = Prefill(*model.prefill(sequences[slot, :begin].tolist()))
-        rest = Prefill(*model.prefill(sequences[slot, begin:length].tolist(), first))
+        first = model.prefill([(sequences[slot, :begin].tolist(), None)])[0]
+        rest = model.prefill([(sequences[slot, begin:length].tolist(), first)])[0]
         cache.fill(slot, [first, rest])
         torch.testing.assert_close(first.logits, truth[slot, begin - 1], **close)
         torch.testing.assert_close(rest.logits, truth[slot, length - 1], **close)

@@ -5,7 +5,8 @@ from support.runs import config_of
 
 
 def test_instances_of_other_machines_find_a_snapshot_in_the_run_folder(tmp_path):
-    scratch, run_folder = tmp_path / "scratch", tmp_path / "run"
+    scratch = tmp_path / "scratch"
+    run_folder = tmp_path / "run"
     scratch.mkdir()
     there = {
         "here": config_of({}),

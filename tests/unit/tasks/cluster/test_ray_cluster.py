@@ -32,7 +32,7 @@ def followed(parts, logs, growth=None, **keys):
     logs.mkdir(exist_ok=True)
     config = config_of({"cluster.engine": "ray"} | keys)
     growth = growth or ray_room.Growth(len(parts), 0, None)
-    return ray_following.Followed(parts, config, logs, HERE, growth)
+    return ray_following.Followed(parts=parts, config=config, logs=logs, here=HERE, growth=growth)
 
 
 def actor(**answers):
@@ -50,7 +50,7 @@ def raises(error):
 def test_an_hour_without_a_fault_resets_the_count_of_restarts(ray, monkeypatch, tmp_path):
     now = 0.0
     monkeypatch.setattr(ray_following.time, "monotonic", lambda: now)
-    part = ray_parts.Part("instance-0", {"CPU": 1.0}, module="flows.cli", files={"config.toml": ""})
+    part = ray_parts.PlacedPart("instance-0", {"CPU": 1.0}, module="flows.cli", files={"config.toml": ""})
     follower = followed([part], tmp_path, **{"rollout.restarts": 2})
     again = []
     for ran_s in (1.0, 1.0, REFILL_S + 1.0, 1.0, 1.0):
@@ -65,7 +65,7 @@ def test_an_hour_without_a_fault_resets_the_count_of_restarts(ray, monkeypatch, 
 
 
 def test_what_a_process_prints_while_it_is_ended_reaches_its_log(ray, tmp_path):
-    part = ray_parts.Part("trainer node 1", {"CPU": 1.0}, module=ray_parts.RANKS, actor=actor(stop=b"bye\n"))
+    part = ray_parts.PlacedPart("trainer node 1", {"CPU": 1.0}, module=ray_parts.RANKS, actor=actor(stop=b"bye\n"))
     ray_parts.end([part], tmp_path)
     assert (tmp_path / "trainer-node-1.log").read_bytes() == b"bye\n"
     assert part.actor is None
@@ -76,8 +76,8 @@ def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray,
     monkeypatch.setattr(ray_following, "begin", lambda part: begun.append(part.name))
     monkeypatch.setattr(ray_following, "BACKOFF_S", 0.01)
     monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
-    wrong = ray_parts.Part("instance-0", {}, "flows.cli", files={"a": ""}, answer=raises(KeyError("what")))
-    fine = ray_parts.Part("instance-1", {}, "flows.cli", files={"a": ""}, answer=lambda: News(None, b"on\n"))
+    wrong = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""}, answer=raises(KeyError("what")))
+    fine = ray_parts.PlacedPart("instance-1", {}, "flows.cli", files={"a": ""}, answer=lambda: News(None, b"on\n"))
     fine.actor = actor(look=lambda: News(None, b"on\n"))
     with followed([wrong, fine], tmp_path):
         wait_for(lambda: "instance-0" in begun, "the restart", 10)
@@ -88,7 +88,7 @@ def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray,
 
 
 def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
-    part = ray_parts.Part("instance-0", {}, "flows.cli", files={"a": ""})
+    part = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""})
     follower = followed([part], tmp_path / "logs")
     (tmp_path / "logs/instance-0.log").mkdir()
     assert not follower.has_ended(part, News(None, b"log"))
@@ -99,7 +99,7 @@ def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
 def test_a_run_goes_on_with_fewer_trainer_nodes_and_asks_for_all_again(ray, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ray_following, "SPARE_S", 0.2)
     keys = {"parallel.nodes": 4, "parallel.data": 4, "parallel.rendezvous": "auto", "cluster.least_nodes": 2}
-    nodes = [ray_parts.Part(f"trainer node {number}", {}, ray_parts.RANKS) for number in (1, 2, 3)]
+    nodes = [ray_parts.PlacedPart(f"trainer node {number}", {}, ray_parts.RANKS) for number in (1, 2, 3)]
     for part in nodes:
         part.place = HERE
         part.actor = actor(place=HERE, stop=b"")
@@ -125,12 +125,12 @@ def test_a_run_goes_on_with_fewer_trainer_nodes_and_asks_for_all_again(ray, monk
 
 def test_a_run_that_may_not_shrink_waits_and_names_the_node(ray, monkeypatch, tmp_path):
     keys = {"parallel.nodes": 2, "parallel.data": 2, "parallel.rendezvous": "auto", "cluster.wait_s": 0.1}
-    part = ray_parts.Part("trainer node 1", {}, ray_parts.RANKS)
+    part = ray_parts.PlacedPart("trainer node 1", {}, ray_parts.RANKS)
     with pytest.raises(DeadlineError, match=r"not started trainer node 1 again within 0\.1 s \(cluster\.wait_s\)"):
         followed([part], tmp_path, **keys).await_nodes()
 
 
-class Room:
+class RoomOnRay:
     """A cluster with room for a number of bundles, and the requests that it has not answered."""
 
     def __init__(self, monkeypatch, free):
@@ -159,13 +159,16 @@ class Room:
 
 
 def test_a_run_keeps_no_part_of_its_room_from_others_and_takes_all_once_it_is_there(ray, monkeypatch):
-    room = Room(monkeypatch, 3)
+    room = RoomOnRay(monkeypatch, 3)
     monkeypatch.setattr(ray_room, "HOLD_S", 0.2)
     monkeypatch.setattr(ray_room, "BACK_S", 0.01)
     monkeypatch.setattr(ray_room, "POLL_S", 0.01)
     ray.available_resources = lambda: {"CPU": room.free}
-    nodes = [ray_parts.Part("trainer node 0", {"CPU": 1.0}), ray_parts.Part("trainer node 1", {"CPU": 1.0}, "ranks")]
-    instances = [ray_parts.Part(f"instance-{number}", {"CPU": 1.0}, files={"a": ""}) for number in range(2)]
+    nodes = [
+        ray_parts.PlacedPart("trainer node 0", {"CPU": 1.0}),
+        ray_parts.PlacedPart("trainer node 1", {"CPU": 1.0}, "ranks"),
+    ]
+    instances = [ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, files={"a": ""}) for number in range(2)]
     seen = set()
     give_back = room.give_back
 
@@ -183,10 +186,10 @@ def test_a_run_keeps_no_part_of_its_room_from_others_and_takes_all_once_it_is_th
 
 
 def test_without_room_the_run_says_what_it_lacks(ray, monkeypatch):
-    room = Room(monkeypatch, 1)
+    room = RoomOnRay(monkeypatch, 1)
     ray.available_resources = lambda: {"CPU": room.free}
-    nodes = [ray_parts.Part("trainer node 0", {"NPU": 8.0})]
-    instances = [ray_parts.Part(f"instance-{number}", {"CPU": 1.0}, "serve") for number in range(2)]
+    nodes = [ray_parts.PlacedPart("trainer node 0", {"NPU": 8.0})]
+    instances = [ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "serve") for number in range(2)]
     with pytest.raises(DeadlineError) as error:
         ray_room.take_room(nodes, instances, 0.3, HERE)
     wants = "instance-0 (1 CPU), instance-1 (1 CPU)"
@@ -196,13 +199,13 @@ def test_without_room_the_run_says_what_it_lacks(ray, monkeypatch):
 
 
 def test_instances_grow_with_the_cluster_up_to_their_most_and_give_their_room_back(ray, monkeypatch, tmp_path):
-    room = Room(monkeypatch, 1)
+    room = RoomOnRay(monkeypatch, 1)
     begun = []
     monkeypatch.setattr(ray_following, "begin", begun.append)
     monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
 
     def make(number):
-        return ray_parts.Part(f"instance-{number}", {"CPU": 1.0}, "serve", files={"a": ""}, extra=True)
+        return ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "serve", files={"a": ""}, extra=True)
 
     with followed([], tmp_path, ray_room.Growth(1, 3, make)) as follower:
         wait_for(lambda: [part.name for part in begun] == ["instance-1"], "the first", 10)
@@ -225,6 +228,6 @@ def test_the_first_trainer_node_is_not_waited_for_without_end(ray, monkeypatch):
 
         ray.get = get
         monkeypatch.setattr(ray_cluster, "start_actor", lambda part: actor(place="asked"))
-        part = ray_parts.Part("trainer node 0", {"GPU": 1.0})
+        part = ray_parts.PlacedPart("trainer node 0", {"GPU": 1.0})
         with pytest.raises(shown, match="start(ed)? trainer node 0"), ray_cluster._devices([part], 5.0):
             pass
