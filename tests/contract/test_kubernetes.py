@@ -1,6 +1,6 @@
 """infra/kubernetes as kubectl renders it: against Kubernetes' schemas, KubeRay's, and against what the manifests name.
 
-METRONOME_KUBERAY_CRD names ray.io_rayclusters.yaml of KubeRay 1.7.0 (ray-operator/config/crd/bases). Nothing is started.
+METRONOME_KUBERAY_CRD names ray.io_rayclusters.yaml of KubeRay 1.7.0 (ray-operator/config/crd/bases).
 """
 
 import base64
@@ -237,7 +237,9 @@ def test_the_servers_are_those_of_the_compose_file(folder):
     for name in ("gpu", "npu"):
         objects = rendered(folder / name)
         here = {container["image"] for _, container, _ in containers(objects)}
-        assert {one.removesuffix("-kubernetes") for one in here} == images
+        (prefect,) = re.findall(r"^prefect==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)
+        assert here - images == {f"prefecthq/prefect:{prefect}-python3.11-kubernetes"}
+        assert images <= here
         keys = set(named(objects, "Secret")["metronome"]["data"])
         for pod, container, first in containers(objects):
             if container["name"] in services and not first or container["name"] == "bucket":

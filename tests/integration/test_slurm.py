@@ -28,7 +28,10 @@ while [[ $1 == --* ]]; do
   shift
 done
 trap 'kill $(jobs -p) 2>/dev/null' TERM
-for ((task = 0; task < tasks; task++)); do "$@" & done
+for ((task = 0; task < tasks; task++)); do
+  [ $task = 0 ] || sleep "$GAP_S"  # nodes of one machine that start at once hinder one another
+  "$@" &
+done
 wait
 wait
 """
@@ -51,6 +54,7 @@ def slurm(tmp_path):
         "SLURM_JOB_NODELIST": "n[1-3]",
         "SLURM_CPUS_ON_NODE": "4",
         "STEPS": str(steps_file),
+        "GAP_S": "0",
         "RAY_PORT": str(two_neighbours()),
     }
     return environment, steps_file
@@ -117,15 +121,15 @@ def test_the_script_has_no_fault_that_shellcheck_knows():
 
 
 @pytest.mark.transferqueue
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here: make transferqueue-test")
 @pytest.mark.parametrize("stopped", [False, True], ids=["whole", "stopped"])
 def test_a_job_trains_on_three_ray_nodes_and_leaves_no_process(slurm, settings, tmp_path, stopped):
     environment, _ = slurm
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path: sockets lie in it
-    environment |= {"RAY_TMPDIR": str(folder), "RAY_raylet_start_wait_time_s": "120"}
+    environment |= {"RAY_TMPDIR": str(folder), "RAY_raylet_start_wait_time_s": "120", "GAP_S": "20"}
     settings |= {"run.name": "job", "rollout.instances": 2, "train.steps": 200 if stopped else 2}
-    settings |= {"evaluate.problems": 8, "evaluate.max_new_tokens": 16, "checkpoint.every": 1}
+    settings |= {"evaluate.problems": 8, "evaluate.max_new_tokens": 16, "checkpoint.every": 1, "model.convert": "skip"}
     sets = [part for override in overrides(settings) for part in ("--set", override)]
     output = (tmp_path / "slurm.out").open("w+")
     command = ["bash", SCRIPT, "infra/recipes/quickstart.toml", *sets]
@@ -134,7 +138,7 @@ def test_a_job_trains_on_three_ray_nodes_and_leaves_no_process(slurm, settings, 
         if stopped:
             wait_for(lambda: steps(tmp_path, "job") if (tmp_path / "job").exists() else [], "the first step", 400)
             job.send_signal(signal.SIGTERM)  # as Slurm does 180 s before the job's end
-        status = job.wait(600)
+        status = job.wait(1500)
         told = (tmp_path / "slurm.out").read_text()
         assert (status == 0) != stopped, told
         assert len(steps(tmp_path, "job")) >= 1 if stopped else len(steps(tmp_path, "job")) == 2, told

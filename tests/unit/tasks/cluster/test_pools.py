@@ -97,7 +97,7 @@ def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path
     for pool in ("ascend-train", "ascend-rollout"):
         found, shipped = (defaults(read_template(pool, one)[1])["env"] for one in (pools, None))
         assert found == shipped | {"ASCEND_RT_VISIBLE_DEVICES": ",".join(map(str, range(16)))}
-        assert defaults(read_template(f"kubernetes-{pool}", pools)[1])["resources"] == {"huawei.com/Ascend910": 16}
+        assert defaults(read_template(f"kubernetes-{pool}", pools)[1])["resources"]["huawei.com/Ascend910"] == 16
 
 
 @pytest.mark.parametrize(
