@@ -20,21 +20,24 @@ POINTS = ("tool", "between turns", "turn", "sync")
 def recipe(settings, folder, mode, instances=1, program="struck"):
     """A run with two turns in each response, whose rewards `Job.held` holds."""
     cores = sorted(os.sched_getaffinity(0))
-    return elastic_job.recipe(settings, folder, STEPS) | {
-        "train.devices": cores[:1],  # one thread each, however many instances there are
-        "rollout.devices": cores[-1:] * instances,
-        "run.name": "run",
-        "train.mode": mode,
-        "train.prompts_per_step": 6,
-        "rollout.instances": instances,
-        "rollout.program": f"{PROGRAMS}:{program}",
-        "rollout.deterministic": True,
-        "rollout.heartbeat_s": 15,  # not taken for silent before it is killed
-        "rollout.max_new_tokens": 24,
-        "reward.environment": ["METRONOME_TEST_MARKS", "METRONOME_TEST_POINT"],
-        "train.consume": "prompt_order",
-        "checkpoint.every": 1,
-    }
+    return (
+        elastic_job.recipe(settings, folder, STEPS)
+        | {
+            "train.devices": cores[:1],  # one thread each, however many instances there are
+            "rollout.devices": cores[-1:] * instances,
+            "run.name": "run",
+            "train.mode": mode,
+            "train.prompts_per_step": 6,
+            "rollout.instances": instances,
+            "rollout.program": f"{PROGRAMS}:{program}",
+            "rollout.deterministic": True,
+            "rollout.heartbeat_s": 15,  # not taken for silent before it is killed
+            "rollout.max_new_tokens": 24,
+            "reward.environment": ["METRONOME_TEST_MARKS", "METRONOME_TEST_POINT"],
+            "train.consume": "prompt_order",
+            "checkpoint.every": 1,
+        }
+    )
 
 
 def weights(folder):
