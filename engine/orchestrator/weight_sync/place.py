@@ -17,9 +17,8 @@ def weights_folder(config: Config, scratch: Path, run_folder: Path) -> Path:
     two versions, if the run has one node, and if instances of other machines, which get weights over the network, need
     no snapshot from it when they join late. Otherwise it is in the run folder.
     """
-    far = config.weights.transport != "file" and not is_loopback(
-        split_address(config.rollout.listen, "rollout.listen")[0]
-    )
+    host, _ = split_address(config.rollout.listen, "rollout.listen")
+    far = config.weights.transport != "file" and not is_loopback(host)
     if far or config.parallel.nodes > 1:
         return run_folder / "weights"
     needed = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
