@@ -32,6 +32,8 @@ def exact(settings, tmp_path):
         "rollout.instances": 1,
         "rollout.deterministic": True,
         "checkpoint.every": 1,
+        "rollout.timeout_s": PATIENCE_S,
+        "train.timeout_s": PATIENCE_S,
     }
 
 
