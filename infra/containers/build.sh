@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the images named by their container files (cpu, cuda, ascend, minio), tell each one's user, size and digest, and write the
+# Build the images named by their container files (cpu, cuda, ascend, minio), tell each one's user and digest, and write the
 # list of its files: `make images`. It takes docker, podman or buildah, in this order, or the one that BUILDER names.
 #   sh infra/containers/build.sh cpu minio
 # A variable of the environment (IMAGE=debian:12, DEVICE=a3) replaces a file's default.

@@ -124,6 +124,50 @@ def test_the_pods_of_a_ray_cluster_are_pods_to_kubernetes(folder):
             kubernetes_validate.validate(pod, "1.34", strict=True)
 
 
+def test_the_token_that_kuberay_makes_has_a_secret_of_its_own(folder):
+    """It is in one with the cluster's name; KubeRay leaves a secret alone that is there, and its pods do not start
+    without the key `auth_token`."""
+    for name in ("ray-gpu", "ray-npu"):
+        (cluster,) = rendered(folder / name)
+        assert cluster["spec"]["authOptions"] == {"mode": "token"}
+        assert cluster["metadata"]["name"] not in named(rendered(folder / "gpu"), "Secret")
+
+
+def test_ray_on_npus_gets_its_arguments_as_kuberay_quotes_them(folder, tmp_path):
+    """KubeRay puts each of rayStartParams into a variable as it is written, for a shell to read."""
+    (tmp_path / "ray").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "ray").chmod(0o755)
+    (cluster,) = rendered(folder / "ray-npu")
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        flags = [f"--{key}={value}" for key, value in sorted(group["rayStartParams"].items())]
+        (container,) = group["template"]["spec"]["containers"]
+        (script,) = container["args"]
+        script = re.sub(r"source \S+|ulimit -n \d+", "true", script)  # no CANN here, and limits are the machine's
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "KUBERAY_GEN_RAY_START_CMD": f"ray start {'  '.join(flags)} ",
+        }
+        done = subprocess.run(
+            [*container["command"], script], env=environment, capture_output=True, text=True, timeout=30
+        )
+        assert done.stdout.splitlines() == [
+            *("start", "--node-manager-port=6380", "--object-store-memory=1073741824", '--resources={"NPU": 8}')
+        ], done.stderr
+
+
+def test_the_folder_of_your_own_in_the_docs_is_rendered(folder):
+    page = (ROOT / "docs/clusters.md").read_text()
+    (text,) = [one for one in re.findall(r"^```\n(.*?)^```", page, re.M | re.S) if one.startswith("resources:")]
+    own = folder.parents[1] / "site"
+    own.mkdir()
+    (own / "kustomization.yaml").write_text(text)
+    objects = rendered(own)
+    assert named(objects, "PersistentVolumeClaim")["metronome"]["spec"]["storageClassName"] == "shared"
+    ours = {one["image"] for _, one, _ in containers(objects) if "metronome" in one["image"]}
+    assert ours
+    assert all(image.startswith("registry.example.com/") for image in ours)
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_all_that_is_named_is_there(folder, name):
     objects = rendered(folder / name)

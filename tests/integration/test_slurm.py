@@ -111,6 +111,19 @@ def test_a_job_without_a_recipe_or_a_program_says_so(slurm):
     )
 
 
+def test_a_job_that_is_to_end_while_it_waits_for_nodes_begins_no_run(slurm):
+    environment, file = slurm
+    record(environment, "ray", "metronome")
+    python = Path(environment["PATH"].partition(":")[0]) / "python"
+    python.write_text('#!/bin/sh\necho waits >> "$STEPS"\nsleep 2\n')
+    python.chmod(0o755)
+    job = subprocess.Popen(["bash", SCRIPT, "recipe.toml"], env=environment)
+    wait_for(lambda: file.exists() and "waits" in file.read_text(), "the wait", 60)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 128 + signal.SIGTERM
+    assert "metronome run" not in file.read_text()
+
+
 def test_the_script_has_no_fault_that_shellcheck_knows():
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
