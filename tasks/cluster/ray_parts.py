@@ -133,7 +133,8 @@ def out_of_reach(part: PlacedPart, place: ActorPlace, config: Config, here: Acto
 
 
 def end(parts: Sequence[PlacedPart], logs: Path, grace_s: float = STOP_S) -> None:
-    """End processes and their actors, after `grace_s` seconds by force. Their last output goes to the logs."""
+    """End processes and their actors, after `grace_s` seconds by force. Their last output goes to the logs, or is lost
+    where they can't be written."""
     import ray
 
     asked = {part: part.actor.stop.remote(grace_s) for part in parts if part.actor is not None}
@@ -145,6 +146,8 @@ def end(parts: Sequence[PlacedPart], logs: Path, grace_s: float = STOP_S) -> Non
                 write_log(part, ray.get(answer), logs)
         except ray.exceptions.RayError:  # its node is gone, and its output with it
             pass
+        except OSError as error:
+            print_error(f"warning: {log_of(part, logs)} can't be written: {error}")
         kill(part)
 
 

@@ -71,6 +71,18 @@ def test_what_a_process_prints_while_it_is_ended_reaches_its_log(ray, tmp_path):
     assert part.actor is None
 
 
+def test_a_log_that_cant_be_written_keeps_no_process_from_its_end(ray, tmp_path, capsys):
+    parts = [
+        ray_parts.PlacedPart(name, {}, "flows.cli", files={"a": ""}, actor=actor(stop=b"bye\n"))
+        for name in ("instance-0", "instance-1")
+    ]
+    (tmp_path / "instance-0.log").mkdir()
+    ray_parts.end(parts, tmp_path)
+    assert [part.actor for part in parts] == [None, None]
+    assert (tmp_path / "instance-1.log").read_bytes() == b"bye\n"
+    assert "instance-0.log can't be written" in capsys.readouterr().err
+
+
 def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray, monkeypatch, tmp_path, capsys):
     begun = []
     monkeypatch.setattr(ray_following, "begin", lambda part: begun.append(part.name))
