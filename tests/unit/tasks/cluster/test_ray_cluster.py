@@ -73,7 +73,7 @@ def test_what_a_process_prints_while_it_is_ended_reaches_its_log(ray, tmp_path):
 
 def test_a_log_that_cant_be_written_keeps_no_process_from_its_end(ray, tmp_path, capsys):
     parts = [
-        ray_parts.PlacedPart(name, {}, "flows.cli", files={"a": ""}, actor=actor(stop=b"bye\n"))
+        ray_parts.PlacedPart(name, {}, module="flows.cli", actor=actor(stop=b"bye\n"))
         for name in ("instance-0", "instance-1")
     ]
     (tmp_path / "instance-0.log").mkdir()
