@@ -113,7 +113,7 @@ class Followed:
         news = ray.get(part.answer)
         if isinstance(news, ActorPlace):
             part.place = news
-            (self._growth if part.extra else part).losses = 0
+            self._counted(part).losses = 0
             say("cluster", f"{part.name} starts on {news.host} ({news.node[:6]})")
             if why := out_of_reach(part, news, self._config, self._here):
                 self._growth.stop()
@@ -126,13 +126,17 @@ class Followed:
         then = "" if part.extra else "; it starts again where there is room"
         say(part.stage, f"{part.name} {why}{then}")
         kill(part)  # it may still live where this machine does not reach it
-        counted = self._growth if part.extra else part
+        counted = self._counted(part)
         again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(counted.losses, MOST_DOUBLINGS))
         counted.losses += 1
         if part.extra:
             self._drop(part, again)
         else:
             part.again = again
+
+    def _counted(self, part: PlacedPart) -> PlacedPart | Growth:
+        """What counts the losses of a part: each of the further instances is another part."""
+        return self._growth if part.extra else part
 
     def _drop(self, part: PlacedPart, again: float = 0.0) -> None:
         """Do without an instance above the number with which the run began. `again` as in `Growth.drop`."""
