@@ -1,15 +1,15 @@
 """Compares the time of the quickstart's steps with that of another checkout of this repository: `python
 benchmarks/step_time.py --against OTHER_CHECKOUT [--pairs 4] [--steps 14]`. Or, within one run, with the page of
-`metronome watch` open in a Chromium on the same machine: `python benchmarks/step_time.py --page [--steps 60]`. Or with
+`metronome watch` open in a Chromium on the same machine: `python benchmarks/step_time.py --page [--steps 160]`. Or with
 the same processes where Ray has started them: `python benchmarks/step_time.py --ray [--pairs 4] [--steps 14]`
 
 Each pair runs the orchestrator of both checkouts, in turn, on the same model and with the same keys. A run's figure is
 the median of step_s (steps.jsonl) without the first two steps, in which processes warm up. Printed is each pair's
 ratio, this checkout over the other: below 1, this one is faster. Last line: RESULT {json}.
 
-With --page, the page is closed and open in turn, for BLOCK steps each, of which the first does not count: a browser
-starts in it. The ratio is the median time of a step without the page over that with it. Also printed is the CPU time of
-server and browser per second in which the page is open, in cores.
+With --page, the page is closed and open in turn, for BLOCK steps each. The first STARTING of them do not count: then a
+browser starts. The ratio is the median time of a step without the page over that with it. Also printed is the CPU time
+of server and browser per second in which the page is open, in cores.
 
 With --ray, both sides have an orchestrator and INSTANCES instances that join. One side starts them on a Ray cluster of
 one node, which runs for that time only; the other starts the same commands itself. The ratio is the other's step over
@@ -43,7 +43,8 @@ from engine.wire.access_token import own_token
 
 RUN = "import json, sys; from common import run_orchestrator; print(run_orchestrator(json.loads(sys.argv[1])).folder)"
 WARM_UP = 2
-BLOCK = 6
+BLOCK = 20
+STARTING = 3
 INSTANCES = 2
 RAY_SIDE = "import json, sys; from step_time import run_side; run_side(sys.argv[1], json.loads(sys.argv[2]))"
 RAY = {
@@ -66,7 +67,7 @@ def main() -> None:
     sides.add_argument("--page", action="store_true", help="compare with the page of the run open")
     sides.add_argument("--ray", action="store_true", help="compare with the same processes without Ray")
     parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=14, help="of each run; with --page 60 or more")
+    parser.add_argument("--steps", type=int, default=14, help="of each run; with --page 160 or more")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
     arguments = parser.parse_args()
     output = arguments.output.resolve()
@@ -114,7 +115,7 @@ def with_page(output: Path, steps: int) -> None:
     while run.is_alive():
         rows = list(read_lines(file)) if file.exists() else []
         for row in rows[seen:]:
-            if row["step"] >= WARM_UP and row["step"] % BLOCK:
+            if row["step"] >= WARM_UP and row["step"] % BLOCK >= STARTING:
                 seconds["with" if page is not None else "without"].append(row["step_s"])
         seen = len(rows)
         wanted = seen // BLOCK % 2 == 1

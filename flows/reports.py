@@ -56,10 +56,10 @@ def watch(
 
     if run.startswith(SCHEME):
         with copied_folder(run, whole=False) as copies:
-            serve_page(copies.path, host, port, say(run), source=copies)
+            serve_page(copies.path, host=host, port=port, say=say(run), source=copies)
     else:
         folder = find_folder(run, output).path
-        serve_page(folder, host, port, say(folder))
+        serve_page(folder, host=host, port=port, say=say(folder))
 
 
 def trace(

@@ -222,13 +222,19 @@ def _call_reward(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt,
 async def _all_results(results: list[Any]) -> list[object]:
     """Await those of `results` that can be awaited, all at once. Raises the first error in their order, when all have
     ended: nothing of this call goes on in the next one."""
-    waiting = [result for result in results if inspect.isawaitable(result)]
-    ended = iter(await asyncio.gather(*waiting, return_exceptions=True))
-    found = [next(ended) if inspect.isawaitable(result) else result for result in results]
-    for result in found:
-        if isinstance(result, BaseException):
-            raise result
-    return found
+    ended = await asyncio.gather(*(_settled(result) for result in results))
+    for error, _ in ended:
+        if error is not None:
+            raise error
+    return [found for _, found in ended]
+
+
+async def _settled(result: Any) -> tuple[BaseException | None, object]:  # noqa: ANN401
+    """An error and a value, one of them None. What would end a process is an error too: it must not leave the task,
+    because it would end the loop, and come again with the next call."""
+    with UserCode(whatever=True) as attempt:
+        return None, await result if inspect.isawaitable(result) else result
+    return attempt.error, None
 
 
 def _checked_score(value: object, index: int) -> Score:

@@ -150,7 +150,7 @@ RUNS = ("metronome --help", "prefect version", "python -c 'import psycopg2, boto
 @pytest.mark.timeout(4000)
 def test_the_image_of_the_cpu_is_built_on_a_clean_debian(debian, tmp_path):
     container = buildah("from", debian)
-    version = buildah("run", "--isolation", "chroot", container, "--", "python3", "-c", VERSION)
+    version = buildah(*f"run --isolation chroot {container} -- python3 -c".split(), VERSION)
     buildah("rm", container)
     if tuple(map(int, version.split("."))) < (3, 11, 3):
         pytest.skip(f"Debian's Python is {version}: redis asks for one more package there, which infra/packages lacks")

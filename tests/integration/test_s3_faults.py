@@ -4,6 +4,7 @@ what looks complete is complete, and the next try succeeds."""
 import hashlib
 import json
 import re
+from urllib.parse import urlsplit
 
 import fsspec
 import pytest
@@ -14,8 +15,7 @@ from engine.errors import CheckpointError
 from engine.run import checkpoint_files as files
 from engine.run import checkpoint_store as store
 from support.s3_proxy import FAULTS, s3_proxy
-
-server = pytest.importorskip("moto.server")
+from support.s3_server import s3_server
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -30,24 +30,14 @@ CONTENT = {
 @pytest.fixture(scope="module")
 def proxy():
     """In front of a moto server; AWS_ENDPOINT_URL leads to it, and no client tries a request a second time."""
-    with pytest.MonkeyPatch.context() as patch:
-        endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-        endpoint.start()
-        with s3_proxy(*endpoint.get_host_and_port()) as running:
-            for name, value in {
-                "ENDPOINT_URL": running.url,
-                "ACCESS_KEY_ID": "x",
-                "SECRET_ACCESS_KEY": "x",
-                "MAX_ATTEMPTS": "1",
-                "DEFAULT_REGION": "us-east-1",
-            }.items():
-                patch.setenv(f"AWS_{name}", value)
+    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
+        there = urlsplit(address)
+        with s3_proxy(there.hostname, there.port) as running:
+            patch.setenv("AWS_ENDPOINT_URL", running.url)
+            patch.setenv("AWS_MAX_ATTEMPTS", "1")
             patch.setattr(s3fs.S3FileSystem, "retries", 1)
-            s3fs.S3FileSystem.clear_instance_cache()
             fsspec.filesystem("s3").mkdir("bucket")
             yield running
-            s3fs.S3FileSystem.clear_instance_cache()
-        endpoint.stop()
 
 
 def a_checkpoint(folder, step, fill=b"", names=tuple(CONTENT)):

@@ -1,5 +1,5 @@
 // The page of a run. Its data are in the page, or come from `metronome watch` (run_view.py describes them).
-const EVERY_MS = 2000, IDLE_MS = 10000, TIMELINE_MS = 5000;
+const EVERY_MS = 2000, IDLE_MS = 10000, DRAW_MS = 10000;  // curves and timeline cost most: both are drawn no more often than that
 const run = { state: null, of: 0, count: 0, columns: {}, rest: null, seen: 0, timeline: null };
 const last = name => { const found = run.columns[name]; return found ? found.findLast(value => value !== null) : undefined; };
 
@@ -381,6 +381,7 @@ addEventListener("keydown", event => {
 addEventListener("resize", redraw);
 
 // the data ------------------------------------------------------------------------------------------
+let behind = false, drawn = -Infinity;
 function take(found) {
   run.state = found.state;
   const { of, first, columns } = found.steps, news = first === 0 || Object.keys(columns).length;
@@ -394,7 +395,13 @@ function take(found) {
   run.count += more;
   if (found.rest) { run.rest = found.rest; run.seen = found.seen; notices(); pool(); steps(); }
   now();
-  if (news || found.rest) { figures(); for (const chart of charts) chart.mark(); }
+  behind ||= Boolean(news || found.rest);
+  if (behind && (!run.state.going || performance.now() - drawn >= DRAW_MS)) {
+    behind = false;
+    drawn = performance.now();
+    figures();
+    for (const chart of charts) chart.mark();
+  }
   $("curves").hidden = !run.count && !run.rest.evaluations.length;
   links();
   return news;
@@ -419,7 +426,7 @@ async function follow() {
     const news = found && take(found);
     stale ||= Boolean(news) || !run.timeline;
     if (stale && found && !whole && !held && performance.now() >= due) {
-      due = performance.now() + TIMELINE_MS;
+      due = performance.now() + DRAW_MS;
       const spans = await ask("timeline?whole=0");
       if (spans && !whole && !held) { stale = false; takeTimeline(spans); }
     }

@@ -10,6 +10,7 @@ import pytest
 from engine.data.hub import is_hub_id, rows_of
 from engine.data.problems import content_hash, read_problems
 from engine.errors import BadInput
+from support.s3_server import s3_server
 
 GOOD = {"problem": "1+1=", "answer": "2", "level": 3}
 
@@ -217,25 +218,14 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch):
 
 
 @pytest.fixture
-def bucket(monkeypatch):
+def bucket():
     """A bucket on a real S3 server in this process."""
     import boto3
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "ENDPOINT_URL": f"http://{host}:{port}",
-        "ACCESS_KEY_ID": "k",
-        "SECRET_ACCESS_KEY": "s",
-        "DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="sets")
-    yield lambda key, body: client.put_object(Bucket="sets", Key=key, Body=body)
-    server.stop()
+    with s3_server():
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="sets")
+        yield lambda key, body: client.put_object(Bucket="sets", Key=key, Body=body)
 
 
 def test_s3(bucket):

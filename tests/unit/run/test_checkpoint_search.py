@@ -2,13 +2,13 @@
 
 import fsspec
 import pytest
-import s3fs
 
 from engine.errors import CheckpointError
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import MARKER
 from engine.run.checkpoint_search import newest_whole
 from support.run_folders import a_checkpoint
+from support.s3_server import s3_server
 
 
 @pytest.fixture
@@ -68,24 +68,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_by_itself(
 
 
 @pytest.fixture(params=["folder", "s3"])
-def place(request, tmp_path, monkeypatch):
+def place(request, tmp_path):
     if request.param == "folder":
         yield str(tmp_path / "place")
         return
-    server = pytest.importorskip("moto.server")
-    endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    endpoint.start()
-    host, port = endpoint.get_host_and_port()
-    settings = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    bucket = tmp_path.name.replace("_", "-")
-    fsspec.filesystem("s3").mkdir(bucket)
-    yield f"s3://{bucket}/run"
-    s3fs.S3FileSystem.clear_instance_cache()
-    endpoint.stop()
+    with s3_server():
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket/run"
 
 
 def test_a_damaged_one_of_the_place_is_kept_there_and_the_one_before_is_fetched(tmp_path, place, said):

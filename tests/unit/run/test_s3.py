@@ -15,27 +15,21 @@ from engine.run import s3
 from engine.run.s3 import copied_folder
 from engine.tools.watch.run_view import RunView
 from flows.cli import app
+from support.s3_server import s3_server
 
-server = pytest.importorskip("moto.server")
 ADDRESS = "s3://bucket/runs/night"
 SPAN = {"lane": "trainer-0", "name": "train", "start": 1.0, "end": 2.0}
 
 
 @pytest.fixture(scope="module")
 def endpoint():
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    yield "http://{}:{}".format(*running.get_host_and_port())
-    running.stop()
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture
 def put(endpoint, monkeypatch):
     """Writes a file of the run: its name, its lines."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(f"AWS_{name}", "x")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(s3, "EVERY_S", 0.0)
     client = boto3.client("s3")
     client.create_bucket(Bucket="bucket")

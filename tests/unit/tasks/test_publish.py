@@ -9,9 +9,8 @@ from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import folder_of, is_complete, partial_of, publish_checkpoint
 from engine.run.fence import Fence
 from engine.run.files import seal
+from support.s3_server import s3_server
 from tasks.publish import copy_checkpoint
-
-server = pytest.importorskip("moto.server")
 
 
 def a_checkpoint(root, step, **figures):
@@ -43,20 +42,9 @@ def place(request, tmp_path):
 @pytest.fixture(scope="module")
 def s3():
     """A real S3 endpoint on loopback with one bucket; its URL."""
-    with pytest.MonkeyPatch.context() as patch:
-        endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-        endpoint.start()
-        host, port = endpoint.get_host_and_port()
-        for name, value in {
-            "ENDPOINT_URL": f"http://{host}:{port}",
-            "ACCESS_KEY_ID": "x",
-            "SECRET_ACCESS_KEY": "x",
-            "DEFAULT_REGION": "us-east-1",
-        }.items():
-            patch.setenv(f"AWS_{name}", value)
+    with s3_server():
         fsspec.filesystem("s3").mkdir("bucket")
         yield "s3://bucket/runs"
-        endpoint.stop()
 
 
 def published(place):
