@@ -180,12 +180,15 @@ class Prepared:
     """The evaluation sets that `train` was compared with, by their source."""
     overlaps: tuple[Overlap, ...]
     """The training rows that were left out because they overlap, each with the row that it overlaps with."""
+    origin: str
+    """`origin_of` the config before the files were read."""
     notes: tuple[str, ...] = ()
     """Remarks for the user: a set with which `train` was not compared, and why."""
 
 
 def prepare_problems(config: Config) -> Prepared:
     """All problem sets of a run. Raises BadInput like `read_problems`, and if no training row is left."""
+    origin = origin_of(config)  # first: a file that changes from now on is then seen to differ
     train, heldout = _sides(config)
     sets, notes = _evaluation_sets(config, train, heldout)
     overlaps = _overlaps(train, [row for problems in sets for row in problems.rows])
@@ -199,6 +202,7 @@ def prepare_problems(config: Config) -> Prepared:
         heldout=heldout,
         against=tuple(problems.source for problems in sets),
         overlaps=overlaps,
+        origin=origin,
         notes=(*train.notes, *notes),
     )
 
@@ -222,7 +226,7 @@ def write_prepared(config: Config, prepared: Prepared) -> None:
     settings that are there stay, so a resumed run keeps its rows in a newer Metronome."""
     if read_prepared(config) is not None:
         return
-    content = {"of": _origin(config), "train": asdict(prepared.train), "heldout": asdict(prepared.heldout)}
+    content = {"of": prepared.origin, "train": asdict(prepared.train), "heldout": asdict(prepared.heldout)}
     write_atomically(config.folder / FILE, json.dumps(seal(content)))
 
 
@@ -236,7 +240,7 @@ def read_prepared(config: Config) -> tuple[Problems, Problems] | None:
     if not file.exists():
         return None
     found = read_json(file, "the run's problems", "delete it; the problem sets are then read again", sealed=True)
-    return (_problems(found["train"]), _problems(found["heldout"])) if found["of"] == _origin(config) else None
+    return (_problems(found["train"]), _problems(found["heldout"])) if found["of"] == origin_of(config) else None
 
 
 def problem_settings(config: Config) -> JsonObject:
@@ -249,7 +253,7 @@ def problem_settings(config: Config) -> JsonObject:
     }
 
 
-def _origin(config: Config) -> str:
+def origin_of(config: Config) -> str:
     """SHA-256 (hex) of all that decides what `prepare_problems` returns: settings, and contents of the files."""
     text = json.dumps([problem_settings(config), file_hashes(config)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

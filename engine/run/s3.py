@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +46,8 @@ FILES = (
     "logs/orchestrator.alive",
 )
 """The files that are copied, with those of trace/."""
+LINES = ".jsonl"
+"""Suffix of the files to which lines are appended. The others are replaced as a whole."""
 SPANS = re.compile(r"trace/[\w-][\w.-]*\.jsonl")
 
 
@@ -149,14 +151,22 @@ class CopiedFolder:
         self.newest = max(one["LastModified"].timestamp() for one in listed.values())
 
     def _copy(self, name: str) -> None:
+        """Copy a file if it has changed. One that was deleted since it was listed is listed no more."""
         entry = self._listed[name]
         mark = (entry["ETag"], entry["size"])
         if self._copied.get(name) == mark:
             return
+        with suppress(FileNotFoundError):
+            self._copy_changed(name, entry)
+            self._copied[name] = mark
+            return
+        del self._listed[name]
+
+    def _copy_changed(self, name: str, entry: Mapping[str, Any]) -> None:
         target = self.path / name
         if not self._append(name, target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            begin = 0 if self._whole else max(0, entry["size"] - TAIL)
+            begin = 0 if self._whole or not name.endswith(LINES) else max(0, entry["size"] - TAIL)
             partial = target.with_name(f".{target.name}.partial")
             with partial.open("wb") as file:
                 for number, part in enumerate(self._read(name, begin)):
@@ -164,15 +174,14 @@ class CopiedFolder:
             partial.replace(target)
         written = entry["LastModified"].timestamp()
         os.utime(target, (written, written))
-        self._copied[name] = mark
 
     def _append(self, name: str, target: Path) -> bool:
         """Whether the copy could be completed by the lines that are new."""
         before = self._copied.get(name, ("", 0))[1]
-        if not name.endswith(".jsonl") or not 0 < before < self._listed[name]["size"]:
+        if not name.endswith(LINES) or not 0 < before < self._listed[name]["size"]:
             return False
         with target.open("r+b") as file:
-            known = min(OVERLAP, file.seek(0, os.SEEK_END))
+            known = min(OVERLAP, before, file.seek(0, os.SEEK_END))
             file.seek(-known, os.SEEK_END)
             same = file.read()
             parts = self._read(name, before - known)
@@ -186,13 +195,18 @@ class CopiedFolder:
 
     def _read(self, name: str, begin: int) -> Iterator[bytes]:
         size = self._listed[name]["size"]
+        if size and not name.endswith(LINES):  # replaced as a whole, maybe since it was listed: to its end of now
+            yield self._call("cat_file", f"{self.address}/{name}", start=0, end=None)
+            return
         for start in range(begin, size, PART):
             yield self._call("cat_file", f"{self.address}/{name}", start=start, end=min(size, start + PART))
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:  # noqa: ANN401
         left = self._deadline - time.monotonic()
         try:
-            return getattr(self._store, method)(path, timeout=max(1.0, left), **arguments)
+            if left <= 0:
+                raise TimeoutError
+            return getattr(self._store, method)(path, timeout=left, **arguments)
         except TimeoutError:
             raise BadInput(f"{path}: S3 has not sent it within the time for reading a run folder") from None
 

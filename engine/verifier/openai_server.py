@@ -158,8 +158,8 @@ class _ConversationServer:
         if not all(isinstance(one, str) for one in stop):
             raise BadInput(f"stop: {stop!r:.80}; expected texts")
         limits = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
-        if any(limit < 1 for limit in limits):
-            raise BadInput(f"max_tokens: {limits[0]}; expected at least 1")
+        if min(limits, default=1) < 1:
+            raise BadInput(f"max_tokens: {min(limits)}; expected at least 1")
         limit = limits[0] if limits else 0
         self._chat.check_limits(stop, limit)  # a request that is refused must not have continued the conversation
         self._continue(

@@ -26,6 +26,8 @@ BACKOFF_S = 1.0
 """Seconds before a process that ended is started again; each further time doubles them."""
 LONGEST_BACKOFF_S = 60.0
 """Most of these seconds where a node that has room can't start it, as one without Metronome."""
+MOST_DOUBLINGS = 10
+"""Number of times from which on they are these in any case: a larger power of 2 may be no float."""
 SAY_S = 30.0
 """Seconds between two lines that say for whom the run waits."""
 ANSWER_S = 10.0
@@ -111,7 +113,7 @@ class Followed:
         news = ray.get(part.answer)
         if isinstance(news, ActorPlace):
             part.place = news
-            part.losses = 0
+            self._counted(part).losses = 0
             say("cluster", f"{part.name} starts on {news.host} ({news.node[:6]})")
             if why := out_of_reach(part, news, self._config, self._here):
                 self._growth.stop()
@@ -124,16 +126,22 @@ class Followed:
         then = "" if part.extra else "; it starts again where there is room"
         say(part.stage, f"{part.name} {why}{then}")
         kill(part)  # it may still live where this machine does not reach it
+        counted = self._counted(part)
+        again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(counted.losses, MOST_DOUBLINGS))
+        counted.losses += 1
         if part.extra:
-            self._drop(part)
-            return
-        part.again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2**part.losses)
-        part.losses += 1
+            self._drop(part, again)
+        else:
+            part.again = again
 
-    def _drop(self, part: PlacedPart) -> None:
-        """Do without an instance above the number with which the run began."""
+    def _counted(self, part: PlacedPart) -> PlacedPart | Growth:
+        """What counts the losses of a part: each of the further instances is another part."""
+        return self._growth if part.extra else part
+
+    def _drop(self, part: PlacedPart, again: float = 0.0) -> None:
+        """Do without an instance above the number with which the run began. `again` as in `Growth.drop`."""
         self._parts.remove(part)
-        self._growth.drop(part)
+        self._growth.drop(part, again)
 
     def has_ended(self, part: PlacedPart, news: News) -> bool:
         """Append what a process has printed to its log. If it has ended, decide whether it starts again."""
@@ -148,8 +156,10 @@ class Followed:
         lasting = news.code == BAD_INPUT or part.faults > restarts
         then = "is not started again" if lasting else "starts again"
         say(part.stage, f"{part.name} ended with {news.code} and {then}; its log: {log_of(part, self._logs)}")
-        if lasting and part.extra:
+        if lasting and part.extra:  # others may have its room
             self._growth.stop()
+            kill(part)
+            self._drop(part)
         if not lasting:
             end([part], self._logs, grace_s=0.0)
             part.again = time.monotonic() + BACKOFF_S * 2**part.faults

@@ -97,6 +97,10 @@ class Growth:
     def __init__(self, instances: int, most: int, make: Callable[[int], PlacedPart]) -> None:
         """`instances`: their number at the start; `most`: up to this number; `make`: an instance by its number, no two
         of which are the same."""
+        self.losses = 0
+        """Number of such instances that were lost since one had started."""
+        self._again = 0.0
+        """Monotonic time before which no room is asked for."""
         self._most = most
         self._there = instances
         self._number = instances
@@ -105,7 +109,7 @@ class Growth:
 
     def grown(self) -> PlacedPart | None:
         """The next instance if there is room for it."""
-        if self._asked is None and self._there < self._most:
+        if self._asked is None and self._there < self._most and time.monotonic() >= self._again:
             self._asked = self._make(self._number)
             ask_for_room([self._asked], "SPREAD")
         if self._asked is None or not has_room(self._asked):
@@ -115,9 +119,11 @@ class Growth:
         self._there += 1
         return found
 
-    def drop(self, part: PlacedPart) -> None:
-        """Give the room of such an instance back."""
+    def drop(self, part: PlacedPart, again: float = 0.0) -> None:
+        """Give the room of such an instance back. `again`: monotonic time from which on another one may be asked
+        for."""
         give_back([part])
+        self._again = again
         self._there -= 1
 
     def withdraw(self) -> None:

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import fields, replace
 
 from engine.config import Config, Run, Train
-from engine.data.prepared import Prepared, heldout_problems, write_prepared
+from engine.data.prepared import Prepared, heldout_problems, origin_of, write_prepared
 from engine.data.problem_statistics import REPORT
 from engine.errors import MetronomeError
 from engine.orchestrator import in_run_evaluation
@@ -89,7 +89,8 @@ def finished(output):
     write_json(folder.path / run_inputs.FILE, seal({name: part for name in run_inputs.PARTS}))
     problems = heldout_problems(config)
     problems = replace(problems, rows=problems.rows[:4])
-    write_prepared(config, Prepared(train=problems, heldout=problems, against=(), overlaps=()))
+    origin = origin_of(config)
+    write_prepared(config, Prepared(train=problems, heldout=problems, against=(), overlaps=(), origin=origin))
     write_report(folder.path, "b")
     (folder.path / "flow_run_id").write_text("abd5dc41-0c33-4da7-bd1d-bff3ba45a7c2")
     write_progress(folder.progress, Progress("step 4 of 4", 1.0))

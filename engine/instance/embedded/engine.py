@@ -21,8 +21,8 @@ from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
 
 PROMPTS_KEPT = 8
-"""Size of the prompt cache, in full slots. This is enough for the groups being admitted and small compared with the
-slots."""
+"""Size of the prompt cache, in full slots, and of the prompts that are admitted together. This is enough for the groups
+being admitted and small compared with the slots."""
 PIECE = 64
 """Number of tokens of a conversation that are computed, and kept, together."""
 
@@ -142,18 +142,30 @@ class Engine:
     def _admit(self) -> list[Tensor]:
         """Move waiting requests into free slots. Return the logits [1, vocabulary] of each request's first token."""
         logits = []
-        admitted = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.slots - len(self.running)))]
-        found = iter(self.prompts.get_prefills([one.prompt for one in admitted if not one.score_prompt]))
-        for request in admitted:
-            pieces = [self._scored_prefill(request)] if request.score_prompt else next(found)
-            self.cache.reserve(len(request.prompt) + 1, self.max_context)
-            self.cache.fill(len(self.running), pieces)
-            request.uniforms = request.sampling.uniforms()
-            self.running.append(request)
-            after = pieces[-1].logits
-            assert after is not None, "the last piece of a prompt has the logits after it"
-            logits.append(after[None])
+        while admitted := self._take_waiting():
+            found = iter(self.prompts.get_prefills([one.prompt for one in admitted if not one.score_prompt]))
+            for request in admitted:
+                pieces = [self._scored_prefill(request)] if request.score_prompt else next(found)
+                self.cache.reserve(len(request.prompt) + 1, self.max_context)
+                self.cache.fill(len(self.running), pieces)
+                request.uniforms = request.sampling.uniforms()
+                self.running.append(request)
+                after = pieces[-1].logits
+                assert after is not None, "the last piece of a prompt has the logits after it"
+                logits.append(after[None])
         return logits
+
+    def _take_waiting(self) -> list[SamplingRequest]:
+        """Take the next waiting requests for which there are slots: one, or as many as have together no more prompt
+        tokens than `PROMPTS_KEPT` full slots. What is computed of them is in memory at once."""
+        taken: list[SamplingRequest] = []
+        left = PROMPTS_KEPT * self.max_context
+        while self.waiting and len(self.running) + len(taken) < self.slots:
+            left -= len(self.waiting[0].prompt)
+            if taken and left < 0:
+                break
+            taken.append(self.waiting.popleft())
+        return taken
 
     def _scored_prefill(self, request: SamplingRequest) -> Prefill:
         """Compute the prompt and its log-probabilities. The cache is not used, because they must come from the current

@@ -137,7 +137,8 @@ class RolloutModel:
         states, hidden = self._prompt_states(pieces)
         ends = torch.tensor([len(ids) for ids, _ in pieces]).cumsum(0) - 1
         logits = self._logits(hidden[ends])
-        return [Prefill(*one, after) for one, after in zip(states, logits, strict=True)]
+        # each with logits of its own: one that is kept must not keep those of all
+        return [Prefill(*one, after.clone()) for one, after in zip(states, logits, strict=True)]
 
     def scored_prefill(self, ids: list[int]) -> tuple[Prefill, list[float]]:
         """Return `prefill` and the log-probabilities (temperature 1) of ids[1:], each given the ids before it.

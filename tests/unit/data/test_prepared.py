@@ -162,6 +162,15 @@ def test_what_was_prepared_of_other_files_or_settings_is_prepared_anew(own_run):
     assert "A new one?" in (own_run().folder / FILE).read_text()
 
 
+def test_a_file_that_changes_while_it_is_prepared_is_prepared_anew(own_run):
+    found = prepare_problems(own_run())
+    with open(own_run().data.sets[0].path, "a") as file:
+        file.write(json.dumps({"problem": "A new one?", "answer": "7"}) + "\n")
+    write_prepared(own_run(), found)
+    sides = (training_problems(own_run()), heldout_problems(own_run()))
+    assert "A new one?" in {row.problem for side in sides for row in side.rows}
+
+
 def test_a_run_keeps_its_rows_and_a_damaged_file_is_named(own_run):
     found = prepare_problems(own_run())
     write_prepared(own_run(), found)

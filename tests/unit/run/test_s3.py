@@ -155,6 +155,79 @@ def test_other_commands_say_which_read_s3():
     assert (done.exit_code, "only metronome watch and metronome trace read s3://" in done.stderr) == (2, True)
 
 
+def meanwhile(folder, monkeypatch, end, happens):
+    """Just before a file with this end is read, something happens."""
+    call = folder._store.cat_file
+
+    def cat_file(path, **more):
+        if path.endswith(end):
+            monkeypatch.setattr(folder._store, "cat_file", call)
+            happens()
+        return call(path, **more)
+
+    monkeypatch.setattr(folder._store, "cat_file", cat_file)
+
+
+def test_what_changes_between_the_listing_and_the_reading_is_whole_or_not_there(put, monkeypatch):
+    progress = "logs/progress.json"
+    put("stages.json", "")
+    put(progress, {"text": "step 9 of 12"})
+    with copied_folder(ADDRESS, whole=False) as folder:
+        put(progress, {"text": "step 10 of 12"})
+        longer = {"text": "step 11 of 12, a longer text"}
+        meanwhile(folder, monkeypatch, progress, lambda: put(progress, longer))
+        folder.refresh()
+        assert json.loads((folder.path / progress).read_text()) == longer
+        put("failure.json", {"error": "Stopped"})
+        meanwhile(folder, monkeypatch, "failure.json", lambda: put.delete("failure.json"))
+        folder.refresh()
+        assert not (folder.path / "failure.json").exists()
+        put("responses/step-000001.jsonl", {"step": 1})
+        folder.refresh()
+        put.delete("responses/step-000001.jsonl")
+        assert RunView(folder.path, folder).samples(1) == []
+        assert RunView(folder.path, folder).rest()["sampled"] == []
+
+
+def test_lines_of_which_some_were_copied_when_reading_failed_are_read_anew(put, monkeypatch):
+    monkeypatch.setattr(s3, "PART", 100)
+    put("steps.jsonl", *steps(0))
+    with copied_folder(ADDRESS, whole=False) as folder:
+        rows = steps(*range(200))
+        put("steps.jsonl", *rows)
+        calls = asked(folder)
+
+        def fail():
+            raise PermissionError("Access Denied")
+
+        call = folder._store.cat_file
+        monkeypatch.setattr(folder._store, "cat_file", lambda *a, **k: fail() if len(calls) > 50 else call(*a, **k))
+        with pytest.raises(BadInput, match="Access Denied"):
+            folder.refresh()
+        monkeypatch.setattr(folder._store, "cat_file", call)
+        folder.refresh()
+        assert list(RunView(folder.path).steps_file.read()) == rows
+        assert min(first for _, first in calls) >= 0
+
+
+def test_the_deadline_is_that_of_all_parts_together(put, monkeypatch):
+    monkeypatch.setattr(s3, "PART", 100)
+    with copied_folder(ADDRESS, whole=False) as folder:
+        put("steps.jsonl", *steps(*range(200)))
+        calls = asked(folder)
+        call = folder._store.cat_file
+
+        def last_in_time(*a, **k):
+            found = call(*a, **k)
+            folder._deadline = 0.0
+            return found
+
+        monkeypatch.setattr(folder._store, "cat_file", last_in_time)
+        with pytest.raises(BadInput, match=r"steps\.jsonl: S3 has not sent it within"):
+            folder.refresh()
+        assert len(calls) == 1
+
+
 def test_an_s3_that_is_silent_has_a_deadline(put, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")

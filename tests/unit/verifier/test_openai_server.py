@@ -121,7 +121,7 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
         await ask(400, "message 0 is .*image_url", [{"role": "user", "content": [{"type": "image_url"}]}])
         await ask(400, "stop 'no one token' is 12 tokens", stop="no one token")
         await ask(400, "must be str", [{**USER, "content": "1\ud800"}])  # no tokenizer takes it
-        await ask(400, "max_tokens: -1; expected at least 1", max_tokens=-1)
+        await ask(400, "max_tokens: -1; expected at least 1", max_tokens=-1, max_completion_tokens=5)
         await asyncio.gather(ask(200, '"content": "1"'), ask(400, "still being sampled", max_tokens=5))
         await ask(400, "no message after the last answer", [USER, one])
         await ask(400, "message 1 is .*'one'.*has .*'1'} there", [USER, {**one, "content": "one"}, USER])

@@ -163,6 +163,32 @@ def test_a_turn_computes_only_what_was_not_decoded_before_it(folder):
     assert engine.load()["prefills"] == 2
 
 
+def test_what_is_kept_of_prompts_that_were_computed_together_is_their_own(folder):
+    """Memory that a kept prompt shares with others is not freed with them."""
+    engine = engine_of(folder, max_context=256, conversations=True)
+    begin = [*range(20, 40)]
+    engine.prompts.get_prefills([(*begin, *rest) for rest in ((5,), (6, 7), (8, 9, 10), (11,))])
+    kept = [*engine.prompts._kept.values()]
+    assert [piece.length for piece in kept] == [21, 22, 23, 21]
+    for piece in kept:
+        assert piece.logits.untyped_storage().nbytes() == piece.logits.nbytes
+        assert piece.keys.untyped_storage().nbytes() == piece.keys.nbytes
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_what_is_computed_at_once_is_bounded_however_many_requests_wait(folder, conversations):
+    engine = engine_of(folder, slots=12, max_context=48, conversations=conversations)
+    together = []
+    get = engine.prompts.get_prefills
+    engine.prompts.get_prefills = lambda prompts: together.append([*map(len, prompts)]) or get(prompts)
+    sent = Sent(engine)
+    lengths = [46] * 9 + [20] * 3
+    for number, length in enumerate(lengths):
+        sent.send([number + 5] * length, max_tokens=2)
+    assert all(len(result.token_ids) == 2 for result in sent.finish())
+    assert together == [[46] * 8, [46, 20, 20, 20]]
+
+
 def test_recent_prompts_are_kept_within_their_limit(engine):
     engine.prompts.limit = 12
     for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes

@@ -210,16 +210,17 @@ def test_without_room_the_run_says_what_it_lacks(ray, monkeypatch):
     assert room.groups == []
 
 
+def further(number):
+    return ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "serve", files={"a": ""}, extra=True)
+
+
 def test_instances_grow_with_the_cluster_up_to_their_most_and_give_their_room_back(ray, monkeypatch, tmp_path):
     room = RoomOnRay(monkeypatch, 1)
     begun = []
     monkeypatch.setattr(ray_following, "begin", begun.append)
     monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
 
-    def make(number):
-        return ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "serve", files={"a": ""}, extra=True)
-
-    with followed([], tmp_path, ray_room.Growth(1, 3, make)) as follower:
+    with followed([], tmp_path, ray_room.Growth(1, 3, further)) as follower:
         wait_for(lambda: [part.name for part in begun] == ["instance-1"], "the first", 10)
         room.free += 5
         wait_for(lambda: len(begun) == 2, "the second", 10)
@@ -228,6 +229,48 @@ def test_instances_grow_with_the_cluster_up_to_their_most_and_give_their_room_ba
         wait_for(lambda: len(begun) == 3, "another in its place", 10)
     assert [part.name for part in follower._parts] == ["instance-2", "instance-3"]
     assert len(room.groups) == 2
+
+
+def test_a_node_that_cant_start_further_instances_is_asked_ever_less_often(ray, monkeypatch, tmp_path):
+    RoomOnRay(monkeypatch, 10)
+    now = 0.0
+    begun = []
+    monkeypatch.setattr(ray_following.time, "monotonic", lambda: now)
+    growth = ray_room.Growth(1, 2, further)
+    follower = followed([], tmp_path, growth)
+
+    def begin(part):
+        begun.append(now)
+        part.answer = raises(ray.exceptions.RayError("no module named tasks"))
+
+    monkeypatch.setattr(ray_following, "begin", begin)
+    while now < 200.0:
+        follower._grow()
+        for part in list(follower._parts):
+            follower._follow_part(part)
+        now += 0.5
+    assert begun == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 123.0, 183.0]
+    growth.losses = 2000  # half a day later
+    now = 300.0
+    follower._grow()
+    follower._lose(follower._parts[0], "is lost")
+    monkeypatch.setattr(ray_following, "begin", lambda part: setattr(part, "answer", HERE))
+    now += 60.0
+    follower._grow()
+    follower._parts[0].actor = actor(look=None)
+    follower._look_at(follower._parts[0])
+    assert growth.losses == 0
+
+
+def test_a_further_instance_that_has_ended_for_good_leaves_its_room_to_others(ray, monkeypatch, tmp_path):
+    room = RoomOnRay(monkeypatch, 2)
+    growth = ray_room.Growth(1, 3, further)
+    part = growth.grown()
+    part.actor = actor(stop=b"")
+    follower = followed([part], tmp_path, growth)
+    assert room.free == 1
+    assert follower.has_ended(part, News(2, b"bad input"))
+    assert (room.free, follower._parts, part.actor, growth.grown()) == (2, [], None, None)
 
 
 def test_the_first_trainer_node_is_not_waited_for_without_end(ray, monkeypatch):
