@@ -17,7 +17,7 @@ STEPS = 4
 POINTS = ("tool", "between turns", "turn", "sync")
 
 
-def recipe(settings, folder, mode, instances=1, program="struck"):
+def recipe(settings, folder, mode, instances=1, program="scored"):
     """A run with two turns in each response, whose rewards `Job.held` holds."""
     cores = sorted(os.sched_getaffinity(0))
     return (
@@ -58,14 +58,14 @@ def known():
 
 @pytest.fixture
 def undisturbed(settings, tmp_path_factory, known):
-    """Gives the weights of a mode. Those of "sync" are those of "periodic"."""
+    """Gives the weights of a mode and a program. Those of "sync" are those of "periodic"."""
 
-    def weights_of(mode):
+    def weights_of(mode, program):
         mode = "sync" if mode == "periodic" else mode
-        if mode not in known:
+        if (mode, program) not in known:
             folder = tmp_path_factory.mktemp(mode)
-            known[mode] = run_whole(recipe(settings, folder, mode), folder)
-        return known[mode]
+            known[mode, program] = run_whole(recipe(settings, folder, mode, program=program), folder)
+        return known[mode, program]
 
     return weights_of
 
@@ -114,17 +114,19 @@ def test_deaths_at_every_point_change_no_bit(settings, tmp_path, monkeypatch, un
     """Of an instance, a program's process and the orchestrator: in a tool, between turns, in a turn, in a sync."""
     monkeypatch.setenv("METRONOME_TEST_MARKS", str(tmp_path / "marks"))
     (tmp_path / "marks").mkdir()
-    given = recipe(settings, tmp_path, mode, instances)
+    program = "unscored" if point == "sync" else "scored"  # Job.held holds the reward function
+    given = recipe(settings, tmp_path, mode, instances, program=program)
     if point == "sync":
         die_in_syncs(given, tmp_path)
     else:
         die_in_program(given, tmp_path, point, monkeypatch)
-    assert run_whole(given, tmp_path, "--resume") == undisturbed(mode)
+    assert run_whole(given, tmp_path, "--resume") == undisturbed(mode, program)
     lines = list(read_lines(tmp_path / "run/steps.jsonl"))
     late = int(mode == "one_step_off")
     assert [line["versions_seen"] for line in lines] == [[max(0, step - late)] for step in range(STEPS)]
     assert late or max(line["max_ratio_gap"] for line in lines) <= 1e-3
     assert {line["reward/episode/turns"] for line in lines} == {2.0}
+    assert point == "sync" or {line["reward/calls"] for line in lines} == {1.0}
     assert len({line["grad_norm"] for line in lines}) == STEPS
 
 

@@ -54,7 +54,18 @@ async def struck(prompt, chat):
     if point == "turn":
         await asyncio.sleep(0.01)
         _strike()
-    await second
+    return await second
+
+
+async def scored(prompt, chat):
+    """`struck` with a score of its own."""
+    second = await struck(prompt, chat)
+    return Score(float(sum(second.token_ids) % 2), metrics={"calls": 1})
+
+
+async def unscored(prompt, chat):
+    """`struck`, which leaves the score to the reward function."""
+    await struck(prompt, chat)
 
 
 async def clock(prompt, chat):
