@@ -95,6 +95,8 @@ def trace(
     console.print_page(
         f"{target}: {written.spans:,} spans{profiled}; open it at ui.perfetto.dev, which keeps it in the browser"
     )
+    if run.startswith(SCHEME):
+        console.print_page("profiles are not read from S3: copy the run's folder for a trace that has them")
     for file in written.left_out:
         console.print_page(f"{file} is too large to be put in; open it by itself")
 

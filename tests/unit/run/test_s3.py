@@ -128,6 +128,7 @@ def test_the_trace_of_a_run_on_s3_is_written_here(put, tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["trace", ADDRESS, "--steps", "1:2"])
     assert done.exit_code == 0, done.output
     assert done.output.startswith("night.trace.json.gz: 2 spans")
+    assert "profiles are not read from S3" in done.output
     found = json.loads(gzip.decompress(Path("night.trace.json.gz").read_bytes()))
     assert found["otherData"]["run"] == "night"
     monkeypatch.setattr(s3, "MOST", 100)
