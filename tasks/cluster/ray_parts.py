@@ -152,11 +152,15 @@ def end(parts: Sequence[PlacedPart], logs: Path, grace_s: float = STOP_S) -> Non
 
 
 def kill(part: PlacedPart) -> None:
-    """Kill the actor of a part, and the process with it. The part keeps its room."""
+    """Kill the actor of a part, and the process with it. The part keeps its room. It counts as dead even if Ray can't
+    kill it: what Ray does not reach ends with its node, or with this run."""
     import ray
 
     if part.actor is not None:
-        ray.kill(part.actor)
+        try:
+            ray.kill(part.actor)
+        except Exception as error:  # who asks has other parts to look after
+            print_error(f"warning: Ray can't end {part.name}: {type(error).__name__}: {clean_text(str(error))}")
     part.actor = None
     part.answer = None
     part.place = None

@@ -91,12 +91,14 @@ def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray,
     wrong = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""}, answer=raises(KeyError("what")))
     fine = ray_parts.PlacedPart("instance-1", {}, "flows.cli", files={"a": ""}, answer=lambda: News(None, b"on\n"))
     fine.actor = actor(look=lambda: News(None, b"on\n"))
+    wrong.actor = actor()
+    monkeypatch.setattr(ray, "kill", lambda actor: raises(ValueError("no such actor"))())
     with followed([wrong, fine], tmp_path):
         wait_for(lambda: "instance-0" in begun, "the restart", 10)
         wait_for(lambda: (tmp_path / "instance-1.log").read_bytes().count(b"on") > 2, "the other's log", 10)
-    assert (
-        "instance-0 can't be followed: KeyError: 'what'; it starts again where there is room" in capsys.readouterr().out
-    )
+    printed = capsys.readouterr()
+    assert "instance-0 can't be followed: KeyError: 'what'; it starts again where there is room" in printed.out
+    assert "Ray can't end instance-0: ValueError: no such actor" in printed.err
 
 
 def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
