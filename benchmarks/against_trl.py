@@ -543,7 +543,7 @@ WORKS = {
         prompts=16,
         group=4,
         new_tokens=64,
-        layouts=sized(one=(8, 1280), two=(8, 1280), borrowed=(8, 640)),  # a group has 320 tokens
+        layouts=sized(one=(8, 1280), two=(8, 640), borrowed=(8, 640)),  # a group has 320 tokens
         trl={"--micro-batch": 16, "--threads": 2},
     ),
 }
