@@ -27,17 +27,21 @@ class World:
         config = Config(rollout=ROLLOUT | rollout)
         self.trace = Trace(folder / "trace", "orchestrator")
         self.pool = Pool(config=config, model=folder, folder=folder, trace=self.trace, synced=synced)
+        self.score_with(Scores())
+        self.stack = stack
+        self.groups = []
+        self.finished = []
+
+    def score_with(self, verifier):
+        """A producer whose responses `verifier` scores."""
         self.producer = Producer(
             pool=self.pool,
-            verifier=Scores(),
+            verifier=verifier,
             sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
             trace=self.trace,
         )
-        self.stack = stack
-        self.groups = []
-        self.finished = []
 
     async def join(self, name, scripted=None):
         scripted = scripted or Scripted()

@@ -321,14 +321,7 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
             return [Score(float(prompt.id[1:]) % 2 * response.seed) for response in responses]
 
     async with world() as w:
-        w.producer = Producer(
-            pool=w.pool,
-            verifier=Odd(),
-            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
-            group_size=4,
-            seed=0,
-            trace=w.trace,
-        )
+        w.score_with(Odd())
         (a, _) = await w.join("a")
         (b, _) = await w.join("b")
         a.delay_s = 0.03
@@ -357,14 +350,7 @@ async def test_dynamic_sampling_tries_a_prompt_when_responses_end_and_not_only_w
             return [Score(response.seed if prompt.id == "p5" else 0.0) for response in responses]
 
     async with world() as w:
-        w.producer = Producer(
-            pool=w.pool,
-            verifier=Last(),
-            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
-            group_size=4,
-            seed=0,
-            trace=w.trace,
-        )
+        w.score_with(Last())
         a, one = await w.join("a")
         slow = {sampling_seed(0, 0, f"p{n}", 0) for n in (0, 1)}
         a.takes = lambda body: 60.0 if body["seed"] in slow else 0.01
