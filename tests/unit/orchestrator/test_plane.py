@@ -305,9 +305,7 @@ async def test_a_run_says_once_that_its_gradients_have_left_the_on_policy_range(
     ]
 
 
-@pytest.mark.parametrize(
-    ("low", "later", "lines"), [(0.6, 0.5, 0), (0.4, 0.5, 1), ("auto", 0.5, 0), ("auto", 0.9, 1)]
-)
+@pytest.mark.parametrize(("low", "later", "lines"), [(0.6, 0.5, 0), (0.4, 0.5, 1), ("auto", 0.5, 0), ("auto", 0.9, 1)])
 async def test_the_on_policy_range_is_the_runs_own(conduct, tmp_path, low, later, lines):
     """With "auto" it ends at the mean of the first cosines (0.5) plus their standard deviation (0.1)."""
     cosines = [0.4, 0.6] * (WARM_UP // 2) + [later] * RECENT
