@@ -90,8 +90,9 @@ def record_data(config: Config, prepared: Prepared) -> DataReport:
 
 
 def recorded_problems(config: Config) -> Problems:
-    """The problems that a run trains on, from its folder. If files or settings changed since they were written, they are
-    prepared anew and the folder then describes these. Raises BadInput like `prepare_problems` and `read_prepared`."""
+    """The problems that a run trains on, from its folder. If files or settings changed since they were written, they
+    are prepared anew and the folder then describes these. Raises BadInput as `prepare_problems` and `read_prepared` do.
+    """
     found = read_prepared(config)
     if found is not None:
         return found[0]
