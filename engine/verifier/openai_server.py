@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import secrets
 import time
@@ -22,21 +23,33 @@ MAX_BODY = 16 * 2**20
 ONLY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "logprobs": (False,),
+    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
     "functions": ([],),
     "logit_bias": ({},),
 }
 """Keys that would change what is sampled or answered, and their values that do not. Each may also be null."""
-KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "tools": list,
-    "chat_template_kwargs": dict,
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "model": (str,),
+    "tools": (list,),
+    "chat_template_kwargs": (dict,),
     "stop": (str, list),
-    "max_completion_tokens": int,
-    "max_tokens": int,
-    "stream_options": dict,
+    "stream": (bool,),
+    "stream_options": (dict,),
+    "parallel_tool_calls": (bool,),
+    **dict.fromkeys(("max_completion_tokens", "max_tokens", "seed"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), (int, float)),
 }
-"""Keys that are read here, and the types that they must have. Each may also be null."""
+"""Other keys, and the types that JSON must give them, where true is no number. Each may also be null."""
+SPELLED: Mapping[type, str] = {
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+}
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A tool call as models of the Hermes format write it."""
 
@@ -130,6 +143,7 @@ class _ConversationServer:
         return await _stream(request, reply, bool((body.get("stream_options") or {}).get("include_usage")))
 
     async def _reply_to(self, body: Any) -> dict[str, Any]:  # noqa: ANN401
+        check_request(body)
         before = self._asked, self._reply
         if self._reply is None or body != self._asked:
             if self._reply is not None and not self._reply.done():
@@ -145,21 +159,9 @@ class _ConversationServer:
             raise
 
     async def _answer(self, body: Any) -> dict[str, Any]:  # noqa: ANN401
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-            raise BadInput('expected an object with a list "messages"')
-        for key in ONLY.keys() & body.keys():
-            if body[key] is not None and body[key] not in ONLY[key]:
-                raise BadInput(f"{key}: {body[key]!r:.80}; only {ONLY[key][0]!r} is served here")
-        for key in KINDS.keys() & body.keys():
-            if body[key] is not None and not isinstance(body[key], KINDS[key]):
-                raise BadInput(f"{key}: {body[key]!r:.80} is no value of this key in OpenAI's API")
         tools = body.get("tools") or None
         stop = body.get("stop") or ()
-        if not all(isinstance(one, str) for one in stop):
-            raise BadInput(f"stop: {stop!r:.80}; expected texts")
         limits = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
-        if min(limits, default=1) < 1:
-            raise BadInput(f"max_tokens: {min(limits)}; expected at least 1")
         limit = limits[0] if limits else 0
         self._chat.check_limits(stop, limit)  # a request that is refused must not have continued the conversation
         self._continue(
@@ -232,12 +234,41 @@ class _ConversationServer:
         }
 
 
+def check_request(body: Any) -> None:  # noqa: ANN401
+    """Check all of a request but its messages. Raises BadInput, which names a key that is wrong."""
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise BadInput('expected an object with a list "messages"')
+    given = {key: value for key, value in body.items() if value is not None}
+    for key in ONLY.keys() & given.keys():
+        if not any(type(given[key]) is type(one) and given[key] == one for one in ONLY[key]):  # 1 is True in Python
+            raise BadInput(f"{key}: {given[key]!r:.80}; only {json.dumps(ONLY[key][0])} is served here")
+    for key in KINDS.keys() & given.keys():
+        _check_kind(key, given[key], KINDS[key])
+    stop = given.get("stop", ())
+    if not all(isinstance(one, str) for one in stop):
+        raise BadInput(f"stop: {stop!r:.80}; expected texts")
+    for key in ("max_completion_tokens", "max_tokens"):
+        if given.get(key, 1) < 1:
+            raise BadInput(f"{key}: {given[key]!r:.80}; expected at least 1")
+    usage = given.get("stream_options", {}).get("include_usage")
+    if usage is not None:
+        _check_kind("stream_options.include_usage", usage, (bool,))
+
+
+def _check_kind(key: str, value: Any, kinds: tuple[type, ...]) -> None:  # noqa: ANN401
+    if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+        expected = SPELLED[float] if float in kinds else " or ".join(SPELLED[kind] for kind in kinds)
+        raise BadInput(f"{key}: {value!r:.80}; expected {expected}")
+
+
 def _plain(place: int, message: Any) -> dict[str, Any]:  # noqa: ANN401
     """The message with what a chat template reads. Raises BadInput for another content than text."""
     content = message.get("content") if isinstance(message, dict) else None
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    whole = {"type": "text", "text": "" if content is None else content}
+    parts = content if isinstance(content, list) else [whole]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or None in texts:
+    known = isinstance(message, dict) and isinstance(message.get("role"), str)
+    if not known or not all(isinstance(text, str) for text in texts):
         raise BadInput(f"messages: message {place} is {message!r:.200}; expected a role and a text as its content")
     more = {key: message[key] for key in ("tool_calls", "tool_call_id", "name") if message.get(key)}
     return {"role": message["role"], "content": "\n".join(map(str, texts)), **more}

@@ -313,6 +313,8 @@ async function conversation() {
   $("later").disabled = $("step").selectedIndex === $("step").options.length - 1;
   colourKey();
 }
+const named = metric => metric.startsWith("episode/") ? metric.slice(8).replace(/_s$/, " seconds").replaceAll("_", " ") : metric;
+const turnLine = turn => [turn.role, `${turn.tokens} tokens`, turn.trained ? "trained" : "not trained", turn.versions?.length ? "weight version " + turn.versions.join(", ") : ""].filter(Boolean).join(" · ");
 function group(parent, rows, place, of) {
   const card = add(parent, "div", "", { class: "group" });
   add(card, "h3", `Prompt ${place + 1} of ${of}`);
@@ -321,7 +323,7 @@ function group(parent, rows, place, of) {
   rows.forEach((row, at) => {
     const box = add(card, "details", "", { class: "response" }), head = add(box, "summary"), least = Math.min(...rows.map(one => one.score)), most = Math.max(...rows.map(one => one.score));
     add(head, "b", "score " + number(row.score), { class: most > least ? (row.score === most ? "good" : row.score === least ? "wrong" : "") : "" });
-    const further = Object.entries(row).filter(([name]) => name.startsWith("reward/")).map(([name, value]) => `${name.slice(7)} ${number(value)}`);
+    const further = Object.entries(row).filter(([name]) => name.startsWith("reward/")).map(([name, value]) => `${named(name.slice(7))} ${number(value)}`);
     head.append(" · " + [row.advantage === undefined ? "" : `advantage ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}`, row.tokens ? `${row.tokens.count} tokens` : "", row.finish_reason === "length" ? "cut by the limit" : "", row.status === "ok" ? "" : row.status, row.detail || "", ...further].filter(Boolean).join(" · "));
     box.addEventListener("toggle", () => { if (box.open && !box.dataset.full) fill(box, row); });
     head.addEventListener("click", () => { box.dataset.touched = "1"; });
@@ -334,20 +336,27 @@ function fill(box, row) {
   const kind = $("colour").value, tokens = row.tokens;
   if (!kind || !tokens) {
     for (const turn of row.turns || [{ role: "model", text: row.response }]) {
-      if (row.turns) add(box, "p", [turn.role, `${turn.tokens} tokens`, turn.trained ? "trained" : "not trained", turn.versions?.length ? "weight version " + turn.versions.join(", ") : ""].filter(Boolean).join(" · "), { class: "hint" });
+      if (row.turns) add(box, "p", turnLine(turn), { class: "hint" });
       add(box, "div", turn.text, { class: "turn " + turn.role });
     }
     if (kind && !tokens) add(box, "p", "No tokens were kept of this response.", { class: "hint" });
     return;
   }
   const text = add(box, "div", "", { class: "tokens", tabindex: "0", "aria-label": row.response }), told = add(box, "p", "", { class: "details", role: "status" });
-  tokens.texts.forEach((one, at) => { const piece = add(text, "span", one, { "data-at": at }), color = tokenColor(tokens, at, kind); if (color) piece.style.background = color; });
+  const pieces = [], begins = new Map();
+  (row.turns || []).reduce((at, turn) => { if (turn.tokens) begins.set(at, turn); return at + turn.tokens; }, 0);
+  tokens.texts.forEach((one, at) => {
+    if (begins.has(at)) add(text, "p", turnLine(begins.get(at)), { class: "hint" });
+    const piece = add(text, "span", one, { "data-at": at }), color = tokenColor(tokens, at, kind);
+    if (color) piece.style.background = color;
+    pieces.push(piece);
+  });
   if (tokens.count > tokens.texts.length) add(box, "p", `These are the first ${number(tokens.texts.length)} of ${number(tokens.count)} tokens; without colours the text is whole.`, { class: "hint" });
   let chosen = null;
   const choose = at => {
     if (!(at >= 0 && at < tokens.texts.length)) return;
     chosen?.classList.remove("chosen");
-    chosen = text.children[at];
+    chosen = pieces[at];
     chosen.classList.add("chosen");
     const version = runValue(tokens.versions, at), trained = runValue(tokens.trained, at);
     told.textContent = `token ${at}: ${JSON.stringify(tokens.texts[at])}` + (trained ? `, log-probability ${number(tokens.logprobs[at])} (p = ${number(Math.exp(tokens.logprobs[at]))})` : "") + `, ${trained ? "trained" : "not trained"}` + (version === undefined ? "" : `, weight version ${version}`);

@@ -1,5 +1,6 @@
 """Requests with text: whatever comes is either served as asked or refused by name; and the pieces of a stream."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,20 @@ def test_more_responses_than_the_limit_are_refused(read):
         with pytest.raises(Refusal) as refused:
             read(body)
         assert (refused.value.status, refused.value.param) == (400, "n")
+
+
+NUMBERS = ("n", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "logprobs")
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "frequency_penalty", "presence_penalty", "top_logprobs"])
+@pytest.mark.parametrize("value", [True, False, "1", "nan", [1], {}, math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_none_where_one_is_asked(read, key, value):
+    """In a completion, or in a chat where only that has the key."""
+    body = HELLO if key == "max_completion_tokens" else {"prompt": "a"}
+    with pytest.raises(Refusal) as refused:
+        read(body | {key: value})
+    assert (refused.value.status, refused.value.param) == (400, key)
+    assert str(refused.value).startswith(key)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
