@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel
 from engine.model.shape import ModelShape
-from engine.run.sizes import Parameters, cheap_elements, layer_elements, rank_parameters, stage_elements, whole_layers
+from engine.run.sizes import (
+    Parameters,
+    cheap_elements,
+    decoded_slots,
+    kept_slots,
+    layer_elements,
+    rank_parameters,
+    stage_elements,
+    whole_layers,
+)
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -227,8 +236,9 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     """The memory of one device of a rollout instance, and its key-value cache.
 
     vLLM gives the remaining memory to the key-value cache, and one response at full length must fit. The embedded
-    engine reserves memory for all slots, in fp32, and with a rollout program keeps as many conversations beside them.
-    It keeps bf16 weights twice (`Linear` of its model).
+    engine needs memory for all slots, in fp32, and for the prompts and a program's conversations that it keeps beside
+    them; for a moment more, while it admits prompts or makes its slots longer. It keeps bf16 weights twice (`Linear` of
+    its model).
     """
     rollout = config.rollout
     size = BYTES[config.model.dtype] if rollout.engine == "vllm" else BYTES["float32"]
@@ -238,7 +248,8 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     wanted = config.slots * rollout.max_context
     vllm = rollout.engine == "vllm"
     share = _engine_share(config) if vllm else 1.0
-    least = rollout.max_context if vllm else wanted * (2 if rollout.program else 1)
+    kept = decoded_slots(config.slots, rollout.deterministic) + kept_slots(config.slots, bool(rollout.program))
+    least = rollout.max_context * (1 if vllm else kept)
     terms = (
         Term("weights", weights, f"{weights / size / 1e6:,.1f} M parameters × {size} bytes"),
         Term("engine", ENGINE_GIB * GIB if vllm else 0.0, "our allowance"),

@@ -1,5 +1,5 @@
 """Counts, for one trainer rank, its parameters and the activation elements per token that its layers keep for the
-backward pass."""
+backward pass; and what an embedded instance keeps of responses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 from engine.config.training import Parallel, Recompute
 from engine.model.shape import Experts, ModelShape
+
+PROMPTS_KEPT = 8
+"""Size of an embedded instance's prompt cache, in full slots, and of the prompts that are admitted together. This is
+enough for the groups being admitted and small compared with the slots."""
+ROWS = 16
+"""A deterministic embedded instance decodes a multiple of so many slots."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +133,14 @@ def stage_elements(shape: ModelShape, parallel: Parallel, recompute: Recompute) 
     whole = whole_layers(recompute, layers)
     each = layer_elements(shape, parallel) - (cheap_elements(shape, parallel) if recompute == "selective" else 0)
     return whole * input_elements(shape, parallel) + (layers - whole) * each
+
+
+def decoded_slots(slots: int, deterministic: bool) -> int:
+    """The number of slots for which an embedded instance has keys and values."""
+    return -(-slots // ROWS) * ROWS if deterministic else slots
+
+
+def kept_slots(slots: int, conversations: bool) -> int:
+    """The size of an embedded instance's prompt cache, in full slots. `conversations`: whether a rollout program's
+    prompts come again with more tokens, so that as many as there are slots are kept."""
+    return PROMPTS_KEPT + (slots if conversations else 0)

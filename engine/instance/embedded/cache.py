@@ -60,7 +60,8 @@ class KeyValueCache:
         if length <= self.capacity:
             return
         room = min(max(length, 2 * self.capacity), limit) - self.capacity
-        self.keys, self.values = (torch.nn.functional.pad(x, (0, room)) for x in (self.keys, self.values))
+        self.keys = torch.nn.functional.pad(self.keys, (0, room))  # one after the other: less memory at once
+        self.values = torch.nn.functional.pad(self.values, (0, room))
 
     def fill(self, slot: int, pieces: Sequence[Prefill]) -> None:
         """Write the pieces of a prompt to the start of a slot."""

@@ -19,10 +19,8 @@ from engine.instance.embedded.sampling import Sampling, sample_tokens
 from engine.instance.embedded.weight_load import Named, WeightLoad
 from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
+from engine.run.sizes import PROMPTS_KEPT, decoded_slots, kept_slots
 
-PROMPTS_KEPT = 8
-"""Size of the prompt cache, in full slots, and of the prompts that are admitted together. This is enough for the groups
-being admitted and small compared with the slots."""
 PIECE = 64
 """Number of tokens of a conversation that are computed, and kept, together."""
 
@@ -77,7 +75,7 @@ class Engine:
         self.deterministic = deterministic
         capacity = max_context if deterministic else min(4 * BLOCK, max_context)
         # kernels divide rows between threads: with odd numbers of rows, a row's bits would depend on its slot
-        self.rows = -(-slots // BLOCK) * BLOCK if deterministic else slots
+        self.rows = decoded_slots(slots, deterministic)
         self.cache = KeyValueCache(
             layers=len(model.layers),
             slots=self.rows,
@@ -85,14 +83,14 @@ class Engine:
             head_dim=model.head_dim,
             capacity=capacity,
         )
-        kept = PROMPTS_KEPT + (slots if conversations else 0)
+        kept = kept_slots(slots, conversations) * max_context
         self.conversations: ConversationCache | None = None
         """The prompt cache, if it keeps what responses have computed."""
         if conversations and not deterministic:
-            self.prompts: PromptCache = ConversationCache(model.prefill, kept * max_context)
+            self.prompts: PromptCache = ConversationCache(model.prefill, kept)
             self.conversations = self.prompts
         else:
-            self.prompts = PromptCache(model.prefill, kept * max_context, PIECE if conversations else 0)
+            self.prompts = PromptCache(model.prefill, kept, PIECE if conversations else 0)
         self.waiting: deque[SamplingRequest] = deque()
         self.running: list[SamplingRequest] = []
         self.version = 0

@@ -1,10 +1,15 @@
 """The engine of an instance: what it generates, for whom and when."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from engine.config import Config
 from engine.instance.embedded.engine import Conflict, SamplingRequest
 from engine.instance.embedded.sampling import Sampling
+from engine.model.shape import read_shape
+from engine.run.memory import instance_need
 from support.sent import BF16, PROMPT, Sent, engine_of
 from support.tiny_models import EOS, VOCABULARY, reference, reference_logprobs, save
 
@@ -173,6 +178,30 @@ def test_what_is_kept_of_prompts_that_were_computed_together_is_their_own(folder
     for piece in kept:
         assert piece.logits.untyped_storage().nbytes() == piece.logits.nbytes
         assert piece.keys.untyped_storage().nbytes() == piece.keys.nbytes
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("conversations", [False, True])
+@pytest.mark.parametrize("concurrency", [1, 6])
+def test_the_dry_run_counts_what_an_instance_keeps(folder, deterministic, conversations, concurrency):
+    """Of more long conversations than it can keep."""
+    rollout = {"concurrency": concurrency, "group_size": 2, "max_context": 128, "max_new_tokens": 8}
+    program = "programs.py:doubling" if conversations else ""
+    config = Config(rollout={**rollout, "deterministic": deterministic, "program": program})
+    engine = engine_of(
+        folder, slots=config.slots, max_context=128, deterministic=deterministic, conversations=conversations
+    )
+    for turn in range(4):
+        sent = Sent(engine)
+        for number in range(config.slots + 3):
+            sent.send([*range(2, 32)] * 4 + [2 + number, 2 + turn], max_tokens=6)
+        sent.finish()
+    held = {tensor.untyped_storage() for tensor in (engine.cache.keys, engine.cache.values)}
+    held |= {tensor.untyped_storage() for one in engine.prompts._kept.values() for tensor in (one.keys, one.values)}
+    need, _ = instance_need(read_shape(Path(folder)), config)
+    (counted,) = [term.bytes for term in need.terms if term.name == "key-value cache"]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+    assert 0.8 * counted < held <= counted
 
 
 @pytest.mark.parametrize("conversations", [False, True])
