@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -32,10 +31,6 @@ LEAST_CORES = 4
 communication and for writing."""
 OWN_BINDING = ("CPU_AFFINITY_CONF", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Environment variables with which users make torch_npu or OpenMP bind a process."""
-
-_TRIM_THRESHOLD = -1
-_MMAP_MAX = -4
-"""Parameters of glibc's mallopt (malloc.h)."""
 
 
 class WholeErrorFile(ErrorHandler):
@@ -77,8 +72,6 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
     machine = platform.get_platform(config.platform.device)
     if config.train.deterministic:
         machine.make_deterministic()
-    if machine.name == "cpu":
-        keep_freed_memory()
     if not config.train.devices:
         bind_near_device(machine)
     return platform.parallel_session(
@@ -90,15 +83,6 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
         expert=layout.expert,
         timeout_s=config.train.timeout_s,
     )
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory of freed tensors for new ones. It would give large blocks back to the system, which
-    clears every page of a new block. Does nothing with other C libraries."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, -1)
 
 
 def bind_near_device(machine: Platform) -> None:
