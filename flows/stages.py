@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prefect import flow
 
+from engine.config.recipe import load_config
 from engine.data.problem_statistics import DataReport, describe_report
 from engine.types import JsonObject
 from flows import QUICKSTART
@@ -61,6 +62,7 @@ def serve_rollouts(
     settings: Settings = AS_RECIPE,
     instances: int = 1,
     host: str = "127.0.0.1",
+    config: str = "",
 ) -> None:
     """Run rollout instances on this flow's work pool that join a running run and end when the run ends.
 
@@ -71,10 +73,11 @@ def serve_rollouts(
         settings: The run's settings.
         instances: How many instances this node starts.
         host: Address that they listen on; any but loopback needs METRONOME_TOKEN in the pool's environment.
+        config: The run's config.toml, which a run gives in place of recipe, overrides and settings.
     """
     with send_output():
-        config = with_model_folder(configured(recipe, settings, overrides))
-        serve_until_the_run_ends(config, join, instances, host)
+        found = load_config(config, ()) if config else configured(recipe, settings, overrides)
+        serve_until_the_run_ends(with_model_folder(found), join, instances, host)
 
 
 @flow(name="join-training")

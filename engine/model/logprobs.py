@@ -285,9 +285,12 @@ class _Scaled:
         if self._buffer is None:
             self._buffer = logits.new_empty(self._size, dtype=self._dtype)
         out = self._buffer[: len(logits)]
-        if top is None:
+        if top is not None:
+            torch.sub(logits, top[:, None], out=out)
+        elif logits.dtype is self._dtype:
             return torch.mul(logits, self._inverse, out=out)
-        torch.sub(logits, top[:, None], out=out)
+        else:
+            out.copy_(logits)  # first: a product of bf16 values would be rounded to bf16
         return out if self._inverse == 1.0 else out.mul_(self._inverse)
 
 

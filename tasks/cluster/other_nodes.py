@@ -132,11 +132,9 @@ def _no_others(place: Path) -> Path:
 
 
 def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: Path, notes: Path) -> None:
-    """Start flow runs with instances of the config in `place`.
-
-    Their overrides and settings are empty, because those of the deployment belong to the recipe and not to this run.
-    """
-    common = {"join": str(join), "recipe": str(place / "config.toml"), "overrides": [], "settings": {}}
+    """Start flow runs with instances of the config in `place`. It is no recipe for them: to a recipe, a flow run adds
+    the keys of the deploy, such as a model other than the one that this run goes on from."""
+    common = {"join": str(join), "config": str(place / "config.toml")}
     for share in share_instances(config, count):
         stack.enter_context(
             _flow_run_during(

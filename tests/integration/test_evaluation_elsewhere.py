@@ -44,7 +44,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
             """What the deployment's flow does with these parameters."""
             try:
                 wait_for((meeting / ADDRESS_FILE).exists, "the evaluation")
-                recipe = load_config(given["recipe"], [*given["overrides"], "rollout.wait_s=15"])
+                recipe = load_config(given["config"], ["rollout.wait_s=15"])
                 rollout_node.serve_until_the_run_ends(recipe, given["join"], given["instances"], "127.0.0.1")
             except BaseException as error:
                 failed.append(error)

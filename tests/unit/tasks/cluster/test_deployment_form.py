@@ -3,10 +3,13 @@
 import pytest
 from prefect.utilities.callables import parameter_schema
 
+from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config
 from engine.errors import BadInput
+from engine.run.folder import dump_config
 from flows import settings as flow_settings
+from flows import stages
 from flows.pipeline import pipeline
 from flows.settings import Given, Settings, check_start, given_keys
 from flows.stages import join_training
@@ -80,3 +83,14 @@ def test_settings_that_contradict_each_other_are_refused(monkeypatch):
         check_start(same, "champion")
     check_start(same, "base")
     check_start(Given(["model.path=mine"], []), "nightly")  # the deploy's, from which the first night starts
+
+
+def test_instances_of_a_run_get_no_key_of_the_deploy(monkeypatch, tmp_path, tiny_model):
+    """A run that goes on from its last policy has another model than the deploy."""
+    config = tmp_path / "config.toml"
+    dump_config(Config(model={"path": str(tiny_model)}, run={"output": str(tmp_path)}), config)
+    monkeypatch.setattr(flow_settings, "read_form", lambda: ({}, ["model.path=another", "run.output=elsewhere"]))
+    served = []
+    monkeypatch.setattr(stages, "serve_until_the_run_ends", lambda config, *_: served.append(config))
+    stages.serve_rollouts.fn(join="somewhere", config=str(config))
+    assert [(one.model.path, one.run.output) for one in served] == [(str(tiny_model), str(tmp_path))]

@@ -84,8 +84,8 @@ def test_instances_that_evaluate_load_the_model_and_meet_at_a_place_of_their_own
     assert ended == [new]
     assert deployment == other_nodes.INSTANCES
     assert (given["join"], given["instances"]) == (str(meeting / "rollout.address"), 3)
-    assert (given["overrides"], given["settings"]) == ([], {})
-    recipe = load_config(given["recipe"])
+    assert given.keys() == {"join", "config", "instances"}
+    recipe = load_config(given["config"])
     assert (recipe.model.path, recipe.rollout.max_context, recipe.rollout.instances) == (str(policy), 4096, 0)
 
 
