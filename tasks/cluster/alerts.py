@@ -26,6 +26,7 @@ BLOCK = "metronome-alerts"
 """Name of the block on the server."""
 SIGNED_BLOCK = "metronome-signed-alerts"
 """Its name if messages are signed."""
+_BLOCKS = ((BLOCK, CustomWebhookNotificationBlock), (SIGNED_BLOCK, SignedWebhook))
 SECRET = "METRONOME_NOTIFY_SECRET"
 """Environment variable of a deploy: the secret with which a robot wants its messages signed."""
 SIGNED = (FEISHU, DINGTALK)
@@ -107,9 +108,9 @@ def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -
     """Create or update block and automations on the server that PREFECT_API_URL names; returns the names. `url` may be
     `OFF`, which removes both. `secret`: see `webhook_block`. No other block of an earlier deploy keeps its secrets."""
     if url == OFF:
-        for automation in build_alerts(UUID(int=0), "", wait_minutes):
+        for name in names():
             try:
-                Automation.read(name=automation.name).delete()
+                Automation.read(name=name).delete()
             except (ValueError, ObjectNotFound):
                 continue
         _delete_blocks()
@@ -121,8 +122,18 @@ def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -
     return installed
 
 
+def names() -> list[str]:
+    """The names of all alerts."""
+    return [one.name for one in build_alerts(UUID(int=0), "")]
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(slug of the type, name) of the blocks that alerts may use."""
+    return [(block.get_block_type_slug(), name) for name, block in _BLOCKS]
+
+
 def _delete_blocks(keep: str = "") -> None:
-    for name, block in ((BLOCK, CustomWebhookNotificationBlock), (SIGNED_BLOCK, SignedWebhook)):
+    for name, block in _BLOCKS:
         if name != keep:
             with suppress(ValueError):  # there is none
                 block.delete(name)
