@@ -20,6 +20,7 @@ from prefect.types import SecretDict
 
 from engine.errors import BadInput
 from tasks.cluster import events, watchdog
+from tasks.cluster.flow_names import FOLDER
 from tasks.cluster.signed_webhook import DINGTALK, FEISHU, KEY, SignedWebhook
 
 BLOCK = "metronome-alerts"
@@ -146,11 +147,13 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     short = _SHORT + safe if safe else ""
     run = f"{{{{ flow_run.name{safe} }}}}"
     flow = _body(
-        f"{{{{ flow_run.state.message{short} }}}}", f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "", run
+        f"{{{{ flow_run.state.message{short} }}}}",
+        f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "",
+        f"flow_run.labels['{FOLDER}']{safe}",
     )
     own_run = f"{{{{ event.payload.run{safe} }}}}"
     link = f"{ui}/runs/flow-run/{{{{ event.payload.flow_run }}}}" if ui else ""
-    own = _body(f"{{{{ event.payload.figures{short} }}}}", link, own_run)
+    own = _body(f"{{{{ event.payload.figures{short} }}}}", link, f"event.payload.folder{safe}")
     flow_alerts = {
         ("a run has failed", f"{run} has failed"): _follows("prefect.flow-run.Failed", "prefect.flow-run.*", _OURS),
         ("a crashed run is not resumed", f"{run} crashed and is not resumed"): _missing(
@@ -178,8 +181,11 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     ]
 
 
-def _body(what: str, link: str, run: str) -> str:
-    return "\n".join(filter(None, (what, link, f'metronome logs "{run}"')))
+def _body(what: str, link: str, folder: str) -> str:
+    """`folder`: the expression of the run's folder, which is empty before the run has one."""
+    given = folder.partition("|")[0]
+    logs = f'{{% if {given} %}}metronome logs "{{{{ {folder} }}}}"{{% else %}}metronome runs{{% endif %}}'
+    return "\n".join(filter(None, (what, link, logs)))
 
 
 def _follows(event: str, resource: str, related: Mapping[str, str] = MappingProxyType({})) -> EventTrigger:
