@@ -1,6 +1,7 @@
 """A TCP proxy in front of an HTTP server (S3, Prefect) that spoils requests: a real connection that is cut, a real
 answer of 500."""
 
+import re
 import socket
 import threading
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ class S3Proxy:
 
     def spoil(self, fault, first, last=10**9, only=""):
         """Spoil the requests number `first` to `last`, counted from 0 from now on; `only`: those whose first line
-        begins so are counted, and no others."""
+        begins as this pattern are counted, and no others."""
         with self._lock:
             self.requests = []
             self._only = only
@@ -72,7 +73,7 @@ class S3Proxy:
     def _fault_of(self, head):
         with self._lock:
             line = " ".join(head.split(b"\r\n")[0].decode().split()[:2])
-            if not line.startswith(self._only):
+            if not re.match(self._only, line):
                 return ""
             number = len(self.requests)
             self.requests.append(line)
