@@ -58,8 +58,9 @@ with all_or_nothing(deploy._touched(tree, ["cpu", "new-pool"])), get_client(sync
     client.upsert_global_concurrency_limit_by_name("cpu-slots", 9)
     client.upsert_global_concurrency_limit_by_name("ascend-npus", 9)
     for one in client.read_deployments():
-        for schedule in one.schedules:
-            client.delete_deployment_schedule(one.id, schedule.id)
+        if one.name.startswith("kept-"):
+            for schedule in one.schedules:
+                client.delete_deployment_schedule(one.id, schedule.id)
         body = {"parameters": {"recipe": "x"}, "concurrency_limit": 4, "tags": ["a"], "paused": True}
         if one.name in ("kept-pipeline", "kept-nightly", "kept-evaluate"):
             client.request("PATCH", f"/deployments/{one.id}", json=body)
