@@ -103,7 +103,8 @@ class _Before:
     def _pool(self, name: str) -> Callable[[SyncPrefectClient], None]:
         def put(client: SyncPrefectClient) -> None:
             path = f"/work_pools/{name}"
-            now, old = _get(client, path), self._pools[name]
+            now = _get(client, path)
+            old = self._pools[name]
             if old and now != old:
                 _send(client, "PATCH", path, _part(old, _POOL))
             elif now and not old:
@@ -114,7 +115,8 @@ class _Before:
     def _limit(self, name: str) -> Callable[[SyncPrefectClient], None]:
         def put(client: SyncPrefectClient) -> None:
             path = f"/v2/concurrency_limits/{name}"
-            now, old = _get(client, path), self._limits[name]
+            now = _get(client, path)
+            old = self._limits[name]
             if old and now and now["limit"] != old["limit"]:
                 _send(client, "PATCH", path, {"limit": old["limit"]})
             elif now and not old:
@@ -124,7 +126,8 @@ class _Before:
 
     def _deployment(self, name: str) -> Callable[[SyncPrefectClient], None]:
         def put(client: SyncPrefectClient) -> None:
-            now, old = _get(client, f"/deployments/name/{name}"), self._deployments[name]
+            now = _get(client, f"/deployments/name/{name}")
+            old = self._deployments[name]
             if old and now != old:
                 limit = old["global_concurrency_limit"]
                 schedules = [_part(one, _SCHEDULE) for one in old["schedules"]]
