@@ -3,8 +3,9 @@
 Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has the deployment run it for a few
 steps, and trains it once in mode sync and once in periodic. These two take turns, a few steps each (sync, periodic,
 periodic, sync …), so that whatever else the machine does meets both. What the folder holds already is kept. Then it
-photographs what a person sees. `--only page`: only the page of a run (`metronome watch`) in four states, without
-servers. Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install playwright pillow`.
+photographs what a person sees. `--only page`: only the page of a run (`metronome watch`) in four states; `--only
+compare`: only the comparison of the two modes; both without servers. Take speeds on a quiet machine.
+Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install playwright pillow`.
 """
 
 from __future__ import annotations
@@ -71,12 +72,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/screenshots"), help="keeps servers' data and runs")
     parser.add_argument("--model", default="data/quickstart_model", help="base model")
-    parser.add_argument("--only", choices=["page"], help="only these pictures")
+    parser.add_argument("--only", choices=["page", "compare"], help="only these pictures")
     arguments = parser.parse_args()
     chromium = _chromium()
     folder = arguments.folder.resolve()
     with _browser(chromium) as browser:
-        _page_of_a_run(browser, folder, arguments.model)
+        if arguments.only != "compare":
+            _page_of_a_run(browser, folder, arguments.model)
+        else:
+            _take_turns(folder, arguments.model, dict(os.environ))
+            _compare(browser, folder, dict(os.environ))
     if arguments.only:
         return
     with Services(folder / "services", s3=None) as services:
@@ -247,16 +252,13 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
     ]
     asked = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1}
     [last] = post_json(f"{api}/flow_runs/filter", asked, password)
-    html = folder / "compare.html"
-    folders = [folder / "runs" / mode for mode in MODES]
-    _metronome(environment, "compare", *map(str, folders), "--out", str(html))
-    runs = [(one / "mlflow_run_id").read_text().strip() for one in folders]
+    runs = [(folder / "runs" / mode / "mlflow_run_id").read_text().strip() for mode in MODES]
     IMAGES.mkdir(exist_ok=True)
     with _browser(chromium) as browser:
         _prefect_run(browser, f"{prefect}/runs/flow-run/{last['id']}", password)
         _prefect_form(browser, f"{prefect}/deployments/deployment/{deployment}/run", password)
         _mlflow(browser, _plot(mlflow, runs, "tokens_per_s_per_device"))
-        _compare(browser, html.as_uri())
+        _compare(browser, folder, environment)
 
 
 def _prefect_run(browser: Browser, url: str, password: str) -> None:
@@ -298,8 +300,11 @@ def _mlflow(browser: Browser, url: str) -> None:
     _save(page, "mlflow-compare")
 
 
-def _compare(browser: Browser, url: str) -> None:
-    page = _open(browser, url, 1280, 900)
+def _compare(browser: Browser, folder: Path, environment: dict[str, str]) -> None:
+    html = folder / "compare.html"
+    folders = [str(folder / "runs" / mode) for mode in MODES]
+    _metronome(environment, "compare", *folders, "--out", str(html))
+    page = _open(browser, html.as_uri(), 1280, 900)
     _save(page, "compare", full_page=True)
 
 

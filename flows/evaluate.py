@@ -54,7 +54,7 @@ def evaluate(
             )
             config = with_model_folder(check_inputs(config, training=False)[0])
             folder = RunFolder(config.folder)
-            name_flow_run(f"evaluation of {config.run.name}")
+            name_flow_run(f"evaluation of {config.run.name}", folder.path)
             chosen = Path(config.model.path)
             check_store(config)
             if not folder.config.exists():

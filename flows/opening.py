@@ -65,7 +65,7 @@ def opened(
         tracked_flow(config),
     ):
         folder = RunFolder(config.folder)
-        name_flow_run(name_of(folder))
+        name_flow_run(name_of(folder), folder.path)
 
         def train_on_nodes(config: Config) -> int:
             with other_nodes(config, pool_instances) as placed:

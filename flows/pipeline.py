@@ -59,7 +59,7 @@ def _announce(run: EnteredRun) -> None:
     folder = RunFolder(run.config.folder)
     made = registered_policy(folder)
     champion = f"{made.name} version {made.version}" if made is not None and made.wins else ""
-    run_finished(run.config.run.name, summary.headline(folder), champion)
+    run_finished(folder.path, summary.headline(folder), champion)
 
 
 BASE = "evaluate version 0"

@@ -107,7 +107,8 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
 
 def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None:
     """Print the last lines of each of the logs of a run's processes, ordered by time, each after the name of its
-    process. `follow`: then print new lines until the run has ended. Raises BadInput for an unknown process."""
+    process; at the end, why the run failed. `follow`: then print new lines until the run has ended. Raises BadInput for
+    an unknown process."""
     positions: dict[Path, int] = {}
     last = -lines
     while True:
@@ -124,6 +125,8 @@ def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None
             found += _timed_lines(file, whole.decode(errors="replace").splitlines()[last:])
         for _, line in sorted(found, key=lambda one: one[0]):
             print_page(line)
+        if ended and (told := folder.last_failure()) is not None:
+            print_page(f"{'it failed':<14} {': '.join(told)}")
         if ended or not follow:
             return
         last = 0

@@ -20,12 +20,14 @@ from prefect.types import SecretDict
 
 from engine.errors import BadInput
 from tasks.cluster import events, watchdog
+from tasks.cluster.flow_names import FOLDER
 from tasks.cluster.signed_webhook import DINGTALK, FEISHU, KEY, SignedWebhook
 
 BLOCK = "metronome-alerts"
 """Name of the block on the server."""
 SIGNED_BLOCK = "metronome-signed-alerts"
 """Its name if messages are signed."""
+_BLOCKS = ((BLOCK, CustomWebhookNotificationBlock), (SIGNED_BLOCK, SignedWebhook))
 SECRET = "METRONOME_NOTIFY_SECRET"
 """Environment variable of a deploy: the secret with which a robot wants its messages signed."""
 SIGNED = (FEISHU, DINGTALK)
@@ -107,9 +109,9 @@ def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -
     """Create or update block and automations on the server that PREFECT_API_URL names; returns the names. `url` may be
     `OFF`, which removes both. `secret`: see `webhook_block`. No other block of an earlier deploy keeps its secrets."""
     if url == OFF:
-        for automation in build_alerts(UUID(int=0), "", wait_minutes):
+        for name in names():
             try:
-                Automation.read(name=automation.name).delete()
+                Automation.read(name=name).delete()
             except (ValueError, ObjectNotFound):
                 continue
         _delete_blocks()
@@ -121,8 +123,18 @@ def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -
     return installed
 
 
+def names() -> list[str]:
+    """The names of all alerts."""
+    return [one.name for one in build_alerts(UUID(int=0), "")]
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(slug of the type, name) of the blocks that alerts may use."""
+    return [(block.get_block_type_slug(), name) for name, block in _BLOCKS]
+
+
 def _delete_blocks(keep: str = "") -> None:
-    for name, block in ((BLOCK, CustomWebhookNotificationBlock), (SIGNED_BLOCK, SignedWebhook)):
+    for name, block in _BLOCKS:
         if name != keep:
             with suppress(ValueError):  # there is none
                 block.delete(name)
@@ -135,11 +147,13 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     short = _SHORT + safe if safe else ""
     run = f"{{{{ flow_run.name{safe} }}}}"
     flow = _body(
-        f"{{{{ flow_run.state.message{short} }}}}", f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "", run
+        f"{{{{ flow_run.state.message{short} }}}}",
+        f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "",
+        f"flow_run.labels['{FOLDER}']{safe}",
     )
     own_run = f"{{{{ event.payload.run{safe} }}}}"
     link = f"{ui}/runs/flow-run/{{{{ event.payload.flow_run }}}}" if ui else ""
-    own = _body(f"{{{{ event.payload.figures{short} }}}}", link, own_run)
+    own = _body(f"{{{{ event.payload.figures{short} }}}}", link, f"event.payload.folder{safe}")
     flow_alerts = {
         ("a run has failed", f"{run} has failed"): _follows("prefect.flow-run.Failed", "prefect.flow-run.*", _OURS),
         ("a crashed run is not resumed", f"{run} crashed and is not resumed"): _missing(
@@ -167,8 +181,11 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     ]
 
 
-def _body(what: str, link: str, run: str) -> str:
-    return "\n".join(filter(None, (what, link, f'metronome logs "{run}"')))
+def _body(what: str, link: str, folder: str) -> str:
+    """`folder`: the expression of the run's folder, which is empty before the run has one."""
+    given = folder.partition("|")[0]
+    logs = f'{{% if {given} %}}metronome logs "{{{{ {folder} }}}}"{{% else %}}metronome runs{{% endif %}}'
+    return "\n".join(filter(None, (what, link, logs)))
 
 
 def _follows(event: str, resource: str, related: Mapping[str, str] = MappingProxyType({})) -> EventTrigger:

@@ -37,6 +37,7 @@ from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
 from tasks.cluster import alerts, watchdog
+from tasks.cluster.all_or_nothing import Touched, all_or_nothing
 from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, visible_cuda_devices
 from tasks.cluster.prefect_api import CLIENT_AUTH
@@ -195,7 +196,7 @@ class Choices:
 
 def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
     """Update the server that PREFECT_API_URL names; returns rows for the console, with the schedules that the server
-    then has. Raises BadInput before anything is changed, MetronomeError."""
+    then has. Raises BadInput before anything is changed, and MetronomeError once what was changed is put back."""
     tree = read_deployments(recipe, overrides, choices)
     pools = sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     known = read_pools(choices.pools)
@@ -203,16 +204,17 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     config = load_config(recipe, list(overrides))
     server = _server()
     _keep_timezones(tree)
-    _make_pools(templates)
-    limits = _set_limits(choices, templates[choices.pool][0])
-    _deploy(tree)
-    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
-    rows = {one["name"]: _row(one) for one in tree["deployments"]}
-    watched = watchdog.install_automations()
-    if choices.notify:
-        watched += alerts.install_alerts(
-            choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
-        )
+    with all_or_nothing(_touched(tree, pools)):
+        _make_pools(templates)
+        limits = _set_limits(choices, templates[choices.pool][0])
+        _deploy(tree)
+        show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
+        rows = {one["name"]: _row(one) for one in tree["deployments"]}
+        watched = watchdog.install_automations()
+        if choices.notify:
+            watched += alerts.install_alerts(
+                choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
+            )
     return {
         "Prefect server": server,
         "work pools": ", ".join(pools),
@@ -221,6 +223,17 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
         "automations": ", ".join([*_triggers(tree), *watched]),
         "start a worker": " and ".join(_worker_command(name, templates[name][0], choices) for name in pools),
     }
+
+
+def _touched(tree: Mapping[str, Any], pools: Sequence[str]) -> Touched:
+    """What a deploy makes or changes on the server."""
+    return Touched(
+        pools=pools,
+        limits=list(OPTIONS),
+        deployments=[_full_name(one) for one in tree["deployments"]],
+        automations=[*_triggers(tree), *(one.name for one in watchdog.build_automations()), *alerts.names()],
+        blocks=alerts.blocks(),
+    )
 
 
 def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:

@@ -37,10 +37,17 @@ def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[s
     )
 
 
-def run_finished(run: str, figures: str, champion: str = "") -> None:
-    """Emit the events of which alerts tell. `figures`: what the run reached, in a line. `champion`: the run's
-    registered policy if it became champion."""
+def run_finished(folder: Path, figures: str, champion: str = "") -> None:
+    """Emit the events of which alerts tell. `folder`: that of the run. `figures`: what the run reached, in a line.
+    `champion`: the run's registered policy if it became champion."""
+    run = folder.name
     resource = {"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run}
-    payload = {"run": run, "figures": figures, "flow_run": str(flow_run.id), "policy": champion}
+    payload = {
+        "run": run,
+        "folder": str(folder.resolve()),
+        "figures": figures,
+        "flow_run": str(flow_run.id),
+        "policy": champion,
+    }
     for event in (FINISHED, CHAMPION) if champion else (FINISHED,):
         emit_event(event, resource=resource, payload=payload)

@@ -1,8 +1,9 @@
-"""Names flow runs in Prefect after their run, so that it can be found in the list."""
+"""Names flow runs in Prefect after their run, and says in them where its folder is."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -17,16 +18,24 @@ WORKED = "PREFECT__FLOW_RUN_ID"
 """Environment variable that a Prefect worker gives to the process of a flow run."""
 
 
-def name_flow_run(name: str) -> None:
-    """Replace the name that Prefect made up for this flow run. If the server does not accept the name, only a warning
-    is printed, and the run continues."""
+FOLDER = "metronome.folder"
+"""Label of a flow run with its run folder, by which an alert's command finds the logs from any place."""
+
+
+def name_flow_run(name: str, folder: Path | None = None) -> None:
+    """Replace the name that Prefect made up for this flow run, and label it with its run's folder. If the server does
+    not accept them, only a warning is printed, and the run continues."""
     if WORKED in os.environ:
         mark_lines(name)
-    if not flow_run.id or flow_run.name == name:
+    if not flow_run.id:
         return
+    number = UUID(str(flow_run.id))
     try:
         with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(str(flow_run.id)), name=name)
+            if flow_run.name != name:
+                client.update_flow_run(number, name=name)
+            if folder is not None:
+                client.update_flow_run_labels(number, {FOLDER: str(folder.resolve())})
     except httpx.HTTPError as error:
         print_error(f"warning: the Prefect server rejects the name {name}: {type(error).__name__}: {error}")
 

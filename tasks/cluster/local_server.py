@@ -82,6 +82,7 @@ def log_prefect_to(path: Path) -> None:
     """Send Prefect's log lines and tracebacks to a file, to keep the console for the run. Call after Prefect's
     import.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)  # a local server would have made it; of another one nobody has
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("prefect")

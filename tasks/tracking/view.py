@@ -36,8 +36,11 @@ CHARTS = {
     "response_length_mean": "Response length (tokens)",
     "entropy": "Entropy (nats per token)",
     "kl": "KL from the reference (nats per token)",
+    "reward/episode/turns": "Turns per response",
+    "reward/episode/environment_tokens": "Tokens of the environment per response",
+    "reward/episode/program_s": "Time of the program per response (s)",
 }
-"""Metrics that are drawn after the accuracies, with their titles."""
+"""Metrics that are drawn after the accuracies, with their titles; the last three are those of programs."""
 COLUMNS = ("train.mode", "train.steps", "train.learning_rate", "algorithm.advantage", "data.train")
 """Parameters in the table, after the figures."""
 
@@ -91,7 +94,7 @@ def view_state(benchmarks: Iterable[str]) -> JsonObject:
         ],
         "compareRunCharts": [_chart(name, title) for name, title in charts.items()],
         "compareRunSections": [
-            {"uuid": KEY, "name": "Training", **section},
+            {"uuid": KEY, "name": "Training", **section, "columns": 2},
             *({"uuid": f"{KEY}-{name}", "name": name, **section, "display": False} for name in closed),
         ],
         "isAccordionReordered": True,

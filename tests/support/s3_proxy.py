@@ -1,5 +1,7 @@
-"""A TCP proxy in front of an S3 endpoint that spoils requests: a real connection that is cut, a real answer of 500."""
+"""A TCP proxy in front of an HTTP server (S3, Prefect) that spoils requests: a real connection that is cut, a real
+answer of 500."""
 
+import re
 import socket
 import threading
 from contextlib import contextmanager, suppress
@@ -7,6 +9,8 @@ from contextlib import contextmanager, suppress
 FAULTS = ("refuse", "cut", "cut body", "lose answer")
 """refuse: 500 instead of passing it on. cut: the connection ends before the request is passed on. cut body: after half
 of it is. lose answer: after the endpoint has done it."""
+FORBID = "forbid"
+"""403 instead of passing it on, which clients do not ask again."""
 
 
 class S3Proxy:
@@ -22,13 +26,16 @@ class S3Proxy:
         self._first = 0
         self._last = -1
         self._fault = ""
+        self._only = ""
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def spoil(self, fault, first, last=10**9):
-        """Spoil the requests number `first` to `last`, counted from 0 from now on."""
+    def spoil(self, fault, first, last=10**9, only=""):
+        """Spoil the requests number `first` to `last`, counted from 0 from now on; `only`: those whose first line
+        begins as this pattern are counted, and no others."""
         with self._lock:
             self.requests = []
+            self._only = only
             self._fault = fault
             self._first = first
             self._last = last
@@ -57,15 +64,19 @@ class S3Proxy:
             if fault == "cut":
                 return
             body = _read_chunks(client, body) if _is_chunked(head) else body + _read(client, missing)
-            if fault == "refuse":
-                client.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            if fault in ("refuse", FORBID):
+                status = b"500 Internal Server Error" if fault == "refuse" else b"403 Forbidden"
+                client.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return
             self._pass_on(client, _one_request(head), body, fault)
 
     def _fault_of(self, head):
         with self._lock:
+            line = " ".join(head.split(b"\r\n")[0].decode().split()[:2])
+            if not re.match(self._only, line):
+                return ""
             number = len(self.requests)
-            self.requests.append(" ".join(head.split(b"\r\n")[0].decode().split()[:2]))
+            self.requests.append(line)
             return self._fault if self._first <= number <= self._last else ""
 
     def _pass_on(self, client, head, body, fault):

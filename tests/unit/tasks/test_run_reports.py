@@ -95,4 +95,7 @@ def test_the_logs_of_all_processes_are_merged_by_time(said):
     assert "listens" not in told
     assert "listens" not in said("logs", "night", "--process", "trainer")
     assert "orchestrator, trainer" in said("logs", "night", "--process", "rank", code=2)
-    assert "bad step 2" in said("logs", "bad", "--follow")
+    followed = said("logs", "bad", "--follow").splitlines()
+    assert any(line.endswith("bad step 2") for line in followed)
+    assert followed[-1].startswith("it failed ")
+    assert REASON in followed[-1]

@@ -9,6 +9,7 @@ from prefect.server.utilities.user_templates import render_user_template_sync
 from engine.errors import BadInput
 from support.runs import ROOT
 from tasks.cluster import alerts
+from tasks.cluster.flow_names import FOLDER
 
 ROBOT = "SEC0123456789abcdef"
 SECRET = "https://hooks.example.com/services/T0/secret"
@@ -74,14 +75,21 @@ def test_each_message_has_the_reason_the_link_and_the_command():
         what, link, command = action.body.splitlines()
         assert what in ("{{ flow_run.state.message }}", "{{ event.payload.figures }}")
         assert link.startswith("http://ui/runs/flow-run/{{ ")
-        assert command.startswith('metronome logs "{{ ')
+        given = {"id": 1, "labels": {FOLDER: "/shared/runs/night"}}
+        payload = {"folder": "/shared/runs/night"}
+        assert command_of(command, given, payload) == 'metronome logs "/shared/runs/night"'
+        assert command_of(command, {"id": 1, "labels": {}}, {}) == "metronome runs"  # refused, or it has not begun
+
+
+def command_of(command, run, payload):
+    return render_user_template_sync(command, {"flow_run": run, "event": {"payload": payload}})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in alerts.FORMATS if kind != "json"])
 def test_the_text_of_an_error_calls_nobody_and_is_not_too_long_for_the_receiver(kind):
     text = '<!channel> & <at user_id="all"></at> <@all> ' + "x" * 5000
-    state = {"name": text[:40], "state": {"message": text}, "id": 1}
-    payload = {"run": text[:40], "figures": text, "policy": text[:40], "flow_run": 1}
+    state = {"name": text[:40], "state": {"message": text}, "id": 1, "labels": {FOLDER: f"/shared/{text[:40]}"}}
+    payload = {"run": text[:40], "folder": f"/shared/{text[:40]}", "figures": text, "policy": text[:40], "flow_run": 1}
     for automation in alerts.build_alerts(UUID(int=1), "http://ui", 20, kind):
         [action] = automation.actions
         given = {"flow_run": state, "event": {"payload": payload}}

@@ -9,6 +9,7 @@ from prefect.logging import handlers
 from engine.errors import ProcessDied
 from tasks import console
 from tasks.cluster.flow_log import send_output
+from tasks.cluster.local_server import log_prefect_to
 
 
 def test_the_logs_tab_gets_what_the_console_shows(monkeypatch, capsys):
@@ -59,3 +60,13 @@ def test_prefects_lines_about_retries_and_cancelled_runs():
     ended = {"msg": "Crash detected! Execution was aborted by a termination signal."}
     assert not shorten_line(logging.makeLogRecord(ended))
     assert shorten_line(logging.makeLogRecord({"msg": "Crash detected! Out of memory."}))
+
+
+def test_prefects_log_may_be_in_a_folder_that_is_not_there_yet(tmp_path, monkeypatch):
+    """With a server of others nobody has made the folder of the runs by then."""
+    logger = logging.getLogger("prefect")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    log_prefect_to(tmp_path / "new/prefect.log")
+    logger.error("told")
+    assert "ERROR prefect told" in (tmp_path / "new/prefect.log").read_text()

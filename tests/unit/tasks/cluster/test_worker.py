@@ -1,12 +1,15 @@
-"""Whose heartbeats a worker sends, with processes that live; tests/stack/test_silent_runs.py has a real server."""
+"""Whose heartbeats a worker sends and what ends it, with processes that live; tests/stack has real servers."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
 from types import SimpleNamespace
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect.states import Completed, Pending, Running, Scheduled
 
@@ -23,7 +26,14 @@ class Client:
 
     async def read_flow_run(self, number):
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
         return SimpleNamespace(id=number, name="night", tags=[watchdog.TAG], state=state)
+
+
+def server(states, **others):
+    """A worker of Prefect, as far as it is used."""
+    return SimpleNamespace(client=Client(states), work_pool=None, is_setup=True, **others)
 
 
 @pytest.fixture
@@ -45,9 +55,10 @@ def heartbeats(states, monkeypatch, at_first=0, meanwhile=lambda: None):
     monkeypatch.setattr(watchdog, "send_heartbeat", lambda run, pool: sent.append(run.id))
     monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(worker, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(worker, "ASK_S", 0.05)
 
     async def work():
-        vouching = asyncio.create_task(worker._vouch(SimpleNamespace(client=Client(states), work_pool=None)))
+        vouching = asyncio.create_task(worker._vouch(server(states), {}))
         async with asyncio.timeout(60):
             while len(sent) < at_first:
                 await asyncio.sleep(0.02)
@@ -87,3 +98,64 @@ def test_a_process_that_never_begins_has_them_for_a_limited_time(loading, monkey
     monkeypatch.setattr(watchdog, "PENDING_S", 0.0)
     _, sent = heartbeats([Pending()], monkeypatch)
     assert sent == []
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("refused"), KeyError("state"), RuntimeError("Failed to reach API")]
+)
+def test_an_error_of_any_kind_is_said_once_and_the_heartbeats_go_on(loading, monkeypatch, capsys, error):
+    _, sent = heartbeats([error] * 3 + [Pending()], monkeypatch, at_first=3)
+    assert sent[:3] == [RUN] * 3
+    said = capsys.readouterr().out.splitlines()
+    name = f"the heartbeat of flow run {RUN}"
+    reason = f"{type(error).__name__}: {error}"
+    assert said == [f"{name} has failed, the worker goes on: {reason}", f"{name} succeeds again"]
+
+
+def test_a_worker_that_ends_by_itself_lets_its_runs_save_and_names_them(loading, monkeypatch):
+    """As in Prefect's teardown, the process of a second run is gone when its worker has ended."""
+    other = UUID(int=8)
+    gone = subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "PREFECT__FLOW_RUN_ID": str(other)})
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
+    monkeypatch.setattr(watchdog, "send_heartbeat", lambda run, pool: None)
+
+    async def start(printer, with_healthcheck):
+        await asyncio.sleep(0.5)
+        ending.is_setup = False
+        gone.kill()
+        gone.wait()
+        await asyncio.sleep(0.1)
+        raise ExceptionGroup("several", [OSError("port 8080 is taken")])
+
+    async def nothing(*given):
+        pass
+
+    parts = dict.fromkeys(("get_and_submit_flow_runs", "_sync_and_initialize", "_submit_run", "_cancel_run"), nothing)
+    ending = server([Running()], start=start, **parts)
+    assert asyncio.run(worker._work(ending, 10.0, False)) == ({RUN, other}, "OSError: port 8080 is taken")
+    assert loading.wait(1) == -signal.SIGTERM
+
+
+def test_a_run_that_can_not_be_started_now_is_taken_again(capsys):
+    """Its slot is free, and it no longer counts as being started."""
+
+    async def refused(run):
+        raise httpx.ConnectError("refused")
+
+    async def asks():
+        return [RUN]
+
+    freed = []
+    parts = {"_sync_and_initialize": asks, "_cancel_run": refused, "get_and_submit_flow_runs": asks}
+    real = SimpleNamespace(
+        _submit_run=refused, _submitting_flow_run_ids={RUN}, _release_limit_slot=freed.append, **parts
+    )
+    worker.keep_going(real)
+    run = SimpleNamespace(id=RUN)
+    assert asyncio.run(real._submit_run(run)) is None
+    assert (real._submitting_flow_run_ids, freed) == (set(), [RUN])
+    assert asyncio.run(real._cancel_run(RUN)) is None
+    assert asyncio.run(real.get_and_submit_flow_runs()) == [RUN]
+    said = capsys.readouterr().out
+    assert "starting a run has failed, the worker goes on: ConnectError: refused" in said
+    assert "cancelling a run that has not begun has failed" in said
