@@ -238,10 +238,10 @@ def test_a_long_parameter_is_cut_and_says_so():
 
 
 def test_a_parameter_has_no_control_characters(output):
-    config = Config(run=Run(name="escapes", output=str(output)), data=Data(system="\x1b[2Jbe brief"))
+    config = Config(run=Run(name="escapes", output=str(output)), data=Data(prompt_template="\x1b[2J{problem}"))
     with tracked_run.track_run(config) as run_id:
         pass
-    assert mlflow.get_run(run_id).data.params["data.system"] == r"\x1b[2Jbe brief"
+    assert mlflow.get_run(run_id).data.params["data.prompt_template"] == r"\x1b[2J{problem}"
 
 
 def test_each_of_several_sets_is_a_data_set_of_its_own(output):
