@@ -40,7 +40,11 @@ HELD_OUT = 0.1
 WIDTH = 110
 """Characters of a line of comment."""
 PLAIN = "{problem}\n"
-INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+INSTRUCTIONS = {
+    "math": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "exact": "Please reason step by step, and end with # and your final answer.",
+}
+"""Where a built-in reward looks for the answer. What a reward of one's own reads is not known."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ def _keys(wishes: Wishes, layout: Keys) -> Keys:
     context = min(shape.context, longest + max(longest, 256))
     dtype = "float32" if on_cpu else "bfloat16"
     held = {"data.heldout": wishes.heldout} if wishes.heldout else {"data.heldout_fraction": HELD_OUT}
-    chat = {"data.prompt_template": "chat", "data.instruction": INSTRUCTION}
+    asked = {"data.instruction": INSTRUCTIONS[wishes.reward]} if wishes.reward in INSTRUCTIONS else {}
+    chat = {"data.prompt_template": "chat", **asked}
     prompt = chat if _has_chat_template(wishes.model) else {"data.prompt_template": PLAIN}
     exact = {} if on_cpu else {"train.dtype": dtype, "train.ratio_gap_limit": 0}
     return {

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich import progress as rich
 from rich.console import Console
 
+from engine.errors import clean_line
 from engine.run.progress import Progress, folder_size, format_size, read_progress
 from tasks import console
 from tasks.console import format_duration, say
@@ -86,7 +87,7 @@ def _bar(stage: str, look: Look, ended: threading.Event) -> None:
     columns = (
         rich.TextColumn("[bold cyan]{task.description:<12}"),
         rich.BarColumn(24),
-        rich.TextColumn("{task.fields[text]}"),
+        rich.TextColumn("{task.fields[text]}", markup=False),
     )
     with rich.Progress(*columns, console=Console(), transient=True, auto_refresh=False) as bar:
         one = bar.add_task(stage, total=None, text="")
@@ -95,7 +96,9 @@ def _bar(stage: str, look: Look, ended: threading.Event) -> None:
             if found is None:
                 continue
             total = None if found.share is None else 1.0
-            bar.update(one, total=total, completed=found.share or 0.0, text=f"{found.text}{left(found.share)}")
+            bar.update(
+                one, total=total, completed=found.share or 0.0, text=f"{clean_line(found.text)}{left(found.share)}"
+            )
             bar.refresh()
 
 

@@ -89,13 +89,14 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
     told = folder.last_failure()
     whys = [row["why"] for row in read_lines(folder.attempts)]
     resumed = count_resumes(folder)
+    going = _is_running(folder)
     rows = {
         "run": str(folder.path),
         "state": _state(folder, _flow_states()),
         "finished stages": ", ".join(stages) or "none",
         "steps": f"{done} of {config.train.steps}",
         "now": progress.text if progress is not None else "",
-        "time left": format_duration(left * mean(row["step_s"] for row in recent)) if recent and left else "",
+        "time left": format_duration(left * mean(row["step_s"] for row in recent)) if recent and left and going else "",
         "accuracy": _accuracy(folder, describe=True),
         "champion": made.verdict if (made := registered_policy(folder)) is not None else "",
         "resumed": f"{resumed} times" if resumed else "",

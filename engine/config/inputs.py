@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from engine.config.table import Table
 
 NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
-FUNCTION_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*")
+FUNCTION_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*(?<!_std)")
 
 
 Accepted = Literal["weights", "tokenizer", "prompts", "reward", "algorithms"]
@@ -271,7 +271,9 @@ class Reward(Table):
         names = [one.name for one in self.named]
         for name in names if self.functions else ():
             if not FUNCTION_NAME.fullmatch(name):
-                raise ValueError(f"reward.functions: name = {name!r}: a name has letters, digits and _ - .")
+                raise ValueError(
+                    f"reward.functions: name = {name!r}: a name has letters, digits and _ - ., and does not end in _std"
+                )
             if names.count(name) > 1:
                 raise ValueError(f'reward.functions: two functions are called {name!r}: give each a name = "..."')
         return self

@@ -27,7 +27,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.table import RowTable
 from engine.orchestrator.weight_sync.publish_requests import PublishRequests
-from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
+from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME, METRIC_NAMES
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
 from engine.wire.columns import OWN, JsonColumns, Row, open_group, open_ids
@@ -96,9 +96,7 @@ class RowCheck:
             )
         metrics = [pair for score in group.scores for pair in score.metrics.items()]
         if any(not np.isfinite(value) or not METRIC_NAME.fullmatch(name) for name, value in metrics):
-            return (
-                "a metric of a score is not finite, or its name has other characters than letters, digits and _ - . /"
-            )
+            return f"a metric of a score is not finite, or its name is not valid: a name has {METRIC_NAMES}"
         if wrong := self.problem_of_prompt(group.prompt):
             return wrong
         if self.experts and (wrong := self._problem_of_routes(row.tokens, group.columns[ROUTES], self.experts)):

@@ -9,8 +9,10 @@ from typing import Protocol
 from engine.types import Prompt, Response, Score
 from engine.wire.columns import PackedResponse
 
-METRIC_NAME = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)*", re.ASCII)
-"""Names of a score's metrics. MLflow takes them too."""
+METRIC_NAME = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)*(?<!_std)", re.ASCII)
+"""Names of a score's metrics. MLflow takes them too. NAME_std is the figure with the deviation of NAME."""
+METRIC_NAMES = "letters, digits and _ - . /, and does not end in _std"
+"""What a name has, for messages."""
 LARGEST_SCORE = 1e6
 """Largest absolute value of a score. The gradient of far larger ones overflows, or drowns that of all others."""
 

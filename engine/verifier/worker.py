@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from engine.data.tokenizer import make_decoder
 from engine.errors import BadInput, RewardError, cut_text
-from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME
+from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME, METRIC_NAMES
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe_error
@@ -288,9 +288,7 @@ def _checked_metrics(metrics: object, index: int) -> dict[str, float]:
                 "in fp32"
             )
         if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
-            raise RewardError(
-                f"returned a metric named {_shown(name)} for response {index}; a name has letters, digits and _ - . /"
-            )
+            raise RewardError(f"returned a metric named {_shown(name)} for response {index}; a name has {METRIC_NAMES}")
         found[name] = number
     return found
 

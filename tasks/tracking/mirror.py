@@ -28,7 +28,7 @@ from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.data.hub import HubDataset, dataset_of, is_hub_id, model_name
 from engine.data.problem_statistics import REPORT, read_report
-from engine.errors import BadInput, without_password
+from engine.errors import BadInput, clean_text, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest_checkpoint, step_of
@@ -49,16 +49,16 @@ DIGEST = 32
 def log_datasets(client: mlflow.MlflowClient, run_id: str, found: Mapping[str, Any]) -> None:
     """Log a report of `problem_statistics.report_data` (data.json) in the contexts "training" and "evaluation".
 
-    The digest is the version, which is a hash of the rows. The full hashes and the counts are tags.
+    A report of several sets is several data sets in MLflow. The digest is the version, which is a hash of the rows of
+    all sets of the context. The full hashes and the counts, of all sets too, are tags.
     """
     entries = []
     for figures, context in ((found["train"], "training"), (found["heldout"], "evaluation")):
-        dataset = MetaDataset(
-            _source(figures["source"]), name=_name(figures["source"]), digest=figures["version"][:DIGEST]
-        )
         tags = {"version": figures["version"], "content_hash": figures["content_hash"], "rows": str(figures["rows"])}
         labels = [InputTag(key, value) for key, value in {"mlflow.data.context": context, **tags}.items()]
-        entries.append(DatasetInput(Dataset(**dataset.to_dict()), labels))
+        for source in _sources(figures["source"]):
+            dataset = MetaDataset(_source(source), name=_name(source), digest=figures["version"][:DIGEST])
+            entries.append(DatasetInput(Dataset(**dataset.to_dict()), labels))
     client.log_inputs(run_id, datasets=entries)
 
 
@@ -83,8 +83,14 @@ def log_base_model(client: mlflow.MlflowClient, run: Run, path: Path) -> None:
     client.log_inputs(run.info.run_id, models=[LoggedModelInput(model.model_id)])
 
 
+def _sources(source: str) -> list[str]:
+    """The sources of the sets that a report's `source` names. Each has the note of a share that is held out."""
+    named, held_out, share = source.partition(" (held out")
+    return [one + held_out + share for one in ([named] if Path(named).exists() else named.split(", "))]
+
+
 def _source(source: str) -> DatasetSource:
-    whole = source.partition(" (held out")[0].partition(", ")[0]  # of several sets the first
+    whole = source.partition(" (held out")[0]
     if "://" not in whole and not Path(whole).exists():
         found = dataset_of(whole) if is_hub_id(whole) else HubDataset(whole)
         return HuggingFaceDatasetSource(
@@ -257,7 +263,7 @@ class Mirror:
 
     def _settings(self) -> dict[str, str]:
         return {
-            name: cut_parameter(str(value))
+            name: cut_parameter(clean_text(str(value)))
             for name, value in flatten_keys(self._config.model_dump(mode="json")).items()
         }
 

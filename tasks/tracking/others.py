@@ -84,7 +84,12 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(config.folder),
             config=_settings(config),
-            settings=wandb.Settings(console="off", silent=True, finish_timeout=CLOSE_S),  # also as the process exits
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=CLOSE_S / 2,  # of a server that does not answer, told before the run's end
+                finish_timeout=CLOSE_S,  # also as the process exits
+            ),
         )
         self._run.define_metric("*", step_metric="step")  # an evaluation may be logged after later steps
 

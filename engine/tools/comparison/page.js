@@ -80,16 +80,6 @@ function intervals(parent, group) {
   });
 }
 
-function table(parent, columns, rows) {
-  const element = add(parent, "table"), head = add(element, "tr");
-  const kind = value => /^[-+]?[\d.,]+%?( |$)/.test(value) ? { class: "number" } : {};
-  columns.forEach((name, place) => add(head, "th", name, place && rows.every(row => kind(row[place]).class || row[place] === "") ? { class: "number" } : {}));
-  for (const row of rows) {
-    const line = add(element, "tr");
-    row.forEach((value, place) => add(line, "td", value, place ? kind(value) : {}));
-  }
-}
-
 document.title = `Metronome: ${embedded.title}`;
 $("title").textContent = embedded.title;
 for (const verdict of embedded.verdicts) {

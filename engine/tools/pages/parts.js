@@ -56,6 +56,16 @@ const key = (box, entries) => {
   for (const [name, color] of entries) add(add(box, "span"), "i", "", { style: "background:" + color }).after(name);
 };
 
+function table(parent, columns, rows) {
+  const element = add(parent, "table"), head = add(element, "tr");
+  const kind = value => /^[-+]?[\d.,]+%?( |$)/.test(value) ? { class: "number" } : {};
+  columns.forEach((name, place) => add(head, "th", name, place && rows.every(row => kind(row[place]).class || row[place] === "") ? { class: "number" } : {}));
+  for (const row of rows) {
+    const line = add(element, "tr");
+    row.forEach((value, place) => add(line, "td", value, place ? kind(value) : {}));
+  }
+}
+
 // curves --------------------------------------------------------------------------------------------
 const charts = [];
 const visible = new IntersectionObserver(entries => { for (const entry of entries) { const chart = charts.find(one => one.box === entry.target); chart.seen = entry.isIntersecting; chart.draw(); } }, { rootMargin: "200px" });

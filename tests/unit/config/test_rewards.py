@@ -42,6 +42,7 @@ def test_a_run_folders_config_reads_the_same(tmp_path):
     [
         (['[{function="a.py:f"}, {function="b.py:f"}]'], "two functions are called 'f': give each a name"),
         (['[{function="math", name="a b"}]'], "name = 'a b': a name has letters, digits"),
+        (['[{function="math", name="a_std"}]'], "name = 'a_std': .* does not end in _std"),
         (['[{function="math", weights=2}]'], "unknown key reward.functions.0.weights"),
         (["[{weight=2}]"], r"reward.functions.0.function = .*: Field required"),
         (["math"], "reward.functions = 'math': must be a list"),

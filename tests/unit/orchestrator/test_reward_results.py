@@ -65,6 +65,7 @@ WRONG = {
     "return [{'score': [1.0]}, 1]": r"returned \[1.0\] for response 0",
     "return [{'score': 1.0, 'all': [1]}, 1]": r"returned \[1\] as the metric all of response 0, expected a number",
     "return [{'score': 1.0, 'a b': 1}, 1]": "returned a metric named 'a b' for response 0; a name has letters, digits",
+    "return [{'score': 1.0, 'a': 1, 'a_std': 2}, 1]": "a metric named 'a_std' for .*, and does not end in _std",
     "from engine.types import Score; return [1, Score(1, metrics={'x': float('nan')})]": "nan as the metric x of resp",
     "from engine.types import Score; return [1, Score(1, metrics=[1])]": r"returned \[1\] as the metrics of response 1",
     "return [b'1', 1]": "returned b'1' for response 0",

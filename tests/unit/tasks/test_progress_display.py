@@ -96,6 +96,13 @@ def test_a_terminal_shows_a_bar_that_is_gone_at_the_end():
     assert shown.rstrip().endswith("done")
 
 
+def test_a_bar_obeys_no_text():
+    text = "[red]reward[/red] \x1b]0;owned\x07 of"
+    shown = on_a_terminal(SLOW.replace('"7 of', f'{text!r} + "7 of'))
+    assert r"[red]reward[/red] \x1b]0;owned\x07 of7 of 10" in shown
+    assert "\x1b]0;owned" not in shown
+
+
 def test_a_pipe_has_neither_colours_nor_bars():
     environment = os.environ | {"TERM": "xterm", "FORCE_COLOR": "1"}
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, env=environment, timeout=60)

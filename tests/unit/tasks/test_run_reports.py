@@ -75,8 +75,16 @@ def test_a_damaged_run_is_told_and_hides_no_other(said, tmp_path, name):
 
 def test_the_status_says_how_far_a_run_is_and_why_it_failed(said):
     assert "2 of 4" in said("status")
+    assert "time left        1:00:00" in said("status", "night")
     assert REASON in said("status", "bad (try 2)").replace("\n", " ")
     assert "no such run" in said("status", "other", code=2)
+
+
+def test_a_run_that_does_not_go_on_has_no_time_left(said, tmp_path):
+    append_line(RunFolder(tmp_path / "bad").steps, {"step": 0, "step_s": 1800.0})
+    told = said("status", "bad")
+    assert "1 of 4" in told
+    assert "time left" not in told
     assert "refused before it had a folder" in said("logs", "other (refused)", code=2)
 
 

@@ -237,6 +237,32 @@ def test_a_long_parameter_is_cut_and_says_so():
     assert short.endswith("xxx ... (6001 characters; complete in config.toml)")
 
 
+def test_a_parameter_has_no_control_characters(output):
+    config = Config(run=Run(name="escapes", output=str(output)), data=Data(prompt_template="\x1b[2J{problem}"))
+    with tracked_run.track_run(config) as run_id:
+        pass
+    assert mlflow.get_run(run_id).data.params["data.prompt_template"] == r"\x1b[2J{problem}"
+
+
+def test_each_of_several_sets_is_a_data_set_of_its_own(output):
+    sets = {name: output / f"{name}.jsonl" for name in ("sums", "words, old")}
+    for file in sets.values():
+        file.write_text("{}\n")
+    hashes = {"version": "ab" * 32, "content_hash": "cd" * 32, "rows": 2}
+    found = {
+        "train": {"source": f"{sets['sums']}, team/maths@main (held out 0.1)", **hashes},
+        "heldout": {"source": str(sets["words, old"]), **hashes},
+    }
+    config = Config(run=Run(name="sets", output=str(output)))
+    with tracked_run.track_run(config) as run_id:
+        mirror.log_datasets(mlflow.MlflowClient(), run_id, found)
+    logged = {one.dataset.name: one.dataset.source for one in mlflow.get_run(run_id).inputs.dataset_inputs}
+    assert len(logged) == 3
+    assert str(sets["sums"]) in logged["sums.jsonl (held out 0.1)"]
+    assert "team/maths" in next(source for name, source in logged.items() if "maths" in name)
+    assert str(sets["words, old"]) in logged["words, old.jsonl"]
+
+
 @pytest.fixture(scope="module")
 def run(output):
     """A tracked run with files in its folder, then resumed with other settings."""

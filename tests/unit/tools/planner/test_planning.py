@@ -1,5 +1,6 @@
 """The search, and the command on top of it."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.page import WIDTH, write_plan
+from engine.tools.planner.page import write_plan
 from engine.tools.planner.planning import (
     StepModel,
     best_off_policy,
@@ -307,13 +308,11 @@ def test_the_page_has_the_table_the_bars_and_the_timelines(recipe, tmp_path):
     plan = find_plan(prior_model(recipe, DEVICES["910b"], LENGTHS), 16, kept=2)
     changes = list(plan_sensitivity(plan))
     page = write_plan(plan, plan.best[0], changes, tmp_path).read_text()
-    assert page.count("<rect") == 3 * len(changes)
-    longest = max(max(one.today.step_s, one.chosen.step_s, one.best.step_s) for one in changes)
-    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="10"', page)]
-    assert max(widths) == WIDTH
-    first = changes[0].today.step_s
-    assert widths[0] == pytest.approx(first / longest * WIDTH, abs=0.06)
-    assert f"<td>{plan.best[0].step_s:.3g} s</td>" in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert [one["name"] for one in data["changes"]] == [one.name for one in changes]
+    seconds = [[bar["seconds"] for bar in one["bars"]] for one in data["changes"]]
+    assert seconds == [[one.today.step_s, one.chosen.step_s, one.best.step_s] for one in changes]
+    assert data["settings"][1][0] == f"{plan.best[0].step_s:.3g} s"
     for name in ("recipe", "best"):
         assert f'href="{name}/timeline.html"' in page
         assert "instance-0" in (tmp_path / name / "timeline.html").read_text()
