@@ -1,18 +1,21 @@
 """Runs whose instances and trainer nodes Ray places: three Ray nodes on this machine."""
 
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from engine.run.folder import RunFolder
 from support.brake import braked, slow_down
 from support.ports import two_neighbours
-from support.ray_nodes import kill_node, ray_cluster
+from support.ray_nodes import kill_node, node_without, ray_cluster
 from support.runs import ROOT, Tree, overrides, wait_for
 from support.transferqueue import EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
+from tasks.cluster.ray_models import find_digests
 
 pytestmark = MARKS
 
@@ -157,3 +160,33 @@ def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, mon
     assert "raylet" not in command.output
     assert [row["step"] for row in steps(tmp_path, "ray")] == [*range(6)]
     assert RunFolder(tmp_path / "ray").read_config().parallel.nodes == 1
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0,
+    reason="only root may hide a folder from a process",
+)
+def test_an_instance_that_sees_neither_model_nor_run_folder_has_the_bits_of_one_machine(
+    exact, tmp_path, tmp_path_factory, tiny_model, monkeypatch
+):
+    exact |= {"train.steps": 5, "reward.function": braked(tmp_path, 0), "weights.transport": "gloo"}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    cache = tmp_path_factory.mktemp("cache")
+    with (
+        ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster,
+        node_without(cluster, [tmp_path, tiny_model], cache) as node,
+        Command(tmp_path, on_ray(exact, cluster, "ray", **{"rollout.instances": 1})) as command,
+    ):
+        wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
+        assert list(Path(f"/proc/{node.pid}/root{tmp_path}").iterdir()) == []
+        slow_down(tmp_path, 5)
+        served = [one for one in Tree(node.pid).processes if "engine.instance.embedded" in one.cmdline()]
+        served[0].kill()
+        command.wait_for(r"instance-0-1 has joined")  # it has loaded a snapshot
+        slow_down(tmp_path, 0)
+        command.ends()
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+    copies = [find_digests(copy) for copy in (cache / "metronome/models").iterdir() if copy.is_dir()]
+    assert find_digests(tiny_model) in copies
+    assert find_digests(tmp_path / "ray/policy") in copies  # of the last evaluation
+    assert len(copies) == 2

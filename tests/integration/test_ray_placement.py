@@ -44,6 +44,9 @@ def stub():
         def start(self, module, arguments, files, environment):
             return self._place
 
+        def start_with(self, model, module, arguments, files, environment):
+            return self._place
+
         def look(self):
             from engine.run.placed_process import News
 

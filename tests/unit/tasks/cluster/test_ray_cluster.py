@@ -288,3 +288,17 @@ def test_the_first_trainer_node_is_not_waited_for_without_end(ray, monkeypatch):
         part = ray_parts.PlacedPart("trainer node 0", {"GPU": 1.0})
         with pytest.raises(shown, match="start(ed)? trainer node 0"), ray_cluster._devices([part], 5.0):
             pass
+
+
+def test_what_fails_at_the_end_keeps_no_process_and_no_room(ray, monkeypatch, tmp_path):
+    done = []
+
+    class Growing:
+        def stop(self):
+            raise ray.exceptions.RayError("the head is gone")
+
+    monkeypatch.setattr(ray_cluster, "end", lambda parts, logs: done.append("ended"))
+    monkeypatch.setattr(ray_cluster, "give_back", lambda parts: done.append("given back"))
+    with pytest.raises(ray.exceptions.RayError, match="the head is gone"), ray_cluster._ending([], Growing(), tmp_path):
+        pass
+    assert done == ["ended", "given back"]
