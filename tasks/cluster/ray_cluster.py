@@ -123,12 +123,17 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         instances = [make(number, amounts) for number, amounts in enumerate(wanted.instances)]
         parts = [*nodes, *instances]
         most = config.cluster.most_instances
-        growth = Growth(len(instances), most, lambda number: replace(make(number, wanted.instances[0]), extra=True))
+        growth = Growth(
+            len(instances),
+            most,
+            lambda number: replace(make(number, wanted.instances[0]), extra=True),
+            run=config.run.name,
+        )
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with _ending(parts, growth, logs):
-            take_room(nodes, instances, config.cluster.wait_s, here)
+            take_room(nodes, instances, config.cluster.wait_s, here, run=config.run.name)
             with _environment({TOKEN: own_token()}), _devices(nodes, config.cluster.wait_s):
                 started = [part for part in parts if part.module]
                 for part in started:

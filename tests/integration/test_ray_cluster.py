@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import BadInput, DeadlineError
 from engine.run.folder import RunFolder
+from engine.run.vllm_command import PYTHON
 from support.brake import braked, slow_down
 from support.ports import two_neighbours
 from support.ray_nodes import kill_node, node_without, ray_cluster
-from support.runs import ROOT, Tree, overrides, wait_for
+from support.runs import ROOT, Tree, config_of, overrides, wait_for
 from support.transferqueue import EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
+from tasks.cluster import ray_cluster as ray_cluster_of
 from tasks.cluster.ray_models import find_digests
+from tasks.cluster.ray_parts import PlacedPart
+from tasks.cluster.ray_room import give_back, take_room
 
 pytestmark = MARKS
 
@@ -35,6 +40,10 @@ def exact(settings):
 def on_ray(exact, cluster, name, **more):
     keys = {"cluster.engine": "ray", "cluster.address": cluster.address, "run.name": name, "rollout.instances": 2}
     return exact | keys | more
+
+
+def on_cluster(cluster):
+    return {"cluster.engine": "ray", "cluster.address": cluster.address}
 
 
 class Command:
@@ -190,3 +199,32 @@ def test_an_instance_that_sees_neither_model_nor_run_folder_has_the_bits_of_one_
     assert find_digests(tiny_model) in copies
     assert find_digests(tmp_path / "ray/policy") in copies  # of the last evaluation
     assert len(copies) == 2
+
+
+def test_a_run_that_waits_names_the_run_that_has_the_room_and_gets_it_afterwards(monkeypatch):
+    with ray_cluster(monkeypatch, [{"num_cpus": 2}]) as cluster:
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            first, second = ([PlacedPart("instance-0", {"CPU": 2.0}, module="flows.cli")] for _ in range(2))
+            take_room([], first, 60.0, here, run="first")
+            said = r"no room for instance-0 \(2 CPU\); free are no devices; room is held by first; waited 2 s"
+            with pytest.raises(DeadlineError, match=said):
+                take_room([], second, 2.0, here, run="second")
+            give_back(first)
+            take_room([], second, 60.0, here, run="second")
+            give_back(second)
+
+
+def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
+    check = ray_cluster_of.check_cluster.__wrapped__
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        named = config_of(on_cluster(cluster)).cluster
+        with pytest.raises(BadInput, match=r"no node .* with CPU can run instances; .*/nowhere/python: there is no"):
+            check(named, "cpu", "vllm")
+        check(named, "cpu", "embedded")
+        monkeypatch.setenv(PYTHON, sys.executable)
+        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+        check(named, "cpu", "vllm")
+    warned = re.findall(r"warning: no instance can run on \S+ \((\w+)\): \S+=/nowhere/python", capsys.readouterr().err)
+    assert len(warned) == 1
+    assert cluster.head_node.node_id.startswith(warned[0])
