@@ -76,17 +76,21 @@ def services(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start_worker(services):
-    """`services.worker`, whose workers end with the module's tests: one that stayed would take runs of other tests, and
-    a test that kills its own worker would wait for a flow that lives."""
+    """`services.worker`, whose workers end with the module's tests, or before by `start_worker.stop()`: one that stayed
+    would take runs of other tests, and a test that kills its own worker would wait for a flow that lives."""
     started = []
 
     def start(*given, **settings):
         started.append(services.worker(*given, **settings))
         return started[-1]
 
+    def stop():
+        while started:
+            started.pop().stop()
+
+    start.stop = stop
     yield start
-    for worker in started:
-        worker.stop()
+    stop()
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,13 @@ class Thresholds:
         return "project" if abs(cosine) <= high else "skip"
 
 
+def upper_end(low: float | Literal["auto"], cosines: Sequence[float]) -> float | None:
+    """Upper end of a run's on-policy range of |c|, which is c_low. `low`: `algorithm.gac_low`. `cosines`: those of the
+    run so far, oldest first. None with "auto" while fewer than WARM_UP are known."""
+    found = Thresholds(None if low == "auto" else low, HIGH, [abs(cosine) for cosine in cosines[:WARM_UP]]).now()
+    return None if found is None else found[0]
+
+
 @dataclass(frozen=True)
 class Step:
     """Input of a gradient control for one step, before clipping and Adam."""

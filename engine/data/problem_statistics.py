@@ -10,7 +10,7 @@ from statistics import quantiles
 from typing import Any, TypedDict
 
 from engine.config import Config
-from engine.data.prepared import Prepared, problems_version, write_prepared
+from engine.data.prepared import Prepared, prepare_problems, problems_version, read_prepared, write_prepared
 from engine.data.problems import ProblemRow, Problems, format_counts
 from engine.errors import BadInput
 from engine.run.files import read_json, write_json
@@ -87,6 +87,18 @@ def record_data(config: Config, prepared: Prepared) -> DataReport:
     found = report_data(prepared)
     write_json(config.folder / REPORT, found)
     return found
+
+
+def recorded_problems(config: Config) -> Problems:
+    """The problems that a run trains on, from its folder. If files or settings changed since they were written, they
+    are prepared anew and the folder then describes these. Raises BadInput as `prepare_problems` and `read_prepared` do.
+    """
+    found = read_prepared(config)
+    if found is not None:
+        return found[0]
+    prepared = prepare_problems(config)
+    record_data(config, prepared)
+    return prepared.train
 
 
 def read_report(folder: Path) -> DataReport | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.data.prepared import training_problems
+from engine.data.problem_statistics import recorded_problems
 from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, TakenOver, WeightSyncError
 from engine.orchestrator.checks import check_instances, check_training
@@ -163,7 +163,7 @@ class _Orchestrator:
                 plane = Plane(self.config, self.folder, self.trace)
                 await self._serve_trainer(plane, server, self._start_trainer(server))
                 return
-            problems = await asyncio.to_thread(training_problems, self.config)
+            problems = await asyncio.to_thread(recorded_problems, self.config)
             trainer = self._start_trainer(server)
             try:
                 self._scorers = start_scorers(self.config, self.folder, server)

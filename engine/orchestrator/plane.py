@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.algorithm.alignment import LOW
+from engine.algorithm.alignment import WARM_UP, upper_end
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError, ServiceConflict
@@ -128,7 +128,7 @@ class Plane:
             begins_again=self._begin_again,
             trains=self._trains,
             text=loader.tokens(),
-            recorded=self.folder.first_figure("sync_difference"),
+            recorded=next(iter(self.folder.first_figures("sync_difference")), 0.0),
         )
         self._experience = Experience(
             config=self.config,
@@ -392,7 +392,8 @@ class Plane:
         self.last = dataclasses.asdict(report)
         if self.service is not None and report.grad_cosine is not None:
             low = self.config.algorithm.gac_low
-            self.service.notices.add_cosine(step, report.grad_cosine, LOW if low == "auto" else low)
+            seen = self.folder.first_figures("grad_cosine", WARM_UP) if low == "auto" else []
+            self.service.notices.add_cosine(step, report.grad_cosine, upper_end(low, seen))
         samples = await self._texts(batch.samples if batch is not None else [])
         tokenizer = self.service.tokenizer if self.service is not None else None
         self.folder.add_samples(

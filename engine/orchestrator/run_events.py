@@ -119,13 +119,13 @@ class RunEvents:
             wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]
             self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
 
-    def add_cosine(self, step: int, cosine: float, low: float) -> None:
+    def add_cosine(self, step: int, cosine: float, low: float | None) -> None:
         """Count a step's cosine of consecutive gradients. Once, if the last RECENT steps' mean absolute cosine exceeds
-        `low`, the upper end of the on-policy range, this is reported (GAC §3.2)."""
+        `low`, the upper end of the on-policy range, this is reported (GAC §3.2). `low` None: not known yet."""
         if self._cosines is None:
             return
         self._cosines.append(abs(cosine))
-        if len(self._cosines) == RECENT and (mean := statistics.fmean(self._cosines)) > low:
+        if low is not None and len(self._cosines) == RECENT and (mean := statistics.fmean(self._cosines)) > low:
             self._cosines = None
             self._tell(
                 "training",

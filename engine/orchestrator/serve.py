@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.config import Config, Parallel
 from engine.config.recipe import load_config
-from engine.data.prepared import training_problems
+from engine.data.problem_statistics import recorded_problems
 from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.checks import check_instances, check_rollouts
@@ -102,7 +102,7 @@ def _says(address: str) -> str:
 
 async def _serve_plane(config: Config, folder: RunFolder, server: Server, ready: Callable[[], None]) -> None:
     """Answer requests until an error ends the service, which is raised, or until this is cancelled."""
-    problems = await asyncio.to_thread(training_problems, config)
+    problems = await asyncio.to_thread(recorded_problems, config)
     scorers = start_scorers(config, folder, server)
     try:
         await _serve_with(scorers=scorers, config=config, folder=folder, problems=problems, server=server, ready=ready)

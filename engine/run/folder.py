@@ -7,7 +7,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +196,10 @@ class RunFolder:
         if 0 < keep_steps <= step:
             self.samples_of(step - keep_steps).unlink(missing_ok=True)
 
-    def first_figure(self, key: str) -> float:
-        """The value of a figure in the first step that has it; 0 if no step has it."""
+    def first_figures(self, key: str, most: int = 1) -> list[float]:
+        """The values of a figure in the first steps that have it, at most this many."""
         rows = read_lines(self.steps) if self.steps.exists() else ()
-        return next((row[key] for row in rows if key in row), 0.0)
+        return list(islice((row[key] for row in rows if key in row), most))
 
     def write_failure(self, error: Exception) -> None:
         """Write the reason of a failure to failure.json, for the process that started the run. Does nothing if another

@@ -204,6 +204,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
 def test_a_worker_that_is_stopped_saves_its_run_and_hands_it_on(deployed, start_worker, environment, small, place):
     api = deployed
     folder = place / "stopped"
+    start_worker.stop()  # those of the tests before, which might take the run
     worker = subprocess.Popen([*METRONOME, "worker", "--pool", "cpu"], env=environment, cwd=ROOT)
     try:
         run = start(api, small | {"run.name": "stopped", "checkpoint.every": 0})

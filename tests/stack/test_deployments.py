@@ -264,8 +264,25 @@ def _check_sockets(seen):
     assert seen.open_ones == {}
 
 
+@pytest.fixture
+def latest(deployed, environment):
+    """The number of the newest registered policy. A run makes the first one, if no test before it has."""
+
+    def versions():
+        return [int(one.version) for one in _registered(environment["MLFLOW_TRACKING_URI"])]
+
+    if not versions():
+        settings = json.dumps({"name": "first", "learning_rate": 0.001})
+        call(
+            [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"],
+            environment,
+            400,
+        )
+    return max(versions())
+
+
 @pytest.mark.nightly
-def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, environment):
+def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, environment, latest):
     """The pipeline starts no instance itself: without those that the pool's worker joins
     to it there is not one response."""
     api, _, folder = deployed
@@ -282,7 +299,6 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
         "rollout.wait_s=150",
         "rollout.deterministic=true",
     ]
-    latest = max(int(one.version) for one in _registered(environment["MLFLOW_TRACKING_URI"]))
     call(
         [
             *PREFECT,

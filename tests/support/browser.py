@@ -51,11 +51,11 @@ const ways_of_get = {
   "image": async (one) => ({ended: await ended("img", (made) => { made.src = one.url; })}),
   "script": async (one) => ({ended: await ended("script", (made) => { made.src = one.url; })}),
   "frame": async (one) => framed((made) => { made.src = one.url; }),
-  "socket": (one) => within(new Promise((end) => {
+  "socket": async (one) => ({ended: await within(new Promise((end) => {
     const made = new WebSocket(one.url.replace("http", "ws"));
-    made.onopen = () => end({ended: "open"});
-    made.onerror = () => end({ended: "error"});
-  })),
+    made.onopen = () => end("open");
+    made.onerror = () => end("error");
+  }))}),
 };
 const ways_of_post = {
   ...ways,

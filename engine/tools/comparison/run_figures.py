@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.algorithm.alignment import LOW, RECENT
+from engine.algorithm.alignment import LOW, RECENT, upper_end
 from engine.evaluation.intervals import t_interval
 
 Row = Mapping[str, Any]
@@ -263,13 +263,15 @@ class Alignment:
 
 
 def gradient_alignment(steps: Sequence[Row], low: str = "") -> Alignment | None:
-    """The run's alignment; None if no cosine was measured. `low`: algorithm.gac_low, as text; else the default."""
+    """The run's alignment; None if no cosine was measured. `low`: algorithm.gac_low, as text; else the default, as with
+    "auto" in a run too short for it."""
     found = [(row["step"], abs(row["grad_cosine"])) for row in steps if row.get("grad_cosine") is not None]
     later = [value for step, value in found if step >= SETTLED]
     values = later if len(later) >= SETTLED else [value for _, value in found]
     if not values:
         return None
-    limit = LOW if low in ("", "auto") else float(low)
+    known = [cosine for _, cosine in found]
+    limit = LOW if low == "" else upper_end("auto" if low == "auto" else float(low), known) or LOW
     return Alignment(
         mean=statistics.fmean(values),
         p90=sorted(values)[math.ceil(0.9 * len(values)) - 1],

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from engine.algorithm.alignment import RECENT
+from engine.algorithm.alignment import RECENT, WARM_UP
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, DeadlineError, RatioGapError, ServiceConflict
@@ -305,8 +305,11 @@ async def test_a_run_says_once_that_its_gradients_have_left_the_on_policy_range(
     ]
 
 
-@pytest.mark.parametrize(("low", "lines"), [(0.6, 0), (0.4, 1), ("auto", 1)])
-async def test_the_on_policy_range_is_the_runs_own(conduct, tmp_path, low, lines):
-    """With "auto" it is the default's: the thresholds that the trainer finds are not known here."""
-    told = await report_cosines(conduct, tmp_path, [0.5] * RECENT, gac_low=low, gac_high=0.9 if low != "auto" else low)
+@pytest.mark.parametrize(("low", "later", "lines"), [(0.6, 0.5, 0), (0.4, 0.5, 1), ("auto", 0.5, 0), ("auto", 0.9, 1)])
+async def test_the_on_policy_range_is_the_runs_own(conduct, tmp_path, low, later, lines):
+    """With "auto" it ends at the mean of the first cosines (0.5) plus their standard deviation (0.1)."""
+    cosines = [0.4, 0.6] * (WARM_UP // 2) + [later] * RECENT
+    told = await report_cosines(conduct, tmp_path, cosines, gac_low=low, gac_high=0.9 if low != "auto" else low)
     assert len(told) == lines
+    if low == "auto" and lines:
+        assert "(up to 0.6; GAC §3.2)" in told[0][1]

@@ -6,7 +6,7 @@ import pytest
 from engine.config import Config, Run
 from engine.config.recipe import load_config
 from engine.data import prepared
-from engine.data.problem_statistics import describe_report, record_data, report_data
+from engine.data.problem_statistics import describe_report, read_report, record_data, recorded_problems, report_data
 from tasks.prepare import report_page
 from tasks.tracking import tracked_run
 
@@ -29,6 +29,19 @@ def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
         describe_report(found)
         == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
     )
+
+
+def test_the_report_follows_a_file_that_changes_before_the_training(config):
+    record_data(config, prepared.prepare_problems(config))
+    with open(config.data.train) as file:
+        rows = json.load(file)
+    with open(config.data.train, "w") as file:
+        json.dump([*rows, {"problem": "70+1=", "answer": "71"}], file)
+    assert len(recorded_problems(config).rows) == read_report(config.folder)["train"]["rows"] == 58
+    report = config.folder / "data.json"
+    report.unlink()
+    assert len(recorded_problems(config).rows) == 58  # the folder's own
+    assert not report.exists()
 
 
 def test_the_page_shows_figures_reasons_and_overlaps(config):

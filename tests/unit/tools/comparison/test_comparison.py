@@ -329,6 +329,8 @@ def test_the_columns_of_gacs_table_3_count_from_step_50():
     assert found.mean == pytest.approx((45 * 0.06 + 11 * 0.2) / 101)
     assert (found.p90, found.share, found.low) == (0.2, 90 / 101, 0.1)
     assert run_figures.gradient_alignment(controlled([0.5] * 9).steps) is None
+    own = run_figures.gradient_alignment(controlled([0.5] * 61, [0.4, -0.6] * 30).steps, "auto")
+    assert own.low == pytest.approx(0.6)  # the mean of the first ten plus their standard deviation
     columns, rows = page.summary_table([run, controlled([0.5] * 9)])
     place = columns.index("|cosine| of gradients")
     assert [row[place] for row in rows] == ["mean 0.049, p90 0.200, 89% up to 0.1", "not measured"]
