@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from support.runs import ROOT, Tree, config_of, overrides, wait_for
 from support.transferqueue import EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
 from tasks.cluster import ray_cluster as ray_cluster_of
-from tasks.cluster.ray_models import find_digests
-from tasks.cluster.ray_parts import PlacedPart
+from tasks.cluster.ray_models import PlacedModel, find_digests
+from tasks.cluster.ray_parts import MODEL, PlacedPart, begin, end, first_place
 from tasks.cluster.ray_room import give_back, take_room
 
 pytestmark = MARKS
@@ -228,3 +229,20 @@ def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
     warned = re.findall(r"warning: no instance can run on \S+ \((\w+)\): \S+=/nowhere/python", capsys.readouterr().err)
     assert len(warned) == 1
     assert cluster.head_node.node_id.startswith(warned[0])
+
+
+def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, tiny_model):
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        cluster.add_node(num_cpus=4, object_store_memory=80_000_000)
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            model = PlacedModel.of(tiny_model, here.node)
+            far = replace(model, folder=str(tmp_path / "not there"))
+            part = PlacedPart("instance-0", {"CPU": 2.0}, "http.server", ["--directory", MODEL, "0"], model=far)
+            take_room([], [part], 60.0, here, run="far")
+            begin(part)
+            assert first_place(part, 120.0).node != here.node
+            end([part], tmp_path, grace_s=0.0)
+            give_back([part])
+    (copy,) = [one for one in (tmp_path / "metronome/models").iterdir() if one.is_dir()]
+    assert find_digests(copy) == find_digests(tiny_model) != {}
