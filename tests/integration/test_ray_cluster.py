@@ -226,9 +226,10 @@ def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
         monkeypatch.setenv(PYTHON, sys.executable)
         cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
         check(named, "cpu", "vllm")
+        head = cluster.head_node.node_id
     warned = re.findall(r"warning: no instance can run on \S+ \((\w+)\): \S+=/nowhere/python", capsys.readouterr().err)
     assert len(warned) == 1
-    assert cluster.head_node.node_id.startswith(warned[0])
+    assert head.startswith(warned[0])
 
 
 def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, tiny_model):
