@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,8 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
 from engine.wire.address import bracket_host, split_address
 from tasks.cluster.ray_following import Followed
-from tasks.cluster.ray_parts import RANKS, PlacedPart, await_start, begin, end, first_place, start_actor
+from tasks.cluster.ray_models import PlacedModel
+from tasks.cluster.ray_parts import MODEL, RANKS, PlacedPart, await_start, begin, end, first_place, start_actor
 from tasks.cluster.ray_room import Growth, give_back, take_room
 from tasks.console import print_error, say
 
@@ -117,16 +118,22 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         config = _with_addresses(config, here.host, model is None)
         wanted = bundles_of(config, kind, training=model is None)
         nodes = [_node(number, amounts, config, folder) for number, amounts in enumerate(wanted.nodes)]
-        make = partial(_instance, config=config, model=model)
+        held = PlacedModel.of(model or Path(config.model.path), here.node) if wanted.instances else None
+        make = partial(_instance, config=config, model=held)
         instances = [make(number, amounts) for number, amounts in enumerate(wanted.instances)]
         parts = [*nodes, *instances]
         most = config.cluster.most_instances
-        growth = Growth(len(instances), most, lambda number: replace(make(number, wanted.instances[0]), extra=True))
+        growth = Growth(
+            len(instances),
+            most,
+            lambda number: replace(make(number, wanted.instances[0]), extra=True),
+            run=config.run.name,
+        )
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with _ending(parts, growth, logs):
-            take_room(nodes, instances, config.cluster.wait_s, here)
+            take_room(nodes, instances, config.cluster.wait_s, here, run=config.run.name)
             with _environment({TOKEN: own_token()}), _devices(nodes, config.cluster.wait_s):
                 started = [part for part in parts if part.module]
                 for part in started:
@@ -143,12 +150,11 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
 @contextmanager
 def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path) -> Iterator[None]:
     """At the end of the body, end the parts' processes and actors, and give their room back."""
-    try:
+    with ExitStack() as stack:  # what fails keeps nothing that follows from its end
+        stack.callback(give_back, parts)
+        stack.callback(end, parts, logs)
+        stack.callback(growth.stop)
         yield
-    finally:
-        growth.stop()
-        end(parts, logs)
-        give_back(parts)
 
 
 @contextmanager
@@ -201,17 +207,16 @@ def _patience(config: Config) -> float:
     return config.cluster.wait_s + config.rollout.timeout_s
 
 
-def _instance(number: int, amounts: Mapping[str, float], config: Config, model: Path | None) -> PlacedPart:
-    """An instance that joins under the address in rollout.listen, so it needs no file of the run folder but the
-    model."""
-    if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model.resolve())})})
+def _instance(number: int, amounts: Mapping[str, float], config: Config, model: PlacedModel | None) -> PlacedPart:
+    """An instance that joins under the address in rollout.listen, so it needs no file of this machine but the model,
+    which its node fetches."""
     host, port = split_address(config.rollout.listen, "rollout.listen")
     rollout = config.rollout.model_copy(update={"wait_s": max(config.rollout.wait_s, _patience(config))})
     config = config.model_copy(update={"rollout": rollout})
     arguments = ["serve", f"{FOLDER}/config.toml", "--join", f"{bracket_host(host)}:{port}", "--host", HOST]
+    arguments += ["--set", f"model.path={MODEL}"]
     files = {"config.toml": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))}
-    return PlacedPart(f"instance-{number}", amounts, module="flows.cli", arguments=arguments, files=files)
+    return PlacedPart(f"instance-{number}", amounts, module="flows.cli", arguments=arguments, files=files, model=model)
 
 
 def _with_addresses(config: Config, host: str, training: bool) -> Config:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from engine.config import Config
 from engine.errors import BadInput, DeadlineError, clean_text
 from engine.run.placed_process import ActorPlace, PlacedProcess
 from engine.wire.access_token import VARIABLE as TOKEN
+from tasks.cluster.ray_models import PlacedModel
 from tasks.console import print_error
 
+MODEL = "{model}"
+"""Stands in the arguments for the folder with the model on the node."""
 RANKS = "engine.ranks.nodes"
 """Module of a further trainer node."""
 STOP_S = 8.0
@@ -32,6 +36,8 @@ class PlacedPart:
     """Empty: it starts nothing and only holds its devices."""
     arguments: Sequence[str] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    model: PlacedModel | None = None
+    """What its node must have; its place there replaces MODEL in `arguments`."""
     extra: bool = False
     """Whether it is an instance above the number with which the run began."""
     group: Any = None
@@ -65,6 +71,21 @@ class _Held(PlacedProcess):
         import ray
 
         super().__init__(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+        self._models = ExitStack()
+        """Holds the model until this actor ends."""
+
+    def start_with(
+        self,
+        model: PlacedModel,
+        module: str,
+        arguments: Sequence[str],
+        files: Mapping[str, str],
+        environment: Mapping[str, str],
+    ) -> ActorPlace:
+        """As `start`, once this node has the model."""
+        place, held = model.hold(self.place().node)
+        self._models.enter_context(held)
+        return self.start(module, [one.replace(MODEL, str(place)) for one in arguments], files, environment)
 
 
 def start_actor(part: PlacedPart) -> Any:  # noqa: ANN401
@@ -93,7 +114,9 @@ def begin(part: PlacedPart) -> None:
     if part.files:
         arguments += ["--name", f"{part.name}-{part.starts - 1}" if part.starts > 1 else part.name]
     environment = {name: os.environ[name] for name in (TOKEN, "PYTHONPATH") if name in os.environ}
-    part.answer = part.actor.start.remote(part.module, arguments, dict(part.files), environment)
+    given = (part.module, arguments, dict(part.files), environment)
+    start, start_with = part.actor.start, part.actor.start_with
+    part.answer = start.remote(*given) if part.model is None else start_with.remote(part.model, *given)
 
 
 def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,11 @@ POLL_S = 0.2
 """Seconds between two questions whether a group has room."""
 
 
-def take_room(nodes: Sequence[PlacedPart], instances: Sequence[PlacedPart], wait_s: float, here: ActorPlace) -> None:
+def take_room(
+    nodes: Sequence[PlacedPart], instances: Sequence[PlacedPart], wait_s: float, here: ActorPlace, run: str
+) -> None:
     """Take the room of all parts at once: trainer nodes packed, with the first of them `here`, and instances spread.
+    `run`: name under which other runs see who has it.
 
     Raises DeadlineError after `wait_s` seconds.
     """
@@ -35,9 +39,9 @@ def take_room(nodes: Sequence[PlacedPart], instances: Sequence[PlacedPart], wait
     while True:
         asked = [parts for parts in (nodes, instances) if parts]
         if nodes:
-            ask_for_room(nodes, "PACK", [{NODE_ID: here.node}, *({} for _ in nodes[1:])])
+            ask_for_room(nodes, "PACK", run, selector=[{NODE_ID: here.node}, *({} for _ in nodes[1:])])
         if instances:
-            ask_for_room(instances, "SPREAD")
+            ask_for_room(instances, "SPREAD", run)
         held = float("inf")
         """Monotonic time at which a part of the room is given back."""
         while missing := [parts for parts in asked if not has_room(parts[0])]:
@@ -61,12 +65,15 @@ def take_room(nodes: Sequence[PlacedPart], instances: Sequence[PlacedPart], wait
         time.sleep(BACK_S * random.uniform(0.5, 1.5))
 
 
-def ask_for_room(parts: Sequence[PlacedPart], strategy: str, selector: list[dict[str, str]] | None = None) -> None:
+def ask_for_room(
+    parts: Sequence[PlacedPart], strategy: str, run: str, selector: list[dict[str, str]] | None = None
+) -> None:
     """Ask Ray for a group with a bundle for each part. `selector`: the labels of each bundle's node."""
     from ray.util.placement_group import placement_group
 
     amounts = [dict(part.amounts) for part in parts]
-    group = placement_group(amounts, strategy=strategy, bundle_label_selector=selector)
+    name = f"{run}/{uuid.uuid4().hex}"  # Ray wants each name once
+    group = placement_group(amounts, strategy=strategy, name=name, bundle_label_selector=selector)
     for bundle, part in enumerate(parts):
         part.group = group
         part.bundle = bundle
@@ -94,9 +101,10 @@ class Growth:
     """Instances above the number with which a run began, for as long as the cluster has room for them. There is at most
     one request for room at a time."""
 
-    def __init__(self, instances: int, most: int, make: Callable[[int], PlacedPart]) -> None:
+    def __init__(self, instances: int, most: int, make: Callable[[int], PlacedPart], run: str) -> None:
         """`instances`: their number at the start; `most`: up to this number; `make`: an instance by its number, no two
-        of which are the same."""
+        of which are the same; `run`: as in `take_room`."""
+        self._run = run
         self.losses = 0
         """Number of such instances that were lost since one had started."""
         self._again = 0.0
@@ -111,7 +119,7 @@ class Growth:
         """The next instance if there is room for it."""
         if self._asked is None and self._there < self._most and time.monotonic() >= self._again:
             self._asked = self._make(self._number)
-            ask_for_room([self._asked], "SPREAD")
+            ask_for_room([self._asked], "SPREAD", self._run)
         if self._asked is None or not has_room(self._asked):
             return None
         found, self._asked = self._asked, None
@@ -145,7 +153,19 @@ def _lacking(missing: Sequence[Sequence[PlacedPart]], here: ActorPlace) -> str:
     wants = ", ".join(f"{part.name} ({describe_amounts(part.amounts)})" for part in parts)
     first = parts[0]
     bound = f"; {first.name} must be on this machine ({here.host})" if not first.module else ""
-    return f"Ray has no room for {wants}{bound}; free are {describe_amounts(ray.available_resources()) or 'no devices'}"
+    free = describe_amounts(ray.available_resources()) or "no devices"
+    holders = _holders()
+    held = f"; room is held by {', '.join(holders)}" if holders else ""
+    return f"Ray has no room for {wants}{bound}; free are {free}{held}"
+
+
+def _holders() -> list[str]:
+    """The runs with room on the cluster."""
+    from ray.util.placement_group import placement_group_table
+
+    groups = placement_group_table().values()
+    names = {group["name"].rpartition("/")[0] for group in groups if group["state"] == "CREATED"}
+    return sorted(names - {""})
 
 
 def describe_amounts(amounts: Mapping[str, float]) -> str:

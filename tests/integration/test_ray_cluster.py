@@ -1,18 +1,27 @@
 """Runs whose instances and trainer nodes Ray places: three Ray nodes on this machine."""
 
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from engine.errors import BadInput, DeadlineError
 from engine.run.folder import RunFolder
+from engine.run.vllm_command import PYTHON
 from support.brake import braked, slow_down
 from support.ports import two_neighbours
-from support.ray_nodes import kill_node, ray_cluster
-from support.runs import ROOT, Tree, overrides, wait_for
+from support.ray_nodes import kill_node, node_without, ray_cluster
+from support.runs import ROOT, Tree, config_of, overrides, wait_for
 from support.transferqueue import EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
+from tasks.cluster import ray_cluster as ray_cluster_of
+from tasks.cluster.ray_models import PlacedModel, find_digests
+from tasks.cluster.ray_parts import MODEL, PlacedPart, begin, end, first_place
+from tasks.cluster.ray_room import give_back, take_room
 
 pytestmark = MARKS
 
@@ -32,6 +41,10 @@ def exact(settings):
 def on_ray(exact, cluster, name, **more):
     keys = {"cluster.engine": "ray", "cluster.address": cluster.address, "run.name": name, "rollout.instances": 2}
     return exact | keys | more
+
+
+def on_cluster(cluster):
+    return {"cluster.engine": "ray", "cluster.address": cluster.address}
 
 
 class Command:
@@ -157,3 +170,80 @@ def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, mon
     assert "raylet" not in command.output
     assert [row["step"] for row in steps(tmp_path, "ray")] == [*range(6)]
     assert RunFolder(tmp_path / "ray").read_config().parallel.nodes == 1
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0,
+    reason="only root may hide a folder from a process",
+)
+def test_an_instance_that_sees_neither_model_nor_run_folder_has_the_bits_of_one_machine(
+    exact, tmp_path, tmp_path_factory, tiny_model, monkeypatch
+):
+    exact |= {"train.steps": 5, "reward.function": braked(tmp_path, 0), "weights.transport": "gloo"}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    cache = tmp_path_factory.mktemp("cache")
+    with (
+        ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster,
+        node_without(cluster, [tmp_path, tiny_model], cache) as node,
+        Command(tmp_path, on_ray(exact, cluster, "ray", **{"rollout.instances": 1})) as command,
+    ):
+        wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
+        assert list(Path(f"/proc/{node.pid}/root{tmp_path}").iterdir()) == []
+        slow_down(tmp_path, 5)
+        served = [one for one in Tree(node.pid).processes if "engine.instance.embedded" in one.cmdline()]
+        served[0].kill()
+        command.wait_for(r"instance-0-1 has joined")  # it has loaded a snapshot
+        slow_down(tmp_path, 0)
+        command.ends()
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+    copies = [find_digests(copy) for copy in (cache / "metronome/models").iterdir() if copy.is_dir()]
+    assert find_digests(tiny_model) in copies
+    assert find_digests(tmp_path / "ray/policy") in copies  # of the last evaluation
+    assert len(copies) == 2
+
+
+def test_a_run_that_waits_names_the_run_that_has_the_room_and_gets_it_afterwards(monkeypatch):
+    with ray_cluster(monkeypatch, [{"num_cpus": 2}]) as cluster:
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            first, second = ([PlacedPart("instance-0", {"CPU": 2.0}, module="flows.cli")] for _ in range(2))
+            take_room([], first, 60.0, here, run="first")
+            said = r"no room for instance-0 \(2 CPU\); free are no devices; room is held by first; waited 2 s"
+            with pytest.raises(DeadlineError, match=said):
+                take_room([], second, 2.0, here, run="second")
+            give_back(first)
+            take_room([], second, 60.0, here, run="second")
+            give_back(second)
+
+
+def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
+    check = ray_cluster_of.check_cluster.__wrapped__
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        named = config_of(on_cluster(cluster)).cluster
+        with pytest.raises(BadInput, match=r"no node .* with CPU can run instances; .*/nowhere/python: there is no"):
+            check(named, "cpu", "vllm")
+        check(named, "cpu", "embedded")
+        monkeypatch.setenv(PYTHON, sys.executable)
+        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+        check(named, "cpu", "vllm")
+        head = cluster.head_node.node_id
+    warned = re.findall(r"warning: no instance can run on \S+ \((\w+)\): \S+=/nowhere/python", capsys.readouterr().err)
+    assert len(warned) == 1
+    assert head.startswith(warned[0])
+
+
+def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, tiny_model):
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        cluster.add_node(num_cpus=4, object_store_memory=80_000_000)
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            model = PlacedModel.of(tiny_model, here.node)
+            far = replace(model, folder=str(tmp_path / "not there"))
+            part = PlacedPart("instance-0", {"CPU": 2.0}, "http.server", ["--directory", MODEL, "0"], model=far)
+            take_room([], [part], 60.0, here, run="far")
+            begin(part)
+            assert first_place(part, 120.0).node != here.node
+            end([part], tmp_path, grace_s=0.0)
+            give_back([part])
+    (copy,) = [one for one in (tmp_path / "metronome/models").iterdir() if one.is_dir()]
+    assert find_digests(copy) == find_digests(tiny_model) != {}

@@ -44,6 +44,9 @@ def stub():
         def start(self, module, arguments, files, environment):
             return self._place
 
+        def start_with(self, model, module, arguments, files, environment):
+            return self._place
+
         def look(self):
             from engine.run.placed_process import News
 
@@ -125,7 +128,7 @@ def test_512_devices_are_placed_in_under_a_minute(monkeypatch, tmp_path):
                 placing._instance(number, amounts, config, None) for number, amounts in enumerate(wanted.instances)
             ]
             began = time.monotonic()
-            placing.take_room(nodes, instances, 300.0, here)
+            placing.take_room(nodes, instances, 300.0, here, run="asyncflow")
             took_s = time.monotonic() - began
             print(f"{name}: {took_s:.2f} s")
             parts = [*nodes, *instances]

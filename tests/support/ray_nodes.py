@@ -1,13 +1,17 @@
 """Ray nodes on this machine, and their deaths."""
 
 import contextlib
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import psutil
 
-from support.runs import Tree
+from support.runs import ROOT, Tree, wait_for
 
 
 @contextlib.contextmanager
@@ -33,6 +37,32 @@ def ray_cluster(monkeypatch, nodes):
     finally:
         found.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def alive(cluster):
+    """Ids of the nodes that the head knows to be alive."""
+    return [node["NodeID"] for node in cluster.global_state.node_table() if node["Alive"]]
+
+
+@contextlib.contextmanager
+def node_without(cluster, folders, cache):
+    """A node with four CPUs whose processes see nothing in `folders`. Copies of models go to `cache`. Yields its
+    process."""
+    hidden = " && ".join(f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in folders)
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", cluster.address, "--num-cpus", "4"]
+    start += ["--object-store-memory", "80000000", "--block"]
+    command = ["unshare", "--mount", "sh", "-c", f"{hidden} && exec {shlex.join(start)}"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    node = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(alive(cluster)) == 1 + len(cluster.list_all_nodes()), "the node", 120)
+        yield node
+    finally:
+        tree = Tree(node.pid)
+        for process in [*tree.processes, psutil.Process(node.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.wait()
 
 
 def kill_node(cluster, node):

@@ -198,13 +198,13 @@ class Pool:
 class Orchestrator:
     """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
 
-    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False):
+    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False, address=None):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.clients = clients
         self.pool = Pool(clients)
-        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn)
+        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn, address=address)
 
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -226,9 +226,10 @@ class Orchestrator:
         self.sync.expect_logprobs(request.expected)
         await self.sync.wait_until_checked()
 
-    def late(self):
+    def late(self, fault=None, url=Client.url):
         """An instance that has come and is no member yet."""
-        self.clients.append(client := Client("late", self.clients[0].base))
+        self.clients.append(client := Client("late", self.clients[0].base, fault))
+        client.url = url
         self.pool.instances.append(instance := Instance(client))
         self.pool.late.add(instance)
         return instance
@@ -289,9 +290,9 @@ def starting(base):
     """For a fixture: a function that starts an orchestrator with instances called a, b, …; `faults` by name."""
     started = []
 
-    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, address=None, **faults):
         clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Orchestrator(clients, staged, fixed, in_turn))
+        started.append(Orchestrator(clients, staged, fixed, in_turn, address))
         return started[-1]
 
     yield begin

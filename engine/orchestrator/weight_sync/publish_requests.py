@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.client.publish.transports import address_of
 from engine.config import Config
 from engine.errors import MetronomeError, ServiceConflict, WeightSyncError
 from engine.model.shape import read_shape
@@ -104,6 +105,7 @@ class PublishRequests:
             staged=config.weights.staged,
             cut=rollout.partial,
             in_turn=self._in_background and not self._schedule.exact and not rollout.partial,
+            address=address_of(config) if config.weights.transport != "file" else None,
         )
 
     # requests -------------------------------------------------------------------------------------

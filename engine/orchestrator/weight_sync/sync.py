@@ -23,17 +23,18 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from engine.client.publish.transports import Address
 from engine.errors import BadInput, DeadlineError, MetronomeError, WeightSyncError
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.run_state import SIGN_OF_LIFE_S
 from engine.orchestrator.weight_sync.probe import Probe, make_probe
+from engine.orchestrator.weight_sync.snapshot import load_files, send_files
 from engine.orchestrator.weight_sync.update_calls import UpdateCalls
 from engine.run.logs import log_line
 from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.sync_messages import (
     AbortSync,
-    BucketInfo,
     ConnectSync,
     FinishSync,
     IsSnapshotWanted,
@@ -43,7 +44,6 @@ from engine.wire.sync_messages import (
     SnapshotWanted,
     SyncOpened,
 )
-from engine.wire.weights.bucket_file import wire_of
 
 STRIKES = 2
 """Number of consecutive failed transfers after which an instance is left out while others live."""
@@ -191,11 +191,14 @@ class WeightSync:
         staged: bool = False,
         cut: bool = False,
         in_turn: bool = False,
+        address: Address | None = None,
     ) -> None:
         """`timeout_s`: deadline of every call. `staged`: instances receive buckets while they generate, and swap them
         in at finish. `cut`: responses in progress are interrupted and continued later (rollout.partial); otherwise the
         sync waits for them. `in_turn`: instances swap in staged weights one after the other, while those whose turn has
-        not come continue with the old weights."""
+        not come continue with the old weights. `address`: this machine's for late instances on other machines, which
+        get snapshots over the network; None: they read the files."""
+        self._address = address
         self._cut = cut
         self._in_turn = in_turn and staged
         self._pool = pool
@@ -472,10 +475,11 @@ class WeightSync:
         files = await self._files(self._snapshot)
         await self._calls.pause_instance(instance, f"weight version {version}", abort=True)
         await self._calls.begin_update(instance, f"weight version {version}")
-        for number, file in enumerate(files):
-            tensors = await asyncio.to_thread(wire_of, file)
-            info = BucketInfo(transport="file", version=version, stage=0, bucket=number, path=str(file), **tensors)
-            await self._calls.update_weights(instance, info, info.title)
+        if self._address is None or _local(instance.client.url):
+            await load_files(self._calls, instance, version, files)
+        else:
+            self._participants.connected = []  # it leaves their groups
+            await send_files(self._calls, instance, version, files, self._address)
 
     async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
         """Reply whether a late instance needs the snapshot of the version. Waits up to a second for one."""

@@ -1,6 +1,7 @@
 """Weight syncs from the trainer's publisher to instances, with every way in which an instance or a bucket may fail."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -88,6 +89,46 @@ def test_the_newest_version_stays_as_a_snapshot(start, tmp_path, transport):
     assert [path.name for path in (tmp_path / "weights").glob("version-????????")] == [whole.name]
     assert one.version == 1
     assert one.state == "starting"  # the pool lets it serve
+
+
+FAR = "http://10.0.0.9:1"
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_a_late_instance_of_another_machine_needs_no_file_of_the_snapshot(start, tmp_path, transport):
+    orchestrator = start(2, address=lambda loopback: "127.0.0.1")
+    sender = publisher(orchestrator, transport, tmp_path)
+    for version in (0, 1):
+        sender.publish(Model(version), version)
+    one = orchestrator.late(url=FAR)
+    orchestrator.run(orchestrator.sync.catch_up(one))
+    assert holds(one.client, 1, 1)
+    assert one.version == 1
+    assert one.client.calls.count("/init_weight_transfer_engine") == 1
+    one.client.url = orchestrator.clients[0].url  # the publisher finds no other address of this machine
+    orchestrator.pool.late.discard(one)
+    one.admit()
+    sender.publish(Model(2), 2)  # the groups are made anew, with it
+    assert all(holds(client, 2, 2) for client in orchestrator.clients)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [on("/init_weight_transfer_engine", 1, die), on(UPDATE, AFTER_TEST, die), on(UPDATE, AFTER_TEST, corrupt)],
+)
+def test_a_late_instance_of_another_machine_that_fails_meanwhile_leaves_nothing_behind(start, tmp_path, failing):
+    orchestrator = start(1, address=lambda loopback: "127.0.0.1")
+    sender = publisher(orchestrator, "gloo", tmp_path)
+    sender.publish(Model(1), 1)
+    late = orchestrator.late(failing, FAR)
+    began = time.monotonic()
+    with pytest.raises(MetronomeError, match="its connection broke|was corrupted in transit"):
+        orchestrator.run(orchestrator.sync.catch_up(late))
+    assert time.monotonic() - began < TIMEOUT_S
+    transfers = {"connect-weights", "leave-group"}
+    wait_for(lambda: not transfers & {one.name for one in threading.enumerate()}, "the transfer's end", 2 * TIMEOUT_S)
+    orchestrator.run(orchestrator.sync.catch_up(late))
+    assert holds(late.client, 1, 1)
 
 
 @pytest.mark.parametrize(

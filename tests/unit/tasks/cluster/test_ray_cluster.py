@@ -31,7 +31,7 @@ def ray(monkeypatch):
 def followed(parts, logs, growth=None, **keys):
     logs.mkdir(exist_ok=True)
     config = config_of({"cluster.engine": "ray"} | keys)
-    growth = growth or ray_room.Growth(len(parts), 0, None)
+    growth = growth or ray_room.Growth(len(parts), 0, None, run="run")
     return ray_following.Followed(parts=parts, config=config, logs=logs, here=HERE, growth=growth)
 
 
@@ -151,10 +151,11 @@ class RoomOnRay:
         self.free = free
         self.groups = []
         monkeypatch.setattr(ray_room, "ask_for_room", self.ask)
+        monkeypatch.setattr(ray_room, "_holders", lambda: ["another"])
         monkeypatch.setattr(ray_room, "has_room", lambda part: self.settle() or part.group.granted)
         monkeypatch.setattr(ray_room, "give_back", self.give_back)
 
-    def ask(self, parts, strategy, selector=None):
+    def ask(self, parts, strategy, run, selector=None):
         group = SimpleNamespace(wants=len(parts), granted=False)
         self.groups.append(group)
         for part in parts:
@@ -193,7 +194,7 @@ def test_a_run_keeps_no_part_of_its_room_from_others_and_takes_all_once_it_is_th
             room.free += 1  # another run ends
 
     monkeypatch.setattr(ray_room, "give_back", others)
-    ray_room.take_room(nodes, instances, 10.0, HERE)
+    ray_room.take_room(nodes, instances, 10.0, HERE, run="run")
     assert seen == {3}  # it gave back the nodes' room while it waited for the instances'
     assert room.free == 0
     assert all(part.group.granted for part in [*nodes, *instances])
@@ -205,9 +206,9 @@ def test_without_room_the_run_says_what_it_lacks(ray, monkeypatch):
     nodes = [ray_parts.PlacedPart("trainer node 0", {"NPU": 8.0})]
     instances = [ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "serve") for number in range(2)]
     with pytest.raises(DeadlineError) as error:
-        ray_room.take_room(nodes, instances, 0.3, HERE)
+        ray_room.take_room(nodes, instances, 0.3, HERE, run="run")
     wants = "instance-0 (1 CPU), instance-1 (1 CPU)"
-    said = f"Ray has no room for {wants}; free are no devices; waited 0.3 s (cluster.wait_s)"
+    said = f"Ray has no room for {wants}; free are no devices; room is held by another; waited 0.3 s (cluster.wait_s)"
     assert str(error.value) == said
     assert room.groups == []
 
@@ -222,7 +223,7 @@ def test_instances_grow_with_the_cluster_up_to_their_most_and_give_their_room_ba
     monkeypatch.setattr(ray_following, "begin", begun.append)
     monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
 
-    with followed([], tmp_path, ray_room.Growth(1, 3, further)) as follower:
+    with followed([], tmp_path, ray_room.Growth(1, 3, further, run="run")) as follower:
         wait_for(lambda: [part.name for part in begun] == ["instance-1"], "the first", 10)
         room.free += 5
         wait_for(lambda: len(begun) == 2, "the second", 10)
@@ -238,7 +239,7 @@ def test_a_node_that_cant_start_further_instances_is_asked_ever_less_often(ray, 
     now = 0.0
     begun = []
     monkeypatch.setattr(ray_following.time, "monotonic", lambda: now)
-    growth = ray_room.Growth(1, 2, further)
+    growth = ray_room.Growth(1, 2, further, run="run")
     follower = followed([], tmp_path, growth)
 
     def begin(part):
@@ -266,7 +267,7 @@ def test_a_node_that_cant_start_further_instances_is_asked_ever_less_often(ray, 
 
 def test_a_further_instance_that_has_ended_for_good_leaves_its_room_to_others(ray, monkeypatch, tmp_path):
     room = RoomOnRay(monkeypatch, 2)
-    growth = ray_room.Growth(1, 3, further)
+    growth = ray_room.Growth(1, 3, further, run="run")
     part = growth.grown()
     part.actor = actor(stop=b"")
     follower = followed([part], tmp_path, growth)
@@ -288,3 +289,17 @@ def test_the_first_trainer_node_is_not_waited_for_without_end(ray, monkeypatch):
         part = ray_parts.PlacedPart("trainer node 0", {"GPU": 1.0})
         with pytest.raises(shown, match="start(ed)? trainer node 0"), ray_cluster._devices([part], 5.0):
             pass
+
+
+def test_what_fails_at_the_end_keeps_no_process_and_no_room(ray, monkeypatch, tmp_path):
+    done = []
+
+    class Growing:
+        def stop(self):
+            raise ray.exceptions.RayError("the head is gone")
+
+    monkeypatch.setattr(ray_cluster, "end", lambda parts, logs: done.append("ended"))
+    monkeypatch.setattr(ray_cluster, "give_back", lambda parts: done.append("given back"))
+    with pytest.raises(ray.exceptions.RayError, match="the head is gone"), ray_cluster._ending([], Growing(), tmp_path):
+        pass
+    assert done == ["ended", "given back"]
