@@ -37,7 +37,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
     monkeypatch.setattr(
         other_nodes, "_flow_run_during", lambda parameters, **_: asked.append(parameters) or nullcontext()
     )
-    with other_nodes.evaluation_nodes(config, tiny_model, 2, meeting) as place:
+    with other_nodes.evaluation_nodes(config, tiny_model, 2, meeting) as (there, place):
         [given] = asked
 
         def node():
@@ -52,7 +52,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
 
         pool = threading.Thread(target=node, daemon=True)
         pool.start()
-        [row] = evaluate_model(config=config, model=tiny_model, weight_version=5, folder=folder, meeting=place)
+        [row] = evaluate_model(config=there, model=tiny_model, weight_version=5, folder=folder, meeting=place)
     pool.join(60)
     assert not pool.is_alive()
     assert not failed
