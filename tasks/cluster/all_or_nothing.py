@@ -53,8 +53,13 @@ def all_or_nothing(touched: Touched) -> Iterator[None]:
     """Put back what the server had of `touched` if the deploy inside fails or is interrupted. Raises MetronomeError,
     which says why, and what could not be put back and how to repair it. After an interruption, this is logged, and the
     interruption goes on."""
-    with get_client(sync_client=True) as client:
-        before = _Before(client, touched)
+    try:
+        with get_client(sync_client=True) as client:
+            before = _Before(client, touched)
+    except httpx.HTTPError as error:
+        raise MetronomeError(
+            f"nothing is changed, since the Prefect server does not tell what it has: {error}"
+        ) from error
     try:
         yield
     except BaseException as error:

@@ -70,3 +70,14 @@ def test_an_interruption_stays_one_once_all_is_put_back(gate, capsys):
     with pytest.raises(KeyboardInterrupt), all_or_nothing(NOTHING):
         raise KeyboardInterrupt
     assert BACK in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_tell_what_it_has_is_left_alone(gate):
+    begun = []
+    with (
+        temporary_settings({PREFECT_CLIENT_CUSTOM_HEADERS: {"X-Gate": "shut"}}),
+        pytest.raises(MetronomeError, match="nothing is changed, since the Prefect server does not tell .*403"),
+        all_or_nothing(NOTHING),
+    ):
+        begun.append(1)
+    assert begun == []
