@@ -108,8 +108,8 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
 
 def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None:
     """Print the last lines of each of the logs of a run's processes, ordered by time, each after the name of its
-    process; at the end, why the run failed. `follow`: then print new lines until the run has ended. Raises BadInput for
-    an unknown process."""
+    process; at the end, why the run failed or stopped. `follow`: then print new lines until the run has ended. Raises
+    BadInput for an unknown process."""
     positions: dict[Path, int] = {}
     last = -lines
     while True:
@@ -127,7 +127,8 @@ def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None
         for _, line in sorted(found, key=lambda one: one[0]):
             print_page(line)
         if ended and (told := folder.last_failure()) is not None:
-            print_page(f"{'it failed':<14} {': '.join(told)}")
+            stopped = told[0] == "Stopped"
+            print_page(f"{'it stopped' if stopped else 'it failed':<14} {told[1] if stopped else ': '.join(told)}")
         if ended or not follow:
             return
         last = 0

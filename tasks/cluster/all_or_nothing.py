@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.settings import get_current_settings
 
 from engine.errors import MetronomeError
 from engine.run.logs import log_line
@@ -52,21 +51,35 @@ class Touched:
 @contextmanager
 def all_or_nothing(touched: Touched) -> Iterator[None]:
     """Put back what the server had of `touched` if the deploy inside fails or is interrupted. Raises MetronomeError,
-    which says why, and what could not be put back and how to repair it."""
-    with get_client(sync_client=True) as client:
-        before = _Before(client, touched)
+    which says why, and what could not be put back and how to repair it. After an interruption, this is logged, and the
+    interruption goes on."""
+    try:
+        with get_client(sync_client=True) as client:
+            before = _Before(client, touched)
+    except httpx.HTTPError as error:
+        raise MetronomeError(
+            f"nothing is changed, since the Prefect server does not tell what it has: {error}"
+        ) from error
     try:
         yield
     except BaseException as error:
         reason = str(error) or type(error).__name__
         log_line("the deploy has failed: the server is given back what it had")
-        left = before.put_back()
-        if not left:
-            raise MetronomeError(f"{reason}\nNothing is changed: the server has again what it had before.") from error
-        raise MetronomeError(
-            f"{reason}\nNot put back, so that it may be old or new: {'; '.join(left)}. Repair: the same command once "
-            "more, when the server answers; what a whole deploy sets does not depend on what is left of another."
-        ) from error
+        told = _outcome(before.put_back())
+        if not isinstance(error, Exception):
+            log_line(told)
+            raise
+        raise MetronomeError(f"{reason}\n{told}") from error
+
+
+def _outcome(left: Sequence[str]) -> str:
+    """What a failed deploy has changed, if `left` could not be put back."""
+    if not left:
+        return "Nothing is changed: the server has again what it had before."
+    return (
+        f"Not put back, so that it may be old or new: {'; '.join(left)}. Repair: the same command once "
+        "more, when the server answers; what a whole deploy sets does not depend on what is left of another."
+    )
 
 
 class _Before:
@@ -167,14 +180,13 @@ class _Before:
 
 
 def _answers() -> bool:
-    """Whether the server answers within `BACK_S`."""
+    """Whether the server answers within `BACK_S`: to a client of Prefect, which has the user's certificates and
+    headers."""
     deadline = time.monotonic() + BACK_S
     while True:
-        try:
-            if httpx.get(f"{get_current_settings().api.url}/health", timeout=10).is_success:
+        with get_client(httpx_settings={"timeout": 10.0}, sync_client=True) as client:
+            if client.api_healthcheck() is None:
                 return True
-        except httpx.HTTPError:
-            pass
         if time.monotonic() > deadline:
             return False
         time.sleep(1.0)

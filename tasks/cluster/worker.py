@@ -86,10 +86,15 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def keep_going(worker: ProcessWorker) -> None:
+def keep_going(worker: ProcessWorker, stops: asyncio.Event) -> None:
     """Let no request of the worker to its server end it, and with it its runs. What has failed is tried again when the
-    worker asks next: for runs each PREFECT_WORKER_QUERY_SECONDS."""
+    worker asks next: for runs each PREFECT_WORKER_QUERY_SECONDS. Once it `stops`, it takes no run more, which would be
+    ended at once; those that are not resumable would be lost."""
+    ask = worker.get_and_submit_flow_runs
     start = worker._submit_run
+
+    async def ask_or_stop() -> list[FlowRun]:
+        return [] if stops.is_set() else await ask()
 
     async def start_or_leave(run: FlowRun) -> None:
         try:
@@ -100,7 +105,7 @@ def keep_going(worker: ProcessWorker) -> None:
             raise
 
     for name, what, call in (
-        ("get_and_submit_flow_runs", "asking for runs", worker.get_and_submit_flow_runs),
+        ("get_and_submit_flow_runs", "asking for runs", ask_or_stop),
         ("_sync_and_initialize", "telling the server of the worker", worker._sync_and_initialize),
         ("_submit_run", "starting a run", start_or_leave),
         ("_cancel_run", "cancelling a run that has not begun", worker._cancel_run),
@@ -113,7 +118,7 @@ async def _work(worker: ProcessWorker, grace_s: float, healthcheck: bool) -> tup
     asked = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asked.set)
-    keep_going(worker)
+    keep_going(worker, asked)
     flows: dict[psutil.Process, UUID] = {}
     working = asyncio.create_task(worker.start(printer=log_line, with_healthcheck=healthcheck))
     stopping = asyncio.create_task(asked.wait())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 import warnings
@@ -44,6 +45,8 @@ from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused
 
 DIGEST = 32
 """Number of hex digits of a version in MLflow's digest (MLflow accepts up to 36)."""
+NAME_LIMIT = 500
+"""MLflow's limit for the name of a data set, in characters."""
 
 
 def log_datasets(client: mlflow.MlflowClient, run_id: str, found: Mapping[str, Any]) -> None:
@@ -56,8 +59,8 @@ def log_datasets(client: mlflow.MlflowClient, run_id: str, found: Mapping[str, A
     for figures, context in ((found["train"], "training"), (found["heldout"], "evaluation")):
         tags = {"version": figures["version"], "content_hash": figures["content_hash"], "rows": str(figures["rows"])}
         labels = [InputTag(key, value) for key, value in {"mlflow.data.context": context, **tags}.items()]
-        for source in _sources(figures["source"]):
-            dataset = MetaDataset(_source(source), name=_name(source), digest=figures["version"][:DIGEST])
+        for source, name in _named_sources(figures["source"]):
+            dataset = MetaDataset(_source(source), name=name, digest=figures["version"][:DIGEST])
             entries.append(DatasetInput(Dataset(**dataset.to_dict()), labels))
     client.log_inputs(run_id, datasets=entries)
 
@@ -83,15 +86,19 @@ def log_base_model(client: mlflow.MlflowClient, run: Run, path: Path) -> None:
     client.log_inputs(run.info.run_id, models=[LoggedModelInput(model.model_id)])
 
 
-def _sources(source: str) -> list[str]:
-    """The sources of the sets that a report's `source` names. Each has the note of a share that is held out."""
+def _named_sources(source: str) -> list[tuple[str, str]]:
+    """(source, name) of each set that a report's `source` names, both with the note of a share that is held out. Sets
+    whose files are called alike have their paths as names, because MLflow keeps one of those with a name."""
     named, held_out, share = source.partition(" (held out")
-    return [one + held_out + share for one in ([named] if Path(named).exists() else named.split(", "))]
+    found = [one + held_out + share for one in ([named] if os.path.exists(named) else named.split(", "))]
+    names = [_name(one) for one in found]
+    whole = [name if names.count(name) == 1 else one[-NAME_LIMIT:] for one, name in zip(found, names, strict=True)]
+    return list(zip(found, whole, strict=True))
 
 
 def _source(source: str) -> DatasetSource:
     whole = source.partition(" (held out")[0]
-    if "://" not in whole and not Path(whole).exists():
+    if "://" not in whole and not os.path.exists(whole):
         found = dataset_of(whole) if is_hub_id(whole) else HubDataset(whole)
         return HuggingFaceDatasetSource(
             path=found.name, config_name=found.config, split=found.split, revision=found.revision

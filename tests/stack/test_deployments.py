@@ -225,11 +225,12 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     finished = _message(messages, "Metronome: day has finished")
     for part in ("2 steps; reward", "avg@1 ", "version 1 of ", "champion: ", f"/runs/flow-run/{flow_run}"):
         assert part in finished
-    assert finished.endswith('metronome logs "day"')
+    assert finished.endswith(f'metronome logs "{(folder / "day").resolve()}"')
     _check_the_flow_runs_to_prune(environment, folder, flow_run)
     failed = _message(messages, " has failed")
     assert "foo" in failed
     assert f"/runs/flow-run/{refused}" in failed
+    assert failed.endswith("metronome runs")  # it has no folder
 
 
 def _message(messages, subject):

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.config import Config
-from engine.errors import RewardError
+from engine.errors import RewardError, Stopped
 from engine.run.files import append_line, seal, write_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
@@ -107,3 +107,8 @@ def test_the_logs_of_all_processes_are_merged_by_time(said):
     assert any(line.endswith("bad step 2") for line in followed)
     assert followed[-1].startswith("it failed ")
     assert REASON in followed[-1]
+
+
+def test_the_logs_of_a_run_that_a_person_has_stopped_do_not_say_that_it_failed(said, tmp_path):
+    RunFolder(tmp_path / "bad").write_failure(Stopped("ended by SIGTERM"))
+    assert said("logs", "bad").splitlines()[-1] == "it stopped     ended by SIGTERM"

@@ -136,6 +136,34 @@ def test_a_worker_that_ends_by_itself_lets_its_runs_save_and_names_them(loading,
     assert loading.wait(1) == -signal.SIGTERM
 
 
+def test_a_worker_that_is_stopped_takes_no_run_while_its_own_save(monkeypatch):
+    """It would end the run at once, and nothing resumes one without the tag."""
+    saves = "import signal, time; signal.signal(15, lambda *_: (time.sleep(0.5), exit())); print(flush=True)"
+    environment = {"PREFECT__FLOW_RUN_ID": str(RUN)}
+    run = subprocess.Popen([sys.executable, "-c", f"{saves}; time.sleep(60)"], env=environment, stdout=subprocess.PIPE)
+    run.stdout.readline()
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
+    monkeypatch.setattr(watchdog, "send_heartbeat", lambda run, pool: None)
+    taken, lived = [], []
+
+    async def take(*given):
+        taken.append(RUN)
+
+    async def start(printer, with_healthcheck):
+        await stopping.get_and_submit_flow_runs()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            await asyncio.sleep(0.02)
+            lived.append(run.poll() is None)
+            await stopping.get_and_submit_flow_runs()
+
+    parts = dict.fromkeys(("get_and_submit_flow_runs", "_sync_and_initialize", "_submit_run", "_cancel_run"), take)
+    stopping = server([Running()], start=start, **parts)
+    assert asyncio.run(worker._work(stopping, 30.0, False)) == ({RUN}, "")
+    assert sum(lived) > 3
+    assert taken == [RUN]
+
+
 def test_a_run_that_can_not_be_started_now_is_taken_again(capsys):
     """Its slot is free, and it no longer counts as being started."""
 
@@ -150,7 +178,7 @@ def test_a_run_that_can_not_be_started_now_is_taken_again(capsys):
     real = SimpleNamespace(
         _submit_run=refused, _submitting_flow_run_ids={RUN}, _release_limit_slot=freed.append, **parts
     )
-    worker.keep_going(real)
+    worker.keep_going(real, asyncio.Event())
     run = SimpleNamespace(id=RUN)
     assert asyncio.run(real._submit_run(run)) is None
     assert (real._submitting_flow_run_ids, freed) == (set(), [RUN])

@@ -263,6 +263,21 @@ def test_each_of_several_sets_is_a_data_set_of_its_own(output):
     assert str(sets["words, old"]) in logged["words, old.jsonl"]
 
 
+def test_sets_whose_files_are_called_alike_are_all_there_and_there_may_be_many(output):
+    """The names of all together are longer than a path can be."""
+    files = [output / f"{'part' * 20}-{number}/train.jsonl" for number in range(40)]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("{}\n")
+    hashes = {"version": "ab" * 32, "content_hash": "cd" * 32, "rows": 2}
+    found = {"train": {"source": ", ".join(map(str, files)), **hashes}, "heldout": {"source": str(files[0]), **hashes}}
+    config = Config(run=Run(name="alike", output=str(output)))
+    with tracked_run.track_run(config) as run_id:
+        mirror.log_datasets(mlflow.MlflowClient(), run_id, found)
+    logged = {one.dataset.name for one in mlflow.get_run(run_id).inputs.dataset_inputs}
+    assert logged == {*map(str, files), "train.jsonl"}
+
+
 @pytest.fixture(scope="module")
 def run(output):
     """A tracked run with files in its folder, then resumed with other settings."""
