@@ -118,7 +118,8 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         config = _with_addresses(config, here.host, model is None)
         wanted = bundles_of(config, kind, training=model is None)
         nodes = [_node(number, amounts, config, folder) for number, amounts in enumerate(wanted.nodes)]
-        held = PlacedModel.of(model or Path(config.model.path), here.node) if wanted.instances else None
+        served = model or Path(config.model.path)
+        held = PlacedModel.of(served, here.node, once=model is not None) if wanted.instances else None
         make = partial(_instance, config=config, model=held)
         instances = [make(number, amounts) for number, amounts in enumerate(wanted.instances)]
         parts = [*nodes, *instances]

@@ -16,7 +16,18 @@ from engine.errors import DeadlineError, clean_text
 from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import ActorPlace, News
 from engine.run.process import BAD_INPUT
-from tasks.cluster.ray_parts import RANKS, STOP_S, PlacedPart, begin, end, kill, log_of, out_of_reach, write_log
+from tasks.cluster.ray_parts import (
+    RANKS,
+    STOP_S,
+    PlacedPart,
+    begin,
+    end,
+    kill,
+    log_of,
+    out_of_reach,
+    raised_there,
+    write_log,
+)
 from tasks.cluster.ray_room import Growth
 from tasks.console import print_error, say
 
@@ -86,7 +97,9 @@ class Followed:
         try:
             self._look_at(part)
         except ray.exceptions.RayError as error:
-            self._lose(part, f"is lost with its node: {_first_line(error)}")
+            raised = raised_there(error)
+            why = "is lost with its node" if raised is None else f"fails on its node: {type(raised).__name__}"
+            self._lose(part, f"{why}: {_first_line(raised or error)}")
         except Exception as error:  # this thread must go on for the others
             self._lose(part, f"can't be followed: {type(error).__name__}: {_first_line(error)}")
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,20 @@ from typing import Any
 import xxhash
 
 from engine.data.hub import MODEL_FILES
-from engine.errors import BadInput
+from engine.errors import BadInput, DeadlineError
 from engine.run.lock import hold_lock, share_lock
 
 PIECE = 16 * 2**20
 """Bytes of a file that are read or fetched at a time."""
 FETCH_S = 3600.0
 """Seconds without another whole file for which an instance waits while another one fetches the same model."""
+PIECE_S = 300.0
+"""Seconds in which the launcher's node must send a piece. It sends one at a time, to all nodes."""
 UNUSED_S = 7 * 86400.0
 """Seconds after its last use for which a copy is kept."""
+ONCE = ".once"
+"""Ends the name of a copy of an evaluated policy, of which no later evaluation wants one: the next fetch removes it."""
+FETCH = ".fetch"
 LOCK = ".lock"
 
 Digests = Mapping[str, str]
@@ -32,9 +37,15 @@ Digests = Mapping[str, str]
 
 
 def find_digests(folder: Path) -> dict[str, str]:
-    """The digests of a model folder. Raises OSError."""
+    """The digests of a model folder. Raises BadInput if a file can't be read."""
     found = {file.name: file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}
-    return {name: _digest(file) for name, file in sorted(found.items())}
+    digests = {}
+    for name, file in sorted(found.items()):
+        try:
+            digests[name] = _digest(file)
+        except OSError as error:
+            raise BadInput(f"model {folder}: {name} can't be read: {error.strerror}") from None
+    return digests
 
 
 def _digest(file: Path) -> str:
@@ -69,42 +80,60 @@ class PlacedModel:
     """The launcher's."""
     source: Any
     """Its `ModelSource`, an actor."""
+    once: bool = False
+    """Whether it is evaluated once, so that its copies need not stay."""
 
     @classmethod
-    def of(cls, folder: Path, node: str) -> PlacedModel:
-        """Read a model folder, and start an actor on the launcher's `node`, which ends with this process."""
+    def of(cls, folder: Path, node: str, once: bool = False) -> PlacedModel:
+        """Read a model folder, and start an actor on the launcher's `node`, which ends with this process. Raises
+        BadInput as `find_digests`."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         source = ray.remote(ModelSource).options(num_cpus=0, scheduling_strategy=there).remote(str(folder.resolve()))
-        return cls(str(folder.resolve()), find_digests(folder), node, source)
+        return cls(str(folder.resolve()), find_digests(folder), node, source, once)
 
-    def hold(self, node: str) -> tuple[Path, AbstractContextManager[None]]:
-        """As `model_here`, on a node."""
+    def hold(self, node: str) -> tuple[Path, ExitStack]:
+        """As `model_here`, on a node. Raises DeadlineError if the launcher's sends nothing."""
+        if node == self.node:
+            return Path(self.folder), ExitStack()
+        return model_here(self.folder, self.digests, self._piece, self.once)
+
+    def _piece(self, name: str, offset: int) -> bytes:
         import ray
 
-        if node == self.node:
-            return Path(self.folder), nullcontext()
-        return model_here(self.folder, self.digests, lambda *piece: ray.get(self.source.piece.remote(*piece)))
+        try:
+            piece: bytes = ray.get(self.source.piece.remote(name, offset), timeout=PIECE_S)
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"the node where the run began has not sent {self.folder}/{name} from byte {offset} on within "
+                f"{PIECE_S:g} s"
+            ) from None
+        return piece
 
 
 def model_here(
-    folder: str, digests: Digests, read: Callable[[str, int], bytes]
-) -> tuple[Path, AbstractContextManager[None]]:
+    folder: str, digests: Digests, read: Callable[[str, int], bytes], once: bool = False
+) -> tuple[Path, ExitStack]:
     """This node's model: the launcher's `folder` if this node sees the same files there, else a copy of them, fetched
-    by `read` (as `ModelSource.piece`) unless it is there. Also a lock, under which the copy stays. Raises BadInput if
-    what arrives has other digests."""
+    by `read` (as `ModelSource.piece`) unless it is there. The copy stays until the ExitStack is closed. `once`: as in
+    `PlacedModel`. Raises BadInput if what arrives has other digests."""
     if _same(Path(folder), digests):
-        return Path(folder), nullcontext()
-    place = _copies() / hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
+        return Path(folder), ExitStack()
+    name = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
+    place = _copies() / (name + ONCE * once)
     what = f"the copy {place} of {folder}"
-    with hold_lock(place.with_suffix(".fetch"), what, FETCH_S, progress=lambda: _fetched(place)):
+    with (
+        hold_lock(place.with_suffix(FETCH), what, FETCH_S, progress=lambda: _fetched(place)),
+        ExitStack() as held,
+    ):
         if not _same(place, digests):
             _sweep(place)
             _fetch(folder, place, digests, read)
         os.utime(place)
-    return place, share_lock(place.with_suffix(LOCK), what)
+        held.enter_context(share_lock(place.with_suffix(LOCK), what))
+        return place, held.pop_all()
 
 
 def _fetched(place: Path) -> int:
@@ -147,12 +176,22 @@ def _fetch(folder: str, place: Path, digests: Digests, read: Callable[[str, int]
 
 
 def _sweep(place: Path) -> None:
-    """Remove copies that nobody has used for UNUSED_S."""
+    """Remove copies that nobody has used for UNUSED_S, and those for ONCE that nobody uses."""
     for other in place.parent.glob("*"):
-        if other == place or not other.is_dir() or time.time() - other.stat().st_mtime < UNUSED_S:
+        if other == place or not _is_spare(other):
             continue
-        try:
-            with hold_lock(other.with_suffix(LOCK), f"the copy {other}", 0.0):
+        what = f"the copy {other}"
+        with (
+            suppress(BadInput),  # an instance has it open, or is about to
+            hold_lock(other.with_suffix(FETCH), what, 0.0),
+            hold_lock(other.with_suffix(LOCK), what, 0.0),
+        ):
+            if _is_spare(other):  # still
                 shutil.rmtree(other, ignore_errors=True)
-        except BadInput:  # an instance has it open
-            continue
+
+
+def _is_spare(copy: Path) -> bool:
+    try:
+        return copy.is_dir() and (copy.suffix == ONCE or time.time() - copy.stat().st_mtime >= UNUSED_S)
+    except OSError:  # another node of the same home has removed it
+        return False

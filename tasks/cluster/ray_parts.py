@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, clean_text
+from engine.errors import BadInput, DeadlineError, MetronomeError, clean_text
 from engine.run.placed_process import ActorPlace, PlacedProcess
 from engine.wire.access_token import VARIABLE as TOKEN
 from tasks.cluster.ray_models import PlacedModel
@@ -127,10 +127,19 @@ def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:
     try:
         place: ActorPlace = ray.get(part.answer, timeout=wait_s)
     except ray.exceptions.GetTimeoutError:
-        raise DeadlineError(f"Ray has not started {part.name} within {wait_s:g} s (cluster.wait_s)") from None
+        fetched = ", which includes the time to fetch the model" if part.model is not None else ""
+        raise DeadlineError(f"Ray has not started {part.name} within {wait_s:g} s (cluster.wait_s){fetched}") from None
     except ray.exceptions.RayError as error:
-        raise BadInput(f"Ray can't start {part.name}: {clean_text(str(error))}") from None
+        raised = raised_there(error)
+        known = isinstance(raised, (MetronomeError, OSError))
+        raise BadInput(f"Ray can't start {part.name}: {clean_text(str(raised if known else error))}") from None
     return place
+
+
+def raised_there(error: Exception) -> Exception | None:
+    """What the code of an actor has raised, by Ray's error; None if Ray has lost the actor."""
+    found = getattr(error, "cause", None)
+    return found if isinstance(found, Exception) else None
 
 
 def await_start(part: PlacedPart, config: Config, here: ActorPlace) -> None:

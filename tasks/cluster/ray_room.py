@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from engine.errors import DeadlineError
@@ -54,11 +54,12 @@ def take_room(
                 break
             if now - told > SAY_S:
                 told = now
-                say("cluster", f"{_lacking(missing, here)}; the run waits for up to {wait_s:g} s (cluster.wait_s)")
+                why = _lacking(missing, asked, here)
+                say("cluster", f"{why}; the run waits for up to {wait_s:g} s (cluster.wait_s)")
             time.sleep(POLL_S)
         else:
             return
-        lacking = _lacking(missing, here)
+        lacking = _lacking(missing, asked, here)
         give_back([part for parts in asked for part in parts])
         if time.monotonic() > deadline:
             raise DeadlineError(f"{lacking}; waited {wait_s:g} s (cluster.wait_s)")
@@ -146,7 +147,7 @@ class Growth:
         self._most = 0
 
 
-def _lacking(missing: Sequence[Sequence[PlacedPart]], here: ActorPlace) -> str:
+def _lacking(missing: Sequence[Sequence[PlacedPart]], asked: Sequence[Sequence[PlacedPart]], here: ActorPlace) -> str:
     import ray
 
     parts = [part for group in missing for part in group]
@@ -154,16 +155,17 @@ def _lacking(missing: Sequence[Sequence[PlacedPart]], here: ActorPlace) -> str:
     first = parts[0]
     bound = f"; {first.name} must be on this machine ({here.host})" if not first.module else ""
     free = describe_amounts(ray.available_resources()) or "no devices"
-    holders = _holders()
+    holders = _holders({parts[0].group.id for parts in asked})
     held = f"; room is held by {', '.join(holders)}" if holders else ""
     return f"Ray has no room for {wants}{bound}; free are {free}{held}"
 
 
-def _holders() -> list[str]:
-    """The runs with room on the cluster."""
+def _holders(own: Set[Any]) -> list[str]:
+    """The runs with room on the cluster. `own`: ids of the groups of the run that asks, of which it may have a part."""
     from ray.util.placement_group import placement_group_table
 
-    groups = placement_group_table().values()
+    mine = {one.hex() for one in own}
+    groups = [group for identity, group in placement_group_table().items() if identity not in mine]
     names = {group["name"].rpartition("/")[0] for group in groups if group["state"] == "CREATED"}
     return sorted(names - {""})
 

@@ -112,6 +112,24 @@ def test_a_late_instance_of_another_machine_needs_no_file_of_the_snapshot(start,
     assert all(holds(client, 2, 2) for client in orchestrator.clients)
 
 
+def test_a_member_of_the_groups_that_comes_back_over_the_network_is_connected_anew(start, tmp_path):
+    """It has left them for the group of its snapshot."""
+    orchestrator = start(2, address=lambda loopback: "127.0.0.1")
+    sender = publisher(orchestrator, "gloo", tmp_path)
+    sender.publish(Model(1), 1)
+    back = orchestrator.pool.instances[1]
+    here = back.client.url
+    back.exclude("the pool has lost it for a moment")
+    back.begin_catch_up()
+    back.client.url = FAR
+    orchestrator.run(orchestrator.sync.catch_up(back))
+    back.client.url = here
+    back.admit()
+    sender.publish(Model(2), 2)
+    assert all(holds(client, 2, 2) for client in orchestrator.clients)
+    assert orchestrator.clients[0].calls.count(UPDATE) == 1 + 2 * 3  # no transfer has failed first
+
+
 @pytest.mark.parametrize(
     "failing",
     [on("/init_weight_transfer_engine", 1, die), on(UPDATE, AFTER_TEST, die), on(UPDATE, AFTER_TEST, corrupt)],

@@ -101,6 +101,24 @@ def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray,
     assert "Ray can't end instance-0: ValueError: no such actor" in printed.err
 
 
+def test_what_fails_on_a_node_is_said_and_not_that_the_node_is_lost(ray, monkeypatch, tmp_path, capsys):
+    """Ray wraps what an actor raises; the first line of that names the worker's process."""
+    wrapped = ray.exceptions.RayError("ray::_Held.start_with() (pid=7)\n  File ...\nBadInput: m has changed")
+    wrapped.cause = BadInput("m has changed")
+    part = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""}, actor=actor(), answer=raises(wrapped))
+    followed([part], tmp_path)._follow_part(part)
+    part.answer = raises(ray.exceptions.RayError("the actor died"))
+    with pytest.raises(BadInput, match="Ray can't start instance-0: the actor died"):
+        ray_parts.first_place(part, 1.0)
+    followed([part], tmp_path)._follow_part(part)
+    part.answer = raises(wrapped)
+    with pytest.raises(BadInput, match="Ray can't start instance-0: m has changed$"):
+        ray_parts.first_place(part, 1.0)
+    said = capsys.readouterr().out
+    assert "instance-0 fails on its node: BadInput: m has changed; it starts again" in said
+    assert "instance-0 is lost with its node: the actor died; it starts again" in said
+
+
 def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
     part = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""})
     follower = followed([part], tmp_path / "logs")
@@ -145,21 +163,30 @@ def test_a_run_that_may_not_shrink_waits_and_names_the_node(ray, monkeypatch, tm
 
 
 class RoomOnRay:
-    """A cluster with room for a number of bundles, and the requests that it has not answered."""
+    """A cluster with room for a number of bundles, the requests that it has not answered, and another
+    run."""
 
     def __init__(self, monkeypatch, free):
         self.free = free
         self.groups = []
         monkeypatch.setattr(ray_room, "ask_for_room", self.ask)
-        monkeypatch.setattr(ray_room, "_holders", lambda: ["another"])
+        table = SimpleNamespace(placement_group_table=self.table)
+        monkeypatch.setitem(sys.modules, "ray.util.placement_group", table)
         monkeypatch.setattr(ray_room, "has_room", lambda part: self.settle() or part.group.granted)
         monkeypatch.setattr(ray_room, "give_back", self.give_back)
 
     def ask(self, parts, strategy, run, selector=None):
-        group = SimpleNamespace(wants=len(parts), granted=False)
+        group = SimpleNamespace(id=bytes([len(self.groups)]), wants=len(parts), granted=False, name=f"{run}/{strategy}")
         self.groups.append(group)
         for part in parts:
             part.group = group
+
+    def table(self):
+        """As Ray's."""
+        states = {True: "CREATED", False: "PENDING"}
+        ours = {one.id.hex(): {"name": one.name, "state": states[one.granted]} for one in self.groups}
+        others = [("another/1", "CREATED"), ("gone/1", "REMOVED"), ("waits/1", "PENDING"), ("", "CREATED")]
+        return ours | {f"ff{place}": {"name": name, "state": state} for place, (name, state) in enumerate(others)}
 
     def settle(self):
         for group in self.groups:
@@ -206,7 +233,7 @@ def test_without_room_the_run_says_what_it_lacks(ray, monkeypatch):
     nodes = [ray_parts.PlacedPart("trainer node 0", {"NPU": 8.0})]
     instances = [ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "serve") for number in range(2)]
     with pytest.raises(DeadlineError) as error:
-        ray_room.take_room(nodes, instances, 0.3, HERE, run="run")
+        ray_room.take_room(nodes, instances, 0.3, HERE, run="run")  # which has room for its nodes meanwhile
     wants = "instance-0 (1 CPU), instance-1 (1 CPU)"
     said = f"Ray has no room for {wants}; free are no devices; room is held by another; waited 0.3 s (cluster.wait_s)"
     assert str(error.value) == said

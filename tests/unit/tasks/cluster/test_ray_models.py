@@ -1,13 +1,15 @@
 """A node's copy of the launcher's model."""
 
 import os
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from engine.errors import BadInput
+from engine.errors import BadInput, DeadlineError
 from tasks.cluster import ray_models
-from tasks.cluster.ray_models import ModelSource, find_digests, model_here
+from tasks.cluster.ray_models import ModelSource, PlacedModel, find_digests, model_here
 
 
 @pytest.fixture
@@ -70,6 +72,7 @@ def test_copies_that_nobody_uses_go_and_those_in_use_stay(model, tmp_path):
     for kept, text in ((held, "one"), (free, "two")):
         (model / "config.json").write_text(text)
         kept.append(model_here("gone", find_digests(model), read))
+    free[0][1].close()
     with held[0][1]:
         for place, _ in held + free:
             os.utime(place, (0, time.time() - ray_models.UNUSED_S - 60.0))
@@ -77,3 +80,64 @@ def test_copies_that_nobody_uses_go_and_those_in_use_stay(model, tmp_path):
         model_here("gone", find_digests(model), read)
         assert held[0][0].is_dir()
         assert not free[0][0].exists()
+
+
+def test_a_copy_that_is_about_to_be_used_is_not_removed_by_the_fetch_of_another_model(model, monkeypatch):
+    digests = find_digests(model)
+    copy, held = model_here("gone", digests, ModelSource(str(model)).piece)
+    held.close()
+    os.utime(copy, (0, time.time() - ray_models.UNUSED_S - 60.0))
+    same = ray_models._same
+
+    def meanwhile(folder, digests):
+        found = same(folder, digests)
+        if folder == copy:
+            ray_models._sweep(copy.with_name("another"))
+        return found
+
+    monkeypatch.setattr(ray_models, "_same", meanwhile)
+    place, held = model_here("gone", digests, no_read)
+    with held:
+        os.utime(copy, (0, time.time() - ray_models.UNUSED_S - 60.0))
+        ray_models._sweep(copy.with_name("another"))
+        assert find_digests(place) == digests
+
+
+def test_a_node_keeps_one_copy_of_evaluated_policies_and_those_in_use(model):
+    read = ModelSource(str(model)).piece
+    _, trained = model_here("gone", find_digests(model), read)
+    trained.close()
+    places, locks = [], []
+    for text in ("first", "second", "third", "fourth"):
+        (model / "config.json").write_text(text)
+        place, held = model_here("gone", find_digests(model), read, once=True)
+        places.append(place)
+        locks.append(held)
+        if text != "first":
+            held.close()
+    left = {one for one in ray_models._copies().iterdir() if one.is_dir()}
+    assert {place in left for place in places[1:3]} == {False}
+    assert left >= {places[0], places[3]}
+    assert len(left) == 3
+    locks[0].close()
+
+
+def test_a_model_that_cant_be_read_is_bad_input(model):
+    (model / "merges.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(BadInput, match=r"model .*: merges.txt can't be read: Input/output error"):
+        find_digests(model)
+
+
+def test_a_launcher_that_sends_nothing_is_not_waited_for_without_end(model, monkeypatch):
+    late = type("GetTimeoutError", (Exception,), {})
+    asked = []
+
+    def get(answer, timeout=None):
+        asked.append((answer, timeout))
+        raise late
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=SimpleNamespace(GetTimeoutError=late)))
+    source = SimpleNamespace(piece=SimpleNamespace(remote=lambda *piece: piece))
+    with pytest.raises(DeadlineError, match=r"has not sent /gone/config.json from byte 0 on within 300 s"):
+        PlacedModel("/gone", find_digests(model), "here", source).hold("elsewhere")
+    assert asked == [(("config.json", 0), ray_models.PIECE_S)]
