@@ -25,11 +25,11 @@ def model():
     return MODEL
 
 
-def run_recipe(command, folder, **settings):
-    """`metronome run` or `metronome train` of the recipe, to its end."""
+def run_recipe(command, folder, recipe="smollm2", **settings):
+    """`metronome run` or `metronome train` of a recipe, to its end."""
     given = {"run.output": folder, "run.name": "run", **settings}
     arguments = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
-    metronome = [sys.executable, "-c", "from flows.main import main; main()", command, "infra/recipes/smollm2.toml"]
+    metronome = [sys.executable, "-c", "from flows.main import main; main()", command, f"infra/recipes/{recipe}.toml"]
     done = subprocess.run([*metronome, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
@@ -64,3 +64,15 @@ def test_the_recipe_raises_the_accuracy_so_far_that_the_intervals_are_apart(mode
     before, *_, after = read_lines(tmp_path / "run/evaluations.jsonl")
     assert before["problems"] == after["problems"] == 128
     assert before["ci_high"] < after["ci_low"]
+
+
+@pytest.mark.nightly
+def test_the_model_learns_to_call_a_tool(model, tmp_path):
+    """From no valid call at all to most responses."""
+    run_recipe("run", tmp_path, recipe="smollm2_tool")
+    before, *_, after = read_lines(tmp_path / "run/evaluations.jsonl")
+    assert before["problems"] == after["problems"] == 128
+    assert before["pass_ci_high"] < after["pass_ci_low"]
+    steps = list(read_lines(tmp_path / "run/steps.jsonl"))
+    assert steps[0]["reward/valid_calls"] < 0.1
+    assert steps[-1]["reward/valid_calls"] > 0.5
