@@ -92,7 +92,7 @@ class PlacedModel:
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         source = ray.remote(ModelSource).options(num_cpus=0, scheduling_strategy=there).remote(str(folder.resolve()))
-        return cls(str(folder.resolve()), find_digests(folder), node, source, once)
+        return cls(folder=str(folder.resolve()), digests=find_digests(folder), node=node, source=source, once=once)
 
     def hold(self, node: str) -> tuple[Path, ExitStack]:
         """As `model_here`, on a node. Raises DeadlineError if the launcher's sends nothing."""

@@ -115,8 +115,10 @@ def begin(part: PlacedPart) -> None:
         arguments += ["--name", f"{part.name}-{part.starts - 1}" if part.starts > 1 else part.name]
     environment = {name: os.environ[name] for name in (TOKEN, "PYTHONPATH") if name in os.environ}
     given = (part.module, arguments, dict(part.files), environment)
-    start, start_with = part.actor.start, part.actor.start_with
-    part.answer = start.remote(*given) if part.model is None else start_with.remote(part.model, *given)
+    if part.model is None:
+        part.answer = part.actor.start.remote(*given)
+    else:
+        part.answer = part.actor.start_with.remote(part.model, *given)
 
 
 def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:

@@ -292,7 +292,7 @@ def starting(base):
 
     def begin(count=2, staged=False, fixed=PROBE, in_turn=False, address=None, **faults):
         clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Orchestrator(clients, staged, fixed, in_turn, address))
+        started.append(Orchestrator(clients, staged, fixed, in_turn, address=address))
         return started[-1]
 
     yield begin

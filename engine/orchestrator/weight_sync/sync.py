@@ -479,7 +479,7 @@ class WeightSync:
             await load_files(self._calls, instance, version, files)
         else:
             self._participants.connected = []  # it leaves their groups
-            await send_files(self._calls, instance, version, files, self._address)
+            await send_files(self._calls, instance, version, files, address=self._address)
 
     async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
         """Reply whether a late instance needs the snapshot of the version. Waits up to a second for one."""

@@ -15,7 +15,7 @@ from engine.orchestrator.pool.circuit_breaker import LIMIT, CircuitBreaker
 from engine.orchestrator.pool.dispatch import Dispatcher, _Waiter
 from engine.orchestrator.pool.instance import NEXT, WORKING, Instance
 from engine.orchestrator.pool.pool import Pool
-from engine.orchestrator.weight_sync import sync
+from engine.orchestrator.weight_sync import snapshot
 from engine.wire.rollout_messages import Load
 from support.pool_machine import PoolMachine
 from support.virtual_time import virtual
@@ -48,7 +48,7 @@ class Client:
 
 def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_transition(monkeypatch):
     virtual(monkeypatch)
-    monkeypatch.setattr(sync, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
+    monkeypatch.setattr(snapshot, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
     # Hypothesis mixes in constants of the modules that other tests have imported; then the sequences would be others.
     monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda self, *given, **named: None)
     passed = set()
@@ -99,7 +99,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_sequences_find(monkeypatch, mistake):
     virtual(monkeypatch)
-    monkeypatch.setattr(sync, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
+    monkeypatch.setattr(snapshot, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
     monkeypatch.setattr(*MISTAKES[mistake])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(PoolMachine, settings=SEQUENCES)

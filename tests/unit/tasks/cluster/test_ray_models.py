@@ -68,7 +68,8 @@ def test_a_file_that_arrives_with_another_digest_is_refused_by_name(model):
 
 def test_copies_that_nobody_uses_go_and_those_in_use_stay(model, tmp_path):
     read = ModelSource(str(model)).piece
-    held, free = [], []
+    held = []
+    free = []
     for kept, text in ((held, "one"), (free, "two")):
         (model / "config.json").write_text(text)
         kept.append(model_here("gone", find_digests(model), read))
@@ -107,7 +108,8 @@ def test_a_node_keeps_one_copy_of_evaluated_policies_and_those_in_use(model):
     read = ModelSource(str(model)).piece
     _, trained = model_here("gone", find_digests(model), read)
     trained.close()
-    places, locks = [], []
+    places = []
+    locks = []
     for text in ("first", "second", "third", "fourth"):
         (model / "config.json").write_text(text)
         place, held = model_here("gone", find_digests(model), read, once=True)

@@ -144,7 +144,8 @@ def test_a_worker_that_is_stopped_takes_no_run_while_its_own_save(monkeypatch):
     run.stdout.readline()
     monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(watchdog, "send_heartbeat", lambda run, pool: None)
-    taken, lived = [], []
+    taken = []
+    lived = []
 
     async def take(*given):
         taken.append(RUN)
