@@ -415,7 +415,14 @@ def _deploy(tree: Mapping[str, Any]) -> None:
         except subprocess.TimeoutExpired:
             raise MetronomeError(f"prefect deploy did not finish within {DEPLOY_S:.0f} s") from None
     if done.returncode:
-        raise MetronomeError(f"prefect deploy exited with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+        raise MetronomeError(f"prefect deploy exited with {done.returncode}:\n{_reason(done.stdout + done.stderr)}")
+
+
+def _reason(output: str) -> str:
+    """The end of what a command has printed; of a traceback only the error."""
+    lines = output.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    first = next((number for number, line in enumerate(lines) if line and not line[0].isspace()), 0)
+    return "\n".join(lines[first:])[-2000:]
 
 
 def _row(one: Mapping[str, Any]) -> str:

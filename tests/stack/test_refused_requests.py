@@ -168,14 +168,14 @@ def test_a_deploy_that_fails_midway_changes_nothing(environment, deployed, proxy
     changes += ["--notify", "http://127.0.0.1:9/new"]
     before = everything(api)
     for name, only, number in (
-        (deployed, "POST /api/deployments/$", 4),
+        (deployed, "(POST /api/deployments/|PATCH /api/deployments/[^/]+)$", 4),
         ("fresh", "POST /api/deployments/$", 4),
         (deployed, "PUT /api/automations/", 6),
         ("fresh", "POST /api/automations/$", 0),
     ):
         between.spoil(FORBID, number, number, only=only)
         told = deploy(through, "--name", name, *changes)
-        assert len(between.requests) > number, only
+        assert len(between.requests) > number, (only, told.stdout[-2000:])
         assert told.returncode != 0
         assert "Nothing is changed: the server has again what it had before" in told.stderr, told.stderr[-3000:]
         assert "Traceback" not in told.stderr

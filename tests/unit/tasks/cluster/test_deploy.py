@@ -7,6 +7,7 @@ import yaml
 
 from engine.config.recipe import load_config
 from engine.errors import BadInput
+from tasks.cluster import deploy
 from tasks.cluster.deploy import FILE, Choices, read_deployments
 from tasks.cluster.watchdog import TAG
 
@@ -138,3 +139,18 @@ def test_flow_runs_get_the_addresses_of_the_shell_but_no_secret(monkeypatch, tmp
     assert env(pools=tmp_path / "pools.toml") == {}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:word@mlflow:5000")
     assert env() == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            "An error.\nTraceback (most recent call last):\n  File x\n    y\nStatusError: 403\nfor a URL\n",
+            "StatusError: 403\nfor a URL",
+        ),
+        ("no pool\n  of this name\n", "no pool\n  of this name"),
+        ("", ""),
+    ],
+)
+def test_of_a_traceback_only_the_error_is_told(output, reason):
+    assert deploy._reason(output) == reason
