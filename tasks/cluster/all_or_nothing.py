@@ -96,11 +96,22 @@ class _Before:
     def put_back(self) -> list[str]:
         """Put back all of it; returns what could not be, each with its reason."""
         parts: list[Part] = [
-            *((f"work pool {name}", self._pool(name)) for name, old in self._pools.items() if old),
-            *((f"limit {name}", self._limit(name)) for name in self._limits),
+            *(
+                (f"work pool {name}", _fields_back(f"/work_pools/{name}", old, _POOL))
+                for name, old in self._pools.items()
+                if old
+            ),
+            *(
+                (f"limit {name}", _fields_back(f"/v2/concurrency_limits/{name}", old, ("limit",)))
+                for name, old in self._limits.items()
+            ),
             *((f"deployment {name}", self._deployment(name)) for name in self._deployments),
             ("alerts and automations", self._rules),
-            *((f"work pool {name}", self._pool(name)) for name, old in self._pools.items() if not old),
+            *(
+                (f"work pool {name}", _fields_back(f"/work_pools/{name}", old, _POOL))
+                for name, old in self._pools.items()
+                if not old
+            ),
         ]
         if not _answers():
             return [f"{what} (the server does not answer)" for what, _ in parts]
@@ -112,30 +123,6 @@ class _Before:
             except Exception as error:
                 left.append(f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
         return left
-
-    def _pool(self, name: str) -> Callable[[SyncPrefectClient], None]:
-        def put(client: SyncPrefectClient) -> None:
-            path = f"/work_pools/{name}"
-            now = _get(client, path)
-            old = self._pools[name]
-            if old and now != old:
-                _send(client, "PATCH", path, _part(old, _POOL))
-            elif now and not old:
-                _send(client, "DELETE", path)
-
-        return put
-
-    def _limit(self, name: str) -> Callable[[SyncPrefectClient], None]:
-        def put(client: SyncPrefectClient) -> None:
-            path = f"/v2/concurrency_limits/{name}"
-            now = _get(client, path)
-            old = self._limits[name]
-            if old and now and now["limit"] != old["limit"]:
-                _send(client, "PATCH", path, {"limit": old["limit"]})
-            elif now and not old:
-                _send(client, "DELETE", path)
-
-        return put
 
     def _deployment(self, name: str) -> Callable[[SyncPrefectClient], None]:
         def put(client: SyncPrefectClient) -> None:
@@ -177,6 +164,19 @@ class _Before:
                 _send(client, "POST", "/automations/", _part(one, _AUTOMATION) | owner)
             elif _part(there[number], _AUTOMATION) != _part(one, _AUTOMATION):
                 _send(client, "PUT", f"/automations/{number}", _part(one, _AUTOMATION))
+
+
+def _fields_back(path: str, old: JsonObject | None, names: Sequence[str]) -> Callable[[SyncPrefectClient], None]:
+    """Gives what is at a path its old fields, or deletes it if there was nothing."""
+
+    def put(client: SyncPrefectClient) -> None:
+        now = _get(client, path)
+        if now and old and _part(now, names) != _part(old, names):
+            _send(client, "PATCH", path, _part(old, names))
+        elif now and not old:
+            _send(client, "DELETE", path)
+
+    return put
 
 
 def _answers() -> bool:
