@@ -13,7 +13,9 @@ of server and browser per second in which the page is open, in cores.
 
 With --ray, both sides have an orchestrator and INSTANCES instances that join. One side starts them on a Ray cluster of
 one node, which runs for that time only; the other starts the same commands itself. The ratio is the other's step over
-Ray's: below 1, Ray costs time. start_s are the seconds until Ray has started all processes.
+Ray's: below 1, Ray costs time. start_s are the seconds until Ray has started all processes, ray_cores is the CPU time
+of Ray's own processes per second of the run, actors included. With --spare, both sides' runs have one core, and Ray has
+another one.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ WARM_UP = 2
 BLOCK = 20
 STARTING = 3
 INSTANCES = 2
-RAY_SIDE = "import json, sys; from step_time import run_side; run_side(sys.argv[1], json.loads(sys.argv[2]))"
+RAY_SIDE = "import json, sys; from step_time import run_side; run_side(*map(json.loads, sys.argv[1:]))"
 RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
@@ -66,6 +68,7 @@ def main() -> None:
     sides.add_argument("--against", type=Path, help="the other checkout")
     sides.add_argument("--page", action="store_true", help="compare with the page of the run open")
     sides.add_argument("--ray", action="store_true", help="compare with the same processes without Ray")
+    parser.add_argument("--spare", action="store_true", help="with --ray: a core of its own for Ray")
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=14, help="of each run; with --page 160 or more")
     parser.add_argument("--output", type=Path, default=Path("runs/step_time"))
@@ -77,7 +80,7 @@ def main() -> None:
         with_page(output, arguments.steps)
         return
     if arguments.ray:
-        with_ray(output, arguments.pairs, arguments.steps)
+        with_ray(output, arguments.pairs, arguments.steps, arguments.spare)
         return
     ratios = []
     for pair in range(arguments.pairs):
@@ -135,26 +138,34 @@ def with_page(output: Path, steps: int) -> None:
     result({"ratio": median["without"] / median["with"], "step_s": median, "steps": counts, "cores": cores})
 
 
-def with_ray(output: Path, pairs: int, steps: int) -> None:
+def with_ray(output: Path, pairs: int, steps: int, spare: bool) -> None:
     ratios = []
     starts = []
+    cores = []
     for pair in range(pairs):
         seconds = {}
         for side in sorted(("alone", "ray"), reverse=pair % 2 == 0):  # who is first alternates
             settings = {"model.path": str(QUICKSTART_MODEL), "run.output": str(output), "run.name": f"{side}-{pair}"}
             settings |= {"train.steps": steps, "checkpoint.every": 0}
-            found = json.loads(_in_checkout(HOME, RAY_SIDE, side, json.dumps(settings)))
+            found = json.loads(_in_checkout(HOME, RAY_SIDE, *map(json.dumps, (side, settings, spare))))
             seconds[side] = _median_step_s(Path(found["folder"]))
-            starts += [found["start_s"]] if side == "ray" else []
+            if side == "ray":
+                starts.append(found["start_s"])
+                cores.append(found["ray_cores"])
         ratios.append(seconds["alone"] / seconds["ray"])
         told = ", ".join(f"{side} {found:.3f} s" for side, found in sorted(seconds.items()))
-        print(f"pair {pair}: {told}: {ratios[-1]:.3f}; Ray started in {starts[-1]:.1f} s", flush=True)
+        took = f"Ray started in {starts[-1]:.1f} s and took {cores[-1]:.3f} cores"
+        print(f"pair {pair}: {told}: {ratios[-1]:.3f}; {took}", flush=True)
     figures = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-    result({"pairs": pairs, **figures, "start_s": statistics.median(starts)})
+    result({"pairs": pairs, **figures, "start_s": statistics.median(starts), "ray_cores": statistics.median(cores)})
 
 
-def run_side(side: str, settings: dict[str, str | int]) -> None:
-    """Run one side of a pair with --ray, and print its folder and the seconds until all processes had been started."""
+def run_side(side: str, settings: dict[str, str | int], spare: bool) -> None:
+    """Run one side of a pair with --ray. Print its folder, the seconds until all processes had started, and Ray's
+    cores."""
+    ray_cores = 0.0
+    if spare:
+        os.sched_setaffinity(0, [0])
     if side == "alone":
         os.environ[TOKEN] = own_token()
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -188,10 +199,31 @@ def run_side(side: str, settings: dict[str, str | int]) -> None:
             began = time.monotonic()
             with running_on_ray(config, config.folder) as placed:
                 start_s = time.monotonic() - began
+                if spare:
+                    for thread in (one for process in _ray_processes() for one in process.threads()):
+                        os.sched_setaffinity(thread.id, [1])
+                before = _ray_cpu_s()
+                began = time.monotonic()
                 orchestrate(placed.config)
+                ray_cores = (_ray_cpu_s() - before) / (time.monotonic() - began)
         finally:
             cluster.shutdown()
-    print(json.dumps({"folder": str(config.folder), "start_s": start_s}))
+    print(json.dumps({"folder": str(config.folder), "start_s": start_s, "ray_cores": ray_cores}))
+
+
+def _ray_processes() -> list[psutil.Process]:
+    """The processes below this one that are Ray's, with its actors but not what these have started."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.name().startswith("ray::") or any("/ray/" in part for part in process.cmdline()[:3])
+    ]
+
+
+def _ray_cpu_s() -> float:
+    """CPU seconds of Ray's processes so far."""
+    times = [process.cpu_times() for process in _ray_processes()]
+    return sum(one.user + one.system for one in times)
 
 
 class Watched:

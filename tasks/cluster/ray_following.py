@@ -31,8 +31,8 @@ from tasks.cluster.ray_parts import (
 from tasks.cluster.ray_room import Growth
 from tasks.console import print_error, say
 
-LOOK_S = 0.5
-"""Seconds between two looks at the processes."""
+LOOK_S = 2.0
+"""Seconds between two looks at the processes. A look at one costs the launcher and its node a few milliseconds."""
 BACKOFF_S = 1.0
 """Seconds before a process that ended is started again; each further time doubles them."""
 LONGEST_BACKOFF_S = 60.0
