@@ -122,7 +122,7 @@ async def test_the_page_follows_a_run_and_a_models_script_is_text(folder, tmp_pa
             heads = await page.evaluate("document.querySelectorAll('.group details[open] .hint').length")
             assert heads == await page.evaluate("rowsShown[0].turns.length") > 1, value
             assert "model · 4 tokens · trained" in shown
-            assert "environment · 1 tokens · not trained" in shown
+            assert "environment · 1 token · not trained" in shown
         assert EVIL in await page.evaluate("document.querySelector('#notices').innerText")
         assert await page.evaluate("window.hacked === undefined && document.querySelector('img') === null")
         assert "advantage +0.7" in await page.evaluate("document.querySelector('.group summary').innerText")

@@ -20,6 +20,7 @@ const number = value => {
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return size && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(4));
 };
+const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 const duration = seconds => {
   const whole = Math.round(seconds), two = part => String(part).padStart(2, "0"), hours = Math.floor(whole / 3600);
   return (hours ? hours + ":" + two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)) + ":" + two(whole % 60);
