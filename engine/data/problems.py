@@ -118,9 +118,7 @@ def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
         source=source,
         content_hash=content_hash,
         rejected=tuple(rejected),
-        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({counted(gsm8k, 'row')})",)
-        if gsm8k
-        else (),
+        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({counted(gsm8k, 'row')})",) if gsm8k else (),
     )
 
 
