@@ -28,14 +28,15 @@ HEAD, BLOCK, WHOLE, LAST = 7, 32768, 1, 4
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """The config of a run with three steps and an evaluation of an earlier one, for a tracker that is installed."""
+    """The config of a run with three steps and an evaluation of an earlier one, for a tracker that is installed. Its
+    name is the test's, because trackio keeps the folder of a process's first test."""
 
     def make(name, needed=None):
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # trackio reads it when it is imported
         pytest.importorskip(needed or name)
         config = Config(
-            run=Run(name="tried", output=str(tmp_path)), tracking=Tracking(also=(name,)), train=Train(steps=5)
+            run=Run(name=tmp_path.name, output=str(tmp_path)), tracking=Tracking(also=(name,)), train=Train(steps=5)
         )
         config.folder.mkdir()
         for step in range(3):
@@ -122,7 +123,7 @@ def test_trackio_has_them(config_of):
     from trackio.sqlite_storage import SQLiteStorage
 
     assert trackio_rows(config) == [(n, n / 10) for n in range(4)]
-    rows = SQLiteStorage.get_logs("metronome", "tried")
+    rows = SQLiteStorage.get_logs("metronome", config.run.name)
     assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
 
 
@@ -152,13 +153,13 @@ def test_rows_that_trackio_could_not_write_are_given_again(config_of, capsys):
 def test_a_run_of_the_same_name_is_another_run_of_trackio(config_of, tmp_path):
     config = config_of("trackio")
     others.push_once(config)
-    again = config.model_copy(update={"run": Run(name="tried", output=str(tmp_path / "elsewhere"))})
+    again = config.model_copy(update={"run": Run(name=config.run.name, output=str(tmp_path / "elsewhere"))})
     again.folder.mkdir(parents=True)
     add_step(again, 7)
     others.push_once(again)
     from trackio.sqlite_storage import SQLiteStorage
 
-    runs = [run["id"] for run in SQLiteStorage.get_run_records("metronome") if run["name"] == "tried"]
+    runs = [run["id"] for run in SQLiteStorage.get_run_records("metronome") if run["name"] == config.run.name]
     found = [[row["step"] for row in SQLiteStorage.get_logs("metronome", run_id=run)] for run in runs]
     assert sorted(found) == [[0, 1, 2, 2], [7]]
 
