@@ -80,7 +80,7 @@ function accuracy() {
 }
 const CURVES = [
   ["Reward", "mean over the trained responses", [["reward_mean", "trained"], ["reward_tried", "all that were sampled"]], { smooth: true }],
-  ["Accuracy", "avg@k with its 95 % interval, by weight version", accuracy, { each: true }],
+  ["Evaluation", "accuracy, or mean of partial scores: avg@k with its 95 % interval, by weight version", accuracy, { each: true }],
   ["Speed", "trained tokens per second and device", [["tokens_per_s_per_device", "tokens/s/device"]], { smooth: true, zero: true }],
   ["Waiting", "share of a step in which the trainer waits for responses", [["wait_ratio", "waiting"]], { smooth: true, zero: true }],
   ["Response length", "tokens: mean, 90 % quantile, longest", [["response_length_mean", "mean"], ["response_length_p90", "90 %"], ["response_length_max", "longest"]], { zero: true, each: true }],
