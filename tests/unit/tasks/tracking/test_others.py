@@ -67,12 +67,24 @@ def scalars(folder):
 
 
 def wandb_rows(file):
-    """The rows of history in wandb's offline file: after a head of seven bytes, records in the format of LevelDB's log,
-    in blocks of 32 KiB. A record that does not fit into a block is in several parts."""
+    """The rows of history in wandb's offline file, whose last record its process may write a moment after the run has
+    ended."""
+    deadline = time.monotonic() + 30.0
+    while (records := wandb_records(file.read_bytes()))[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, (
+            f"{file} has {len(records)} records after 30 s, the last is not wandb's exit"
+        )
+        time.sleep(0.1)
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def wandb_records(data):
+    """The whole records of a file: after a head of seven bytes, records in the format of LevelDB's log, in blocks of
+    32 KiB. A record that does not fit into a block is in several parts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data = file.read_bytes()
-    rows = []
+    records = [Record()]
     parts = b""
     place = HEAD
     while place + HEAD <= len(data):
@@ -80,16 +92,14 @@ def wandb_rows(file):
         if kind == 0 or BLOCK - place % BLOCK < HEAD:  # the rest of the block is empty
             place += BLOCK - place % BLOCK
             continue
+        if place + HEAD + length > len(data):  # not yet written
+            break
         parts += data[place + HEAD : place + HEAD + length]
         place += HEAD + length
-        if kind not in (WHOLE, LAST):
-            continue
-        record = Record.FromString(parts)
-        parts = b""
-        if record.WhichOneof("record_type") == "history":
-            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
-    assert not parts, "the last record is whole"
-    return rows
+        if kind in (WHOLE, LAST):
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
 
 
 def trackio_rows(config):
