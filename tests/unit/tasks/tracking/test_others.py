@@ -72,7 +72,7 @@ def wandb_rows(file):
     deadline = time.monotonic() + 30.0
     while (records := wandb_records(file.read_bytes()))[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < deadline, (
-            f"{file} has {len(records)} records after 30 s, the last is not wandb's exit"
+            f"{file} has {len(records)} records after 30 s, no exit"
         )
         time.sleep(0.1)
     rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
