@@ -106,12 +106,11 @@ def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
     expected = found["expected"]
     done = f"{step}/{counted(steps, 'step')}"
     groups = counted(expected, "group")
-    running = counted(found.get("running", 0), "response")
     text = f"{done}; in the next: {found['trained']} of {groups} trained"
     if not found["arrived"]:
         text = (
             f"{done}; in the next: waiting for the first of {groups}; "
-            f"{running} under way, {found.get('tokens_per_s', 0):,} tokens/s"
+            f"{found.get('running', 0)} in flight, {found.get('tokens_per_s', 0):,} tokens/s"
         )
     elif found["trained"] < found["arrived"] or found["arrived"] < expected:
         text += f", {found['arrived']} sampled"

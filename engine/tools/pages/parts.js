@@ -125,7 +125,7 @@ class Chart {
       const grid = { stroke: css("--line"), width: 1 }, axis = { stroke: () => css("--muted"), grid, ticks: grid, font: "12px system-ui" };
       this.plot = new uPlot({
         width: this.place.clientWidth || 380, height: 190, bands,
-        scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
+        scales: { x: { time: false, range: (_, low, high) => low === high ? [low, low + 1] : [low, high] }, y: { range: (_, low, high) => this.range(low, high) } },
         cursor: { sync: { key: this.options.x || "step" }, drag: { x: true, y: false } },
         axes: [{ ...axis, ...(this.options.x ? {} : { incrs: INTEGERS }), size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(tickText) }],
         series: [{ label: this.options.x || "step", value: (_, value) => value === null ? "" : String(+value.toPrecision(6)) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],

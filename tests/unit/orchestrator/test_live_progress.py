@@ -20,7 +20,7 @@ def test_how_far_a_step_is():
         ({"ready": True, "done": 50}, "the last checkpoint and the policy are written", 1.0),
         (
             STEP | {"arrived": 0, "trained": 0},
-            "12/50 steps; in the next: waiting for the first of 32 groups; 16 responses under way, 1,234 tokens/s",
+            "12/50 steps; in the next: waiting for the first of 32 groups; 16 in flight, 1,234 tokens/s",
             0.24,
         ),
         (STEP | {"arrived": 9, "trained": 4}, "12/50 steps; in the next: 4 of 32 groups trained, 9 sampled", 0.2425),
