@@ -59,7 +59,7 @@ const key = (box, entries) => {
 
 function table(parent, columns, rows) {
   const element = add(parent, "table"), head = add(element, "tr");
-  const kind = value => /^[-+]?[\d.,]+%?( |$)/.test(value) ? { class: "number" } : {};
+  const kind = value => /^[-+]?[\d.,]+(e[-+]?\d+)?%?( |$)/.test(value) ? { class: "number" } : {};
   columns.forEach((name, place) => add(head, "th", name, place && rows.every(row => kind(row[place]).class || row[place] === "") ? { class: "number" } : {}));
   for (const row of rows) {
     const line = add(element, "tr");

@@ -71,9 +71,7 @@ def wandb_rows(file):
     ended."""
     deadline = time.monotonic() + 30.0
     while (records := wandb_records(file.read_bytes()))[-1].WhichOneof("record_type") != "exit":
-        assert time.monotonic() < deadline, (
-            f"{file} has {len(records)} records after 30 s, no exit"
-        )
+        assert time.monotonic() < deadline, f"{file} has {len(records)} records after 30 s, no exit"
         time.sleep(0.1)
     rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
     return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
