@@ -227,13 +227,13 @@ def _facts(settings: JsonObject) -> JsonObject:
     train, rollout, algorithm = (settings.get(table, {}) for table in ("train", "rollout", "algorithm"))
     if not settings:
         return {}
-    prompts, responses = train.get("prompts_per_step", 0), rollout.get("group_size", 0)
-    batch = f"{counted(prompts, 'prompt')} × {counted(responses, 'response')}"
+    prompts = counted(train.get("prompts_per_step", 0), "prompt")
+    responses = counted(rollout.get("group_size", 0), "response")
     return {
         "model": str(settings.get("model", {}).get("path", "")),
         "data": str(settings.get("data", {}).get("train", "")),
         "mode": str(train.get("mode", "")),
-        "a step": batch,
+        "a step": f"{prompts} × {responses}",
         "algorithm": f"{algorithm.get('advantage')}, {algorithm.get('loss')}",
     }
 

@@ -22,8 +22,11 @@ EVALUATION = {
     **{"step": 2, "weight_version": 2, "benchmark": "held out", "problems": 4, "samples": 2, "avg_at_k": 0.5},
     **{"pass_at_k": 0.75, "ci_low": 0.2, "ci_high": 0.8, "table": "evaluations/step-2.jsonl"},
 }
-HEAD, BLOCK, WHOLE, LAST = 7, 32768, 1, 4
-"""Of wandb's file: bytes of a head, and of a block; kinds of a part that ends a record."""
+HEAD = 7
+BLOCK = 32768
+"""Bytes of a head and of a block in wandb's file."""
+ENDS = (1, 4)
+"""Kinds of a part with which a record ends: it is whole, or the last one."""
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def wandb_records(data):
             break
         parts += data[place + HEAD : place + HEAD + length]
         place += HEAD + length
-        if kind in (WHOLE, LAST):
+        if kind in ENDS:
             records.append(Record.FromString(parts))
             parts = b""
     return records
