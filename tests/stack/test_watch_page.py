@@ -71,7 +71,8 @@ def folder(tmp_path):
     scores = (Score(1.0, detail=EVIL), Score(0.0))
     group = Group(step=0, index=0, prompt=Prompt("p", EVIL, EVIL, ()), responses=(made, made), scores=scores)
     for step in range(0, STEPS, 10):
-        folder.add_samples(step, [group], pieces=pieces, advantages={0: {0: 0.7, 1: -0.7}})
+        texts = {"decode": lambda ids: "".join(pieces(ids)), "pieces": pieces}
+        folder.add_samples(step, [group], advantages={0: {0: 0.7, 1: -0.7}}, **texts)
     append_line(folder.evaluations, EVALUATION | {"benchmark": EVIL, "weight_version": 0})
     append_line(folder.notices, {"stage": "rewards", "text": EVIL, "at": 1.0})
     return folder
