@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from engine.errors import MetronomeError, counted
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import append_line, read_json, read_lines, seal, write_json
 from engine.run.folder import RunFolder
+from engine.run.progress import Progress, write_progress
 from tasks import console
 
 START = "the start of the flow"
@@ -31,6 +33,7 @@ class Stages:
         self.resumed = resumed
         self._fence = folder.fence
         self._file = folder.stages
+        self._progress = folder.progress
         repair = "delete it to repeat finished stages"
         there = self._file.exists()
         self.done = read_json(self._file, "which stages are done", repair, sealed=True) if there else {}
@@ -46,6 +49,18 @@ class Stages:
             self._write()
         found: Result = self.done[name]
         return found
+
+    @contextlib.contextmanager
+    def shown(self, name: str) -> Iterator[None]:
+        """During the body, who looks at the run folder sees this stage. Training writes its progress there itself."""
+        if not self._fence.is_passed:
+            with contextlib.suppress(OSError):  # nothing depends on it
+                write_progress(self._progress, Progress(name))
+        try:
+            yield
+        finally:
+            if not self._fence.is_passed:
+                self._progress.unlink(missing_ok=True)
 
     def forget_stages(self, *names: str) -> None:
         """Remove stages, so that they run again."""
@@ -106,7 +121,9 @@ class RunStage:
         if self.text is None:
             self._result(run)
             return
-        with console.print_stage(self.name.partition(" version ")[0]) as say:
+        name = self.name.partition(" version ")[0]
+        shown = contextlib.nullcontext() if self is TRAIN else run.finished.shown(name)
+        with console.print_stage(name) as say, shown:
             say(self.text(self._result(run)))
 
     def stored_name(self, run: EnteredRun) -> str:

@@ -7,6 +7,8 @@ import pytest
 from engine.errors import MetronomeError
 from engine.run.files import seal
 from engine.run.folder import RunFolder
+from engine.run.progress import Progress
+from engine.run.progress import read_progress as read_text
 from tasks.finished_stages import Stages, count_attempt, read_progress
 
 
@@ -58,3 +60,14 @@ def test_progress_begins_a_new_count(folder):
     count_attempt(folder, "flow", 0, "killed")
     with pytest.raises(MetronomeError, match=r"1 stage done, checkpoint after 8 steps.*run\.resumes = 0"):
         count_attempt(folder, "flow", 0, "killed")
+
+
+def test_who_looks_at_the_folder_sees_the_stage_that_runs(folder):
+    folder.logs.mkdir()
+    stages = Stages(folder)
+    with stages.shown("convert"):
+        assert read_text(folder.progress) == Progress("convert")
+    assert read_text(folder.progress) is None
+    folder.logs.rmdir()
+    with stages.shown("convert"):  # a folder that can't be written fails nothing
+        pass
