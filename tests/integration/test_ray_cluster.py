@@ -19,7 +19,7 @@ from support.runs import ROOT, Tree, config_of, overrides, wait_for
 from support.transferqueue import EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
 from tasks.cluster import ray_cluster as ray_cluster_of
-from tasks.cluster.ray_models import PlacedModel, find_digests
+from tasks.cluster.ray_models import PlacedModel, find_digests, model_here
 from tasks.cluster.ray_parts import MODEL, PlacedPart, begin, end, first_place
 from tasks.cluster.ray_room import give_back, take_room
 
@@ -232,7 +232,11 @@ def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
     assert head.startswith(warned[0])
 
 
-def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, tiny_model):
+def test_a_node_without_the_model_fetches_it_through_ray_also_after_its_source_has_died(
+    monkeypatch, tmp_path, tiny_model
+):
+    import ray
+
     with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         cluster.add_node(num_cpus=4, object_store_memory=80_000_000)
@@ -241,9 +245,33 @@ def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, 
             far = replace(model, folder=str(tmp_path / "not there"))
             part = PlacedPart("instance-0", {"CPU": 2.0}, "http.server", ["--directory", MODEL, "0"], model=far)
             take_room([], [part], 60.0, here, run="far")
-            begin(part)
-            assert first_place(part, 120.0).node != here.node
-            end([part], tmp_path, grace_s=0.0)
+            for _ in range(2):
+                begin(part)
+                assert first_place(part, 120.0).node != here.node
+                end([part], tmp_path, grace_s=0.0)
+                (copy,) = [one for one in (tmp_path / "metronome/models").iterdir() if one.is_dir()]
+                assert find_digests(copy) == find_digests(tiny_model) != {}
+                shutil.rmtree(copy)
+                ray.kill(model.source, no_restart=False)  # as the kernel does where memory is short
             give_back([part])
-    (copy,) = [one for one in (tmp_path / "metronome/models").iterdir() if one.is_dir()]
-    assert find_digests(copy) == find_digests(tiny_model) != {}
+
+
+def test_a_fetch_goes_on_while_the_actor_that_sends_the_model_dies(monkeypatch, tmp_path, tiny_model):
+    import ray
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    killed = []
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            model = PlacedModel.of(tiny_model, here.node)
+
+            def read(name, offset):
+                if len(killed) < 2:
+                    killed.append(name)
+                    ray.kill(model.source, no_restart=False)
+                return model._piece(name, offset)
+
+            place, held = model_here("gone", model.digests, read)
+            with held:
+                assert find_digests(place) == model.digests
+    assert len(killed) == 2
