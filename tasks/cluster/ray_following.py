@@ -1,12 +1,14 @@
 """A thread that follows the processes of a run on a Ray cluster: it copies their logs into the run folder, starts again
-what has died, and takes more instances while the cluster has room for them."""
+what has died, and takes more instances while the cluster has room for them. Another one looks at Ray itself."""
 
 from __future__ import annotations
 
 import math
+import signal
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +18,7 @@ from engine.errors import BadInput, DeadlineError, MetronomeError, clean_text
 from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import ActorPlace, News
 from engine.run.process import BAD_INPUT
+from engine.wire.address import split_address
 from tasks.cluster.ray_parts import (
     RANKS,
     STOP_S,
@@ -44,6 +47,10 @@ SAY_S = 30.0
 NEVER_AGAIN = "is not started again"
 ANSWER_S = 10.0
 """Seconds in which an actor must answer that lives."""
+TOUCH_S = 2.0
+"""Seconds between two looks at Ray itself, and in which it must answer."""
+SILENCES = 10
+"""Number of looks in a row without an answer after which Ray is lost."""
 SPARE_S = 60.0
 """Seconds that Ray has to find another node for lost trainer ranks before a run goes on with fewer
 (cluster.least_nodes)."""
@@ -273,6 +280,62 @@ class Followed:
             f"{what}; the run goes on with parallel.nodes = {layout.nodes} and parallel.data = {layout.data} "
             "(cluster.least_nodes)",
         )
+
+
+class RayWatch:
+    """A thread that looks whether what a run needs of Ray is there: the head, which knows all nodes, and the node of
+    this machine. Without either Ray ends all of the run, or never starts anything again.
+
+    Once one of them is lost it sends SIGTERM to this process, which has one way to end from wherever it is, so that the
+    trainer saves a checkpoint. The body then raises MetronomeError.
+    """
+
+    def __init__(self, watched: Mapping[str, str], note: Callable[[Exception], None] = lambda error: None) -> None:
+        """`watched`: addresses "host:port", by what listens there. `note` gets the error before it is raised. Only the
+        main thread may enter it."""
+        self._watched = watched
+        self._note = note
+        self._silent = dict.fromkeys(watched, 0)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="ray", daemon=True)
+        self.lost = ""
+        """What is lost; empty while nothing is."""
+
+    def __enter__(self) -> RayWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if kind is not None and self.lost:
+            lost = MetronomeError(f"{self.lost}, and without it Ray runs nothing: resume the run on another cluster")
+            self._note(lost)
+            raise lost from None
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(TOUCH_S):
+            for name, address in self._watched.items():
+                self._silent[name] = 0 if _answers(address) else self._silent[name] + 1
+            name = max(self._silent, key=self._silent.__getitem__)
+            if self._silent[name] >= SILENCES:
+                self.lost = (
+                    f"{name} ({self._watched[name]}) has not answered {SILENCES} times in {SILENCES * TOUCH_S:g} s"
+                )
+                say("cluster", f"{self.lost}; the run ends")
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                return
+
+
+def _answers(address: str) -> bool:
+    host, port = split_address(address, "Ray's address")
+    try:
+        socket.create_connection((host, port), timeout=TOUCH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,11 @@
 """What follows from the news of a process that Ray placed. Ray itself is in tests/integration/test_ray_cluster.py."""
 
 import re
+import signal
+import socket
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -383,6 +387,43 @@ def test_what_fails_at_the_end_keeps_no_process_and_no_room(ray, monkeypatch, tm
 
     monkeypatch.setattr(ray_cluster, "end", lambda parts, logs: done.append("ended"))
     monkeypatch.setattr(ray_cluster, "give_back", lambda parts: done.append("given back"))
-    with pytest.raises(ray.exceptions.RayError, match="the head is gone"), ray_cluster._ending([], Growing(), tmp_path):
+    there = SimpleNamespace(lost="")
+    with (
+        pytest.raises(ray.exceptions.RayError, match="the head is gone"),
+        ray_cluster._ending([], Growing(), tmp_path, there),
+    ):
         pass
     assert done == ["ended", "given back"]
+    with ray_cluster._ending([], Growing(), tmp_path, SimpleNamespace(lost="the head")):
+        pass
+    assert done[2:] == ["ended"]
+
+
+@pytest.fixture
+def sigterm():
+    """A handler like the one of the command line."""
+
+    def handle(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, capsys, sigterm):
+    monkeypatch.setattr(ray_following, "TOUCH_S", 0.05)
+    monkeypatch.setattr(ray_following, "SILENCES", 3)
+    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_server(("127.0.0.1", 0)) as node:
+        named = {
+            name: f"127.0.0.1:{there.getsockname()[1]}" for name, there in (("the head", head), ("the node", node))
+        }
+        said = re.escape(f"the node ({named['the node']}) has not answered 3 times in 0.15 s")
+        began = time.monotonic()
+        threading.Timer(0.5, node.close).start()
+        with pytest.raises(MetronomeError, match=f"{said}, and .*: resume the run"), ray_following.RayWatch(named):
+            time.sleep(60.0)
+        assert 0.5 < time.monotonic() - began < 30.0
+        assert re.search(f"{said}; the run ends", capsys.readouterr().out)
+        with pytest.raises(ValueError, match="its own"), ray_following.RayWatch({"the head": named["the head"]}):
+            raise ValueError("its own")
