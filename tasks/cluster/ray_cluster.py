@@ -41,6 +41,9 @@ from tasks.fenced import run_folder
 
 PORTS = range(20_000, 30_000)
 """Ports from which one is chosen, below those of outgoing connections."""
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray ends this process without a word once its head is gone for so many seconds. Its own 60 are too few: `RayWatch`
+ends the run, and a checkpoint may take minutes."""
 ASKED_S = 60.0
 """Seconds in which a node must say whether it has vLLM."""
 
@@ -181,6 +184,7 @@ def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path, watch: RayW
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
     """Join the cluster during the body. Yields this machine's place in it."""
+    os.environ.setdefault(RECONNECT, "3600")
     try:
         import ray
     except ImportError:

@@ -296,12 +296,14 @@ class RayWatch:
         self._watched = watched
         self._note = note
         self._silent = dict.fromkeys(watched, 0)
+        self._entered = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="ray", daemon=True)
         self.lost = ""
         """What is lost; empty while nothing is."""
 
     def __enter__(self) -> RayWatch:
+        self._entered = threading.get_ident()
         self._thread.start()
         return self
 
@@ -325,7 +327,7 @@ class RayWatch:
                     f"{name} ({self._watched[name]}) has not answered {SILENCES} times in {SILENCES * TOUCH_S:g} s"
                 )
                 say("cluster", f"{self.lost}; the run ends")
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                signal.pthread_kill(self._entered, signal.SIGTERM)
                 return
 
 
