@@ -33,6 +33,7 @@ from tasks.cluster.ray_parts import (
 )
 from tasks.cluster.ray_room import Growth
 from tasks.console import print_error, say
+from tasks.interruption import is_stopping
 
 LOOK_S = 0.5
 """Seconds between two looks at the processes."""
@@ -287,7 +288,7 @@ class RayWatch:
     this machine. Without either Ray ends all of the run, or never starts anything again.
 
     Once one of them is lost it sends SIGTERM to this process, which has one way to end from wherever it is, so that the
-    trainer saves a checkpoint. The body then raises MetronomeError.
+    trainer saves a checkpoint. The body then raises MetronomeError. A process that is ending is left alone.
     """
 
     def __init__(self, watched: Mapping[str, str], note: Callable[[Exception], None] = lambda error: None) -> None:
@@ -297,6 +298,8 @@ class RayWatch:
         self._note = note
         self._silent = dict.fromkeys(watched, 0)
         self._entered = 0
+        self._ends = False
+        """Whether it has sent the signal."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="ray", daemon=True)
         self.lost = ""
@@ -312,7 +315,7 @@ class RayWatch:
     ) -> None:
         self._ended.set()
         self._thread.join()
-        if kind is not None and self.lost:
+        if kind is not None and self._ends:
             lost = MetronomeError(f"{self.lost}, and without it Ray runs nothing: resume the run on another cluster")
             self._note(lost)
             raise lost from None
@@ -326,8 +329,10 @@ class RayWatch:
                 self.lost = (
                     f"{name} ({self._watched[name]}) has not answered {SILENCES} times in {SILENCES * TOUCH_S:g} s"
                 )
-                say("cluster", f"{self.lost}; the run ends")
-                signal.pthread_kill(self._entered, signal.SIGTERM)
+                if not is_stopping():
+                    self._ends = True
+                    say("cluster", f"{self.lost}; the run ends")
+                    signal.pthread_kill(self._entered, signal.SIGTERM)
                 return
 
 

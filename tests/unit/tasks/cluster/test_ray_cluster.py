@@ -14,6 +14,7 @@ from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import ActorPlace, News
 from support.runs import config_of, wait_for
+from tasks import interruption
 from tasks.cluster import ray_cluster, ray_following, ray_parts, ray_room
 
 HERE = ActorPlace("node", "10.0.0.1", {}, 0)
@@ -427,3 +428,7 @@ def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, c
         assert re.search(f"{said}; the run ends", capsys.readouterr().out)
         with pytest.raises(ValueError, match="its own"), ray_following.RayWatch({"the head": named["the head"]}):
             raise ValueError("its own")
+        monkeypatch.setattr(interruption._command, "stops", True)  # it saves a checkpoint, which no signal may end
+        with ray_following.RayWatch({"the node": named["the node"]}) as watch:
+            wait_for(lambda: watch.lost, "the loss", 30)
+            time.sleep(0.2)
