@@ -184,7 +184,7 @@ def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path, watch: RayW
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
     """Join the cluster during the body. Yields this machine's place in it."""
-    os.environ.setdefault(RECONNECT, "3600")
+    os.environ.setdefault(RECONNECT, "1800")
     try:
         import ray
     except ImportError:
