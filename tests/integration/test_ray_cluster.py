@@ -320,9 +320,9 @@ def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
 def test_a_node_without_the_model_fetches_it_through_ray_also_after_its_source_has_died(
     monkeypatch, tmp_path, tiny_model
 ):
-    import ray
-
     with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        import ray  # which reads the token
+
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         cluster.add_node(num_cpus=4, object_store_memory=80_000_000)
         with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
@@ -342,11 +342,11 @@ def test_a_node_without_the_model_fetches_it_through_ray_also_after_its_source_h
 
 
 def test_a_fetch_goes_on_while_the_actor_that_sends_the_model_dies(monkeypatch, tmp_path, tiny_model):
-    import ray
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     killed = []
     with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        import ray  # which reads the token
+
         with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
             model = PlacedModel.of(tiny_model, here.node)
 
