@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BadInput, DeadlineError
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.folder import RunFolder
 from engine.run.vllm_command import PYTHON
 from support.brake import braked, slow_down
@@ -158,7 +159,8 @@ def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_clust
         with Command(tmp_path, on_ray(exact, first, "ray")) as command:
             wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)
             slow_down(tmp_path, 8)
-            own, other = Tree(command.process.pid), Tree(first.nodes[1].pid)
+            own = Tree(command.process.pid)
+            other = Tree(first.nodes[1].pid)
             if dies == "the head":
                 lost = kill_tree(first.nodes[0])
             else:
@@ -175,7 +177,9 @@ def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_clust
             print(f"{dies}: all actors ended after {time.monotonic() - began:.1f} s")
     (told,) = re.findall(r"(?m)^error: .*", command.output)
     assert re.search(r"Ray's (head|node on this machine) \(\S+\) has not answered .*: resume the run", told)
-    assert len(steps(tmp_path, "ray")) < 8
+    done = len(steps(tmp_path, "ray"))
+    assert done < 8
+    assert step_of(latest_checkpoint(tmp_path / "ray/checkpoints")) == done  # it saved one when it ended
     slow_down(tmp_path, 0)
     with started_cluster(monkeypatch, [1, 4]) as second:
         with Command(tmp_path, on_ray(exact, second, "ray"), "--resume") as command:

@@ -56,12 +56,12 @@ class StartedCluster:
         """`cpus`: those of each node, the first of which is the head."""
         self.address = f"127.0.0.1:{two_neighbours()}"
         host, port = self.address.split(":")
-        self.nodes = [start_ray(cpus[0], "--head", "--port", port, "--include-dashboard", "false")]
+        self.nodes = [start_ray(cpus[0], ["--head", "--port", port, "--include-dashboard", "false"])]
         wait_for(lambda: _listens(host, int(port)), "Ray's head", 120)
-        self.nodes += [start_ray(number, "--address", self.address) for number in cpus[1:]]
+        self.nodes += [start_ray(number, ["--address", self.address]) for number in cpus[1:]]
 
 
-def start_ray(cpus, *arguments, before=(), **environment):
+def start_ray(cpus, arguments, before=(), **environment):
     """The process of `ray start` for a node."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--num-cpus", str(cpus)]
     command += ["--object-store-memory", "80000000", "--block"]
@@ -108,7 +108,7 @@ def node_without(cluster, folders, cache):
     process."""
     hidden = " && ".join(f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in folders)
     before = ["unshare", "--mount", "sh", "-c", f'{hidden} && exec "$0" "$@"']
-    node = start_ray(4, "--address", cluster.address, before=before, XDG_CACHE_HOME=str(cache))
+    node = start_ray(4, ["--address", cluster.address], before=before, XDG_CACHE_HOME=str(cache))
     try:
         wait_for(lambda: len(alive(cluster)) == 1 + len(cluster.list_all_nodes()), "the node", 120)
         yield node
