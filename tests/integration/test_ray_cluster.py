@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from engine.errors import BadInput, DeadlineError
-from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.folder import RunFolder
 from engine.run.vllm_command import PYTHON
 from support.brake import braked, slow_down
@@ -149,9 +148,8 @@ def test_a_node_with_an_instance_and_a_storage_unit_dies_and_all_bits_are_those_
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
 
 
-@pytest.mark.parametrize("dies", ["the head", "the raylet beside it"])
 def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_cluster_with_the_same_bits(
-    exact, tmp_path, monkeypatch, dies
+    exact, tmp_path, monkeypatch
 ):
     exact |= {"train.steps": 8, "checkpoint.every": 2, "reward.function": braked(tmp_path, 0)}
     run(exact | {"run.name": "alone"}, tmp_path)
@@ -161,25 +159,18 @@ def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_clust
             slow_down(tmp_path, 8)
             own = Tree(command.process.pid)
             other = Tree(first.nodes[1].pid)
-            if dies == "the head":
-                lost = kill_tree(first.nodes[0])
-            else:
-                lost = Tree(first.nodes[0].pid)
-                lost.processes[0].suspend()  # it would end the head as well
-                lost.named("raylet/raylet").kill()
+            lost = kill_tree(first.nodes[0])
             began = time.monotonic()
             assert command.process.wait(300) == 1, command.output
             ended_s = time.monotonic() - began
             assert own.left() == []
             assert [line for tree in (other, lost) for _, line in tree.command_lines() if "engine." in line] == []
-            print(f"{dies}: the run ended after {ended_s:.1f} s")
+            print(f"the run ended after {ended_s:.1f} s")
             wait_for(lambda: not [1 for _, line in other.command_lines() if "_Held" in line], "the actors' end", 120)
-            print(f"{dies}: all actors ended after {time.monotonic() - began:.1f} s")
+            print(f"all actors ended after {time.monotonic() - began:.1f} s")
     (told,) = re.findall(r"(?m)^error: .*", command.output)
     assert re.search(r"Ray's (head|node on this machine) \(\S+\) has not answered .*: resume the run", told)
-    done = len(steps(tmp_path, "ray"))
-    assert done < 8
-    assert step_of(latest_checkpoint(tmp_path / "ray/checkpoints")) == done  # it saved one when it ended
+    assert len(steps(tmp_path, "ray")) < 8
     slow_down(tmp_path, 0)
     with started_cluster(monkeypatch, [1, 4]) as second:
         with Command(tmp_path, on_ray(exact, second, "ray"), "--resume") as command:
