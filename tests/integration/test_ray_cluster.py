@@ -178,15 +178,6 @@ def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_clust
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
 
 
-def test_a_run_that_waits_for_room_ends_with_the_head(exact, tmp_path, monkeypatch):
-    with started_cluster(monkeypatch, [1]) as cluster:
-        with Command(tmp_path, on_ray(exact, cluster, "ray")) as command:
-            command.wait_for(r"Ray has no room for instance-0 .*; the run waits")
-            kill_tree(cluster.nodes[0])
-            assert command.process.wait(120) == 1, command.output
-    assert re.search(r"(?m)^error: Ray's (head|node on this machine) \(\S+\) has not answered", command.output)
-
-
 def test_a_second_run_waits_for_the_room_of_the_first_and_both_have_the_bits_of_one_machine(
     exact, tmp_path, monkeypatch
 ):
