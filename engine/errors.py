@@ -1,4 +1,4 @@
-"""The errors that Metronome raises on purpose, and the filter of all texts that people read.
+"""The errors that Metronome raises on purpose, and what all texts that people read have in common: a filter, counts.
 
 Each message says what was wrong, where, and what would be right.
 """
@@ -47,6 +47,11 @@ def cut_text(text: str, longest: int = LONGEST_TEXT) -> str:
     """Return a text of at most `longest` characters, with a note at its end if it was longer."""
     note = f"… ({len(text) - longest:,} more)"
     return text if len(text) <= longest else text[: longest - len(note)] + note
+
+
+def counted(count: float, noun: str) -> str:
+    """A number of things: "1 step", "1,600 steps"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def has_password(uri: str) -> bool:

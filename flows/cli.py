@@ -438,7 +438,7 @@ def worker(
 @app.command()
 def compare(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="run folders and MLflow run ids; compared with the first")
+        list[str], typer.Argument(metavar="RUN...", help="run folders, names, MLflow ids; compared with the first")
     ],
     out: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("compare.html"),
     tracking_uri: Annotated[

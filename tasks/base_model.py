@@ -9,6 +9,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from engine.config import Config
+from engine.errors import counted
 from engine.model.shape import read_shape
 from tasks.artifact_cells import code_span
 from tasks.input_checks import with_model_folder
@@ -20,8 +21,8 @@ def base_model(config: Config) -> Config:
     config = with_model_folder(config)
     shape = read_shape(Path(config.model.path))
     create_markdown_artifact(
-        f"{code_span(config.model.path)}: {shape.architecture}, {shape.layers} layers of {shape.hidden}, "
-        f"vocabulary {shape.vocabulary}, context {shape.context}",
+        f"{code_span(config.model.path)}: {shape.architecture}, {counted(shape.layers, 'layer')} of "
+        f"{shape.hidden}, vocabulary {shape.vocabulary}, context {shape.context}",
         key="base-model",
         description="The model that training starts from",
     )

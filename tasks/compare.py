@@ -42,9 +42,9 @@ def compare_runs(given: Sequence[str], target: Path, uri: str = "") -> str:
     """Write the page that compares each run with the first. Return the text for the console. Where a run has no steps
     (`metronome evaluate`), only the evaluations are compared, without a page.
 
-    given: run folders or MLflow run ids. uri: the MLflow store of the run ids; default MLFLOW_TRACKING_URI, else
-    runs/mlflow.db. Raises BadInput for fewer than two runs, for a run that is given twice, for anything that is not a
-    run, and for evaluations without a benchmark in common.
+    given: run folders, their names in runs/, or MLflow run ids. uri: the MLflow store of the run ids; default
+    MLFLOW_TRACKING_URI, else runs/mlflow.db. Raises BadInput for fewer than two runs, for a run that is given twice,
+    for anything that is not a run, and for evaluations without a benchmark in common.
     """
     if len(given) < 2:
         raise BadInput(f"compare needs at least two runs (run folders or MLflow run ids), not {len(given)}")
@@ -103,11 +103,12 @@ def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _read(given: str, uri: str) -> ComparedRun:
-    if Path(given).is_dir():
-        return from_folder(Path(given))
+    for path in (Path(given), Path("runs") / given):
+        if path.is_dir():
+            return from_folder(path)
     if RUN_ID.fullmatch(given):
         return from_mlflow(given, uri)
-    raise BadInput(f"{given}: neither a run folder nor an MLflow run id (32 hexadecimal digits)")
+    raise BadInput(f"{given}: neither a run folder, nor one's name in runs/, nor an MLflow run id (32 hex digits)")
 
 
 def from_folder(path: Path) -> ComparedRun:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.errors import clean_text
+from engine.errors import clean_text, counted
 
 LINES_PER_RUN = 20
 """Approximate number of step lines per run; there are more if steps are slow."""
@@ -131,7 +131,7 @@ class StepLines:
             left = (self._steps - done) * sum(self._seconds) / len(self._seconds)
             say(
                 "train",
-                f"{done:>{len(str(self._steps))}}/{self._steps} steps  reward {row['reward_mean']:.3f}  "
+                f"{done:>{len(str(self._steps))}}/{counted(self._steps, 'step')}  reward {row['reward_mean']:.3f}  "
                 f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {format_duration(left)} left",
             )
 

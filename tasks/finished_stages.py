@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config import Config
-from engine.errors import MetronomeError
+from engine.errors import MetronomeError, counted
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import append_line, read_json, read_lines, seal, write_json
 from engine.run.folder import RunFolder
@@ -117,7 +117,7 @@ class RunStage:
         return run.finished.once(self.stored_name(run), lambda: self.work(run)) if self.is_stored else self.work(run)
 
 
-TRAIN = RunStage("train", lambda run: run.train(run.config), lambda steps: f"{steps} steps", ("base model",))
+TRAIN = RunStage("train", lambda run: run.train(run.config), lambda steps: counted(steps, "step"), ("base model",))
 
 
 def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> int:
@@ -195,4 +195,5 @@ def last_end(folder: RunFolder) -> str:
 
 def _named(here: list[int]) -> str:
     stages, step = here
-    return f"{stages} stages done, " + (f"checkpoint after {step} steps" if step >= 0 else "no checkpoint")
+    at = f"checkpoint after {counted(step, 'step')}" if step >= 0 else "no checkpoint"
+    return f"{counted(stages, 'stage')} done, {at}"

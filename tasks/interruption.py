@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from engine.config import Config
+from engine.errors import counted
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -91,7 +92,7 @@ def say_stopping(seconds: float) -> None:
     lost = ""
     if _command.run is not None:
         steps = _unsaved_steps(RunFolder(_command.run[0].folder))
-        told = f"{steps} finished step{'s' if steps > 1 else ''}"
+        told = counted(steps, "finished step")
         saving = saving if steps else "no finished step is unsaved"
         lost = f" and loses {told}" if steps else ""
         _command.last_words = _command.last_words.replace(b"is lost", f"is lost (at most {told})".encode())
@@ -123,7 +124,7 @@ def how_on() -> str:
         return ""
     checkpoint = latest_checkpoint(folder.checkpoints)
     saved = (
-        f"{checkpoint}, after {step_of(checkpoint)} of {config.train.steps} steps"
+        f"{checkpoint}, after {step_of(checkpoint)} of {counted(config.train.steps, 'step')}"
         if checkpoint is not None
         else "no checkpoint yet: training starts again at its first step"
     )

@@ -14,7 +14,7 @@ import tomli_w
 from engine.config import Config
 from engine.config.keys import flatten_keys, nest_keys
 from engine.config.recipe import HOME
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.run.files import write_atomically
 from engine.run.limits import checkpoints_to_come, growth_to_come
 from engine.run.progress import format_size
@@ -134,7 +134,7 @@ def _recipe(given: Config, plan: Planned, best: Ranked) -> str:
     faster = plan.today.step_s / best.step_s
     lines = [
         f"# By metronome plan: predicted {best.step_s:.3g} s a step, {faster:.2f} times as fast as the recipe,",
-        f"# on {best.devices} devices, bound by {best.simulated.bound_by}. Each run gets a name of its own.",
+        f"# on {counted(best.devices, 'device')}, bound by {best.simulated.bound_by}. Each run gets its own name.",
     ]
     table = ""
     for line in tomli_w.dumps(nest_keys(flat, "the plan")).splitlines():

@@ -19,6 +19,7 @@ from engine.data.problem_statistics import DataReport, record_data
 from engine.data.problems import format_counts
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
+from engine.errors import counted
 from engine.run.identity import read_run_id, run_began
 from tasks.artifact_cells import code_span, format_cell, markdown_table, markdown_text, table_rows
 from tasks.code_version import code_hash
@@ -118,7 +119,7 @@ def describe_prompts(found: PromptFigures) -> str:
     """The figures of `encode_data` in one line for the console."""
     skips = f"; skipped {format_counts(found['skipped'])}" if found["skipped"] else ""
     lengths = f"{found['tokens_median']:.0f} tokens ({found['tokens_min']}-{found['tokens_max']})"
-    return f"{found['prompts']} prompts of {lengths}{skips}"
+    return f"{counted(found['prompts'], 'prompt')} of {lengths}{skips}"
 
 
 def report_page(found: DataReport) -> str:

@@ -12,7 +12,7 @@ from engine.data.loader import load_prompts
 from engine.data.prepared import training_problems
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.model.shape import read_shape
 from engine.run import checkpoint_store
 from engine.run.checkpoint_files import STATE, Marker, all_complete, parse_state, read_marker
@@ -59,14 +59,17 @@ def check_resume(config: Config) -> Config:
     state = _newest_state(config, folder)
     if state is None:  # the run starts again from step 0
         return config
-    say("resume", f"compares model and prompts with those of the checkpoint after {state['step']} steps")
+    say(
+        "resume",
+        f"compares model and prompts with those of the checkpoint after {counted(state['step'], 'step')}",
+    )
     config = with_model_folder(config)
     check_same_keys(config, state["config"])
     start = int(state["step"])
     if start > config.train.steps:
         raise BadInput(
-            f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}; give "
-            f"train.steps = {start} or more"
+            f"--resume: the run has trained {counted(start, 'step')} already, train.steps is {config.train.steps}; "
+            f"give train.steps = {start} or more"
         )
     with show_progress("resume", since_now("comparing model and prompts")):
         _check_model(config, state)

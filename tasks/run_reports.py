@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from textwrap import shorten
 
-from engine.errors import BadInput, clean_line
+from engine.errors import BadInput, clean_line, counted
 from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -99,7 +99,7 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
         "time left": format_duration(left * mean(row["step_s"] for row in recent)) if recent and left and going else "",
         "accuracy": _accuracy(folder, describe=True),
         "champion": made.verdict if (made := registered_policy(folder)) is not None else "",
-        "resumed": f"{resumed} times" if resumed else "",
+        "resumed": counted(resumed, "time") if resumed else "",
         "last failure": told[1] if told is not None else (whys[-1] if resumed else ""),
         "logs": f"metronome logs {folder.path.name}",
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from engine.config import Config
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -32,7 +32,7 @@ def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
 def headline(folder: RunFolder) -> str:
     """One line on what a run has reached: steps, reward, accuracy with its interval, champion or why not."""
     steps = list(read_lines(folder.steps))
-    parts = [f"{steps[-1]['step'] + 1} steps", f"reward {steps[-1]['reward_mean']:.3f}"] if steps else []
+    parts = [counted(steps[-1]["step"] + 1, "step"), f"reward {steps[-1]['reward_mean']:.3f}"] if steps else []
     if evaluated := rows_of(folder):
         parts.append(evaluation_texts.describe_evaluation(evaluated[-1]))
     if (made := registered_policy(folder)) is not None:

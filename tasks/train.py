@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ from engine.errors import (
     TakenOver,
     TransferError,
     WeightSyncError,
+    counted,
 )
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
@@ -82,11 +84,11 @@ class TrainingArtifacts:
     def _tell(self) -> None:
         bar = None
         linked = False
-        steps = self._config.train.steps
+        steps = counted(self._config.train.steps, "step")
         while True:
             last = self._ended.wait(UPDATE_S if bar is not None else 0.0)
             try:
-                bar = bar or create_progress_artifact(0.0, key="training", description=f"Training, {steps} steps")
+                bar = bar or create_progress_artifact(0.0, key="training", description=f"Training, {steps}")
                 linked = linked or bool(_link_page(self._config))
                 self._update(bar)
             except httpx.HTTPError as error:
@@ -128,7 +130,7 @@ def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:
         "run": config.run.name,
         "steps": f"{done} of {steps} ({100 * done / steps:.1f} %)",
         "reward (last step)": f"{row['reward_mean']:.3f}",
-        f"reward (mean of {len(rows)} steps)": f"{sum(line['reward_mean'] for line in rows) / len(rows):.3f}",
+        f"reward (mean of {counted(len(rows), 'step')})": f"{fmean(line['reward_mean'] for line in rows):.3f}",
         "response length": f"{row['response_length_mean']:.0f} tokens",
         "speed": f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device",
         "time of a step": f"{row['step_s']:.1f} s",

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from engine.config import Config
 from engine.data.prepared import Prepared, prepare_problems, problems_version, read_prepared, write_prepared
 from engine.data.problems import ProblemRow, Problems, format_counts
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.run.files import read_json, write_json
 from engine.run.logs import log_error
 
@@ -121,7 +121,8 @@ def describe_report(found: DataReport) -> str:
     notes = "".join(f"; {note}" for note in found["notes"])
     lengths = train["problem_characters"]
     return (
-        f"{train['rows']} problems of {lengths['median']:.0f} characters ({lengths['min']:.0f}-{lengths['max']:.0f}), "
+        f"{counted(train['rows'], 'problem')} of {lengths['median']:.0f} characters "
+        f"({lengths['min']:.0f}-{lengths['max']:.0f}), "
         f"{heldout['rows']} held out{skips}{notes}"
     )
 

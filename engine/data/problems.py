@@ -29,7 +29,7 @@ from engine.data.row_format import (
     has_column,
     identity_text,
 )
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.types import JsonObject
 
 _SHOWN = 80
@@ -118,7 +118,7 @@ def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
         source=source,
         content_hash=content_hash,
         rejected=tuple(rejected),
-        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({gsm8k} rows)",) if gsm8k else (),
+        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({counted(gsm8k, 'row')})",) if gsm8k else (),
     )
 
 

@@ -14,6 +14,7 @@ from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode_problems
 from engine.data.row_format import RowFormat
 from engine.data.tokenizer import Tokenizer
+from engine.errors import counted
 from engine.run.identity import read_run_id, run_began
 from engine.types import Prompt
 
@@ -33,7 +34,7 @@ class Benchmark:
         found = len(self.problems.rows)
         if known is None or found == known.problems:
             return ""
-        return f"{self.name} has {found} problems here, {known.problems} on the hub ({known.hub})"
+        return f"{self.name} has {counted(found, 'problem')} here, {known.problems} on the hub ({known.hub})"
 
 
 def read_benchmarks(config: Config) -> list[Benchmark]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.evaluation.paired import Paired, compare_paired
 from engine.evaluation.tables import protocol_differences
 from engine.types import JsonObject
@@ -82,7 +82,8 @@ def judge_challenge(
         )
     found = compare_paired(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
     text = (
-        f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on {found.problems} problems, "
+        f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on "
+        f"{counted(found.problems, 'problem')}, "
         f"p = {found.p_value:.4g}"
     )
     if found.says_better:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import clean_line
+from engine.errors import clean_line, counted
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.run_events import RunEvents
@@ -93,8 +93,9 @@ def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
     if not found["ready"]:
         waits = "starting"
         if "met" in found:
-            of = f" of {found['instances']} instances answer" if found["instances"] else " instances have joined"
-            waits = f"{found['met']}{of}"
+            met = found["met"]
+            of = found["instances"]
+            waits = f"{met} of {counted(of, 'instance')} ready" if of else f"joined: {counted(met, 'instance')}"
         return Progress(f"loading the models; {waits}", None)
     if "step" not in found and found.get("done") == steps:
         return Progress("the last checkpoint and the policy are written", 1.0)
@@ -103,11 +104,13 @@ def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
         return Progress("waiting for an instance" if none else "weights are on their way to the instances", None)
     step = found["step"]
     expected = found["expected"]
-    text = f"{step}/{steps} steps; in the next: {found['trained']} of {expected} groups trained"
+    done = f"{step}/{counted(steps, 'step')}"
+    groups = counted(expected, "group")
+    text = f"{done}; in the next: {found['trained']} of {groups} trained"
     if not found["arrived"]:
         text = (
-            f"{step}/{steps} steps; in the next: waiting for the first of {expected} groups; "
-            f"{found.get('running', 0)} responses run, {found.get('tokens_per_s', 0):,} tokens/s"
+            f"{done}; in the next: waiting for the first of {groups}; "
+            f"{found.get('running', 0)} in flight, {found.get('tokens_per_s', 0):,} tokens/s"
         )
     elif found["trained"] < found["arrived"] or found["arrived"] < expected:
         text += f", {found['arrived']} sampled"

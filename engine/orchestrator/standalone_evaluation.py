@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config
+from engine.errors import counted
 from engine.evaluation.benchmarks import (
     Benchmark,
     EncodedBenchmark,
@@ -65,10 +66,10 @@ class EvaluationProgress:
     def progress(self) -> Progress:
         """How far it is."""
         if not self.expected:
-            return Progress(f"starting {self.instances} {'instance' if self.instances == 1 else 'instances'}")
+            return Progress(f"starting {counted(self.instances, 'instance')}")
         if self.finished == self.expected == self.scored:
             return Progress(f"{self.finished:,} responses are scored; votes and intervals", 1.0)
-        text = f"{self.finished:,} of {self.expected:,} responses"
+        text = f"{self.finished:,} of {counted(self.expected, 'response')}"
         if self.scored:
             text += f", {kind_of_average(not self.whole_scores)} of these {self.score / self.scored:.3f}"
         return Progress(text, self.finished / self.expected)

@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.config import Config
 from engine.errors import BadInput
 from engine.run.checkpoint_files import all_complete
-from engine.run.folder import SAMPLED_GROUPS, RunFolder
+from engine.run.folder import SAMPLED_GROUPS, SAMPLED_TOKENS, RunFolder
 from engine.run.open_files import reachable_limit
 from engine.run.process import SHARED_MEMORY
 from engine.run.progress import folder_size
@@ -37,6 +37,8 @@ RANK_SPANS = 23_000
 """Bytes of a rank's spans of a step (of 1,024 responses)."""
 TOKEN_BYTES = 4
 """Bytes of a token's text."""
+SAMPLED_TOKEN_BYTES = 16
+"""Bytes of a token of a sampled response that is kept one by one: its text and its log-probability, as JSON."""
 RECORD_BYTES = 9
 """Bytes of a response's token in a record: its id, its log-probability and its mask."""
 PROBLEMS = 256
@@ -104,14 +106,16 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
     if parameters:
         count, each = checkpoints_to_come(config, parameters)
         beside = growth_to_come(config)
+        policy = 0 if RunFolder(config.folder).policy.exists() else parameters * SIZES[config.train.dtype]
         place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
         yield Limit(
             what=f"disk space at {config.run.output} (run.output)",
-            need=count * each + beside,
+            need=count * each + policy + beside,
             has=shutil.disk_usage(place).free,
             unit="bytes",
             formula=f"{count} x {_readable(each)} of checkpoints, of which the oldest is deleted when a newer one is "
-            f"complete, and at most {_readable(beside)} of spans, samples, tables of evaluations and the record",
+            f"complete, {_readable(policy)} of the trained policy, and at most {_readable(beside)} of spans, samples, "
+            "tables of evaluations and the record",
             remedy="free space, set run.output to another disk, or lower checkpoint.keep_last or run.keep_steps",
         )
 
@@ -174,7 +178,7 @@ def shared_memory(config: Config) -> int:
 def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
     """Number of checkpoints that the run folder still needs room for, and the bytes of one."""
     every = config.checkpoint.every
-    all_of_them = config.train.steps // every + 1 if every else 1
+    all_of_them = math.ceil(config.train.steps / every) if every else 1
     best = config.checkpoint.keep_best
     kept = min(all_of_them, config.checkpoint.keep_last + best + (2 if best else 1))  # one may await its evaluation
     there = len(all_complete(config.folder / "checkpoints"))
@@ -190,6 +194,7 @@ def growth_to_come(config: Config) -> int:
     responses = config.train.prompts_per_step * size
     ranks = config.parallel.ranks + config.scorer_ranks
     text = TOKEN_BYTES * config.rollout.max_new_tokens
+    text += SAMPLED_TOKEN_BYTES * min(config.rollout.max_new_tokens, SAMPLED_TOKENS)
     most = min(steps, 2 * kept) * (RESPONSE_SPANS * responses + RANK_SPANS * ranks)
     most += kept * SAMPLED_GROUPS * size * text
     if config.train.record:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.errors import counted
 from engine.run.trace import Span, iterate_spans, read_spans
 from engine.types import JsonObject
 
@@ -291,8 +292,8 @@ def _summary(steps: Mapping[int, bool]) -> str:
     if not steps:
         return "No step was finished."
     return (
-        f"In {sum(steps.values())} of {len(steps)} steps ({sum(steps.values()) / len(steps):.0%}) training starts "
-        "before the step's last rollout ends."
+        f"In {sum(steps.values())} of {counted(len(steps), 'step')} ({sum(steps.values()) / len(steps):.0%}) training "
+        "starts before the step's last rollout ends."
     )
 
 

@@ -12,6 +12,7 @@ import mlflow
 
 from engine.config import Config
 from engine.data.hub import model_name
+from engine.errors import counted
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start
 from tasks.artifact_cells import code_span, markdown_table, markdown_text
@@ -63,9 +64,10 @@ def of_run(config: Config) -> str:
 
 def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:
     """The description of a registered version, as Markdown. `verdict`: whether it is the champion, and why."""
+    steps = config.train.steps
     return _page(
         [
-            f"The policy of run {config.run.name} after {config.train.steps} steps. {_what(config)}",
+            f"The policy of run {config.run.name} after {counted(steps, 'step')}. {_what(config)}",
             *_result(folder),
             verdict,
             *_commands(
@@ -89,8 +91,9 @@ def _what(config: Config) -> str:
     source = code_span(start.continued_from or model_name(Path(config.model.path)))
     recipe = f", recipe {code_span(start.recipe)}" if start.recipe else ""
     return (
-        f"Trains {source} on {data} with the reward {code_span(config.reward.label)}: {train.steps} steps of "
-        f"{train.prompts_per_step} prompts x {config.rollout.group_size} responses, {losses}, "
+        f"Trains {source} on {data} with the reward {code_span(config.reward.label)}: "
+        f"{counted(train.steps, 'step')} of {counted(train.prompts_per_step, 'prompt')} x "
+        f"{counted(config.rollout.group_size, 'response')}, {losses}, "
         f"mode `{train.mode}`{recipe}."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from engine.errors import counted
 from engine.evaluation.tables import dropped_file, kind_of_average, rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -28,7 +29,8 @@ def _figures(row: Mapping[str, Any]) -> str:
     if "pass_ci_low" in row and k > 1:
         figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
         figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
-    return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
+    problems = counted(row["problems"], "problem")
+    return f"{', '.join(figures)} on {problems} of {row['benchmark']}{_cut(row)}"
 
 
 def _cut(row: Mapping[str, Any]) -> str:
@@ -36,7 +38,8 @@ def _cut(row: Mapping[str, Any]) -> str:
     if not row.get("truncated"):
         return ""
     by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
-    return f"; {row['truncated']} of {row['problems'] * row['samples']} responses cut at the length limit{by_context}"
+    sampled = row["problems"] * row["samples"]
+    return f"; {row['truncated']} of {counted(sampled, 'response')} cut at the length limit{by_context}"
 
 
 def describe_evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -61,7 +64,7 @@ def describe_difference(found: Mapping[str, Any]) -> str:
     """A paired comparison as text."""
     return (
         f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; "
-        f"better on {found['better']}, worse on {found['worse']} of {found['problems']} problems"
+        f"better on {found['better']}, worse on {found['worse']} of {counted(found['problems'], 'problem')}"
     )
 
 
@@ -100,4 +103,4 @@ def _cost(rows: Iterable[Mapping[str, Any]], lost: Sequence[Mapping[str, Any]]) 
         return {}
     waited = sum(row["exposed_s"] for row in (*rounds.values(), *lost))
     gone = f", {len(lost)} dropped ({lost[-1]['reason']})" if lost else ""
-    return {"evaluated in the run": f"{len(rounds)} times{gone}; training waited {waited:.1f} s for it"}
+    return {"evaluated in the run": f"{counted(len(rounds), 'time')}{gone}; training waited {waited:.1f} s for it"}

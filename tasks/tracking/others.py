@@ -2,7 +2,7 @@
 gets, under the same names.
 
 A file in the run folder says how many rows each tracker has, so that a resume or a later evaluation goes on after them.
-A row is given again only if the process dies between the row and that note.
+A row is given again only if the process or the tracker fails between the row and that note.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Tracker(Protocol):
         """Take the figures of a step."""
 
     def flush(self) -> None:
-        """Keep what was logged, even if the process is killed."""
+        """Keep what was logged, even if the process is killed. Raises any error if some of it is lost."""
 
     def close(self) -> None:
         """End the run."""
@@ -106,15 +106,22 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of trackio in the project `tracking.experiment`, in TRACKIO_DIR."""
+    """A run of trackio in the project `tracking.experiment`, in TRACKIO_DIR.
+
+    It goes on in trackio's newest run of this name only if the run folder says that trackio has rows of it: a run of
+    this name may have been there before.
+    """
+
+    LOST = {"write-logs-to-sqlite", "write-logs-fragment", "persist-logs-locally", "persist-logs-fragment"}
+    """What trackio has warned of when rows were lost. It raises nothing then, and warns only once."""
 
     def __init__(self, config: Config) -> None:
         import trackio
 
-        self._run = trackio.init(
+        self._run: Any = trackio.init(
             config.tracking.experiment,
             name=config.run.name,
-            resume="allow",
+            resume="allow" if "trackio" in _read_state(run_folder(config)) else "never",
             config=_settings(config),
             embed=False,
             auto_log_gpu=False,
@@ -126,7 +133,13 @@ class Trackio:
         self._run.log(metrics=dict(figures), step=step)
 
     def flush(self) -> None:
-        """Do nothing: trackio writes by itself every half second."""
+        """Have trackio write the rows now; what goes to a server, it sends by itself. Raises OSError if it could not
+        write some."""
+        if self._run._is_local:
+            with self._run._client_lock:
+                self._run._flush_queues_inline()
+        if self.LOST & self._run._warned_failures:
+            raise OSError("it could not write rows; its own warning says why")
 
     def close(self) -> None:
         """Write the rest and end the run."""

@@ -84,7 +84,7 @@ def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_
     assert f"\ninterrupted by {number}\n" in text
     assert "Traceback" not in text
     saved = latest_checkpoint(run / "checkpoints")
-    assert section(text, "saved") == f"{saved}, after {step_of(saved)} of 100000 steps"
+    assert section(text, "saved") == f"{saved}, after {step_of(saved)} of 100,000 steps"
     assert section(text, "log") == str(run / "logs/orchestrator.log")
     assert json.loads((run / "failure.json").read_text())["message"] == f"ended by {number}"
     assert "trainer-0" in (run / "timeline.html").read_text()

@@ -71,7 +71,8 @@ def folder(tmp_path):
     scores = (Score(1.0, detail=EVIL), Score(0.0))
     group = Group(step=0, index=0, prompt=Prompt("p", EVIL, EVIL, ()), responses=(made, made), scores=scores)
     for step in range(0, STEPS, 10):
-        folder.add_samples(step, [group], pieces=pieces, advantages={0: {0: 0.7, 1: -0.7}})
+        texts = {"decode": lambda ids: "".join(pieces(ids)), "pieces": pieces}
+        folder.add_samples(step, [group], advantages={0: {0: 0.7, 1: -0.7}}, **texts)
     append_line(folder.evaluations, EVALUATION | {"benchmark": EVIL, "weight_version": 0})
     append_line(folder.notices, {"stage": "rewards", "text": EVIL, "at": 1.0})
     return folder
@@ -122,7 +123,7 @@ async def test_the_page_follows_a_run_and_a_models_script_is_text(folder, tmp_pa
             heads = await page.evaluate("document.querySelectorAll('.group details[open] .hint').length")
             assert heads == await page.evaluate("rowsShown[0].turns.length") > 1, value
             assert "model · 4 tokens · trained" in shown
-            assert "environment · 1 tokens · not trained" in shown
+            assert "environment · 1 token · not trained" in shown
         assert EVIL in await page.evaluate("document.querySelector('#notices').innerText")
         assert await page.evaluate("window.hacked === undefined && document.querySelector('img') === null")
         assert "advantage +0.7" in await page.evaluate("document.querySelector('.group summary').innerText")

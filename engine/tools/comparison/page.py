@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.errors import counted
 from engine.run.files import write_atomically
 from engine.tools.comparison import accuracy, run_figures
 from engine.tools.comparison.accuracy import Difference
@@ -199,8 +200,9 @@ def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[
 
 
 def _sampled(row: Row) -> str:
-    given = f"{row['problems']:.0f} problems" if "problems" in row else "problems not known"
-    return f"{given} with {row.get('samples', 1):.0f} responses each, after {row['step']} updates"
+    given = counted(int(row["problems"]), "problem") if "problems" in row else "problems not known"
+    each = counted(int(row.get("samples", 1)), "response")
+    return f"{given} with {each} each, after {counted(row['step'], 'update')}"
 
 
 def _against(name: str, figure: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -229,7 +231,7 @@ def _told(verdict: Verdict, one: Difference) -> str:
 
 
 def _how(one: Difference) -> str:
-    kind = f"paired, {one.problems} problems" if one.paired else "not paired"
+    kind = f"paired, {counted(one.problems, 'problem')}" if one.paired else "not paired"
     return kind + (
         f", p = {one.p_value:.2g}, better on {one.better}, worse on {one.worse}" if one.p_value is not None else ""
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.errors import counted
 from engine.tools.comparison import accuracy as accuracies
 from engine.tools.comparison import run_figures
 from engine.tools.comparison.accuracy import Difference
@@ -224,11 +225,12 @@ def _more(ratio: Interval, steps: int) -> str:
         return f"; the two are nearly alike: a difference of more than {most:.0%} is unlikely"
     more = max(1, math.ceil(needed - steps))
     digits = max(0, len(str(more)) - 2)
-    return f"; about {math.ceil(more / 10**digits) * 10**digits} more step{'s' if more > 1 else ''} would be enough"
+    return f"; about {counted(math.ceil(more / 10**digits) * 10**digits, 'more step')} would be enough"
 
 
 def _as_accurate(who: tuple[str, str], found: Difference) -> str:
-    kind = f"paired over {found.problems} problems" if found.paired else f"unpaired, {found.problems} problems"
+    problems = counted(found.problems, "problem")
+    kind = f"paired over {problems}" if found.paired else f"unpaired, {problems}"
     kind += (
         f", p = {found.p_value:.2g}"
         if found.p_value is not None and not found.agreed and found.better + found.worse
@@ -242,7 +244,7 @@ def _as_accurate(who: tuple[str, str], found: Difference) -> str:
 def _rewarded(run: ComparedRun, base: ComparedRun) -> str:
     """Over which steps the rewards are compared."""
     last, of = run_figures.rewarded_steps(run, base)
-    return f"last {len(last)} of {of} common steps" if len(last) < of else f"all {of} common steps"
+    return f"last {len(last)} of {of} common steps" if len(last) < of else f"all {counted(of, 'common step')}"
 
 
 def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool, which: str) -> str:
@@ -290,7 +292,8 @@ def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
         told.append(f"The two also differ in {shown}, which may be the cause of a difference.")
     if run.steps and base.steps and len(run.steps) != len(base.steps):
         told.append(
-            f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared."
+            f"{run.name} has {counted(len(run.steps), 'step')}, {base.name} {len(base.steps)}; only common steps are "
+            "compared."
         )
     return told
 
@@ -312,7 +315,7 @@ def _compared(run: ComparedRun, base: ComparedRun) -> list[str]:
 
 
 def _ended(run: ComparedRun) -> str:
-    done = f"{run.trained} of {run.planned} steps"
+    done = f"{run.trained} of {counted(run.planned, 'step')}"
     if run.failure:
         return f"{run.name} failed after {done}: {run.failure}"
     return f"{run.name} has only {done}: it is still running, or it was stopped."

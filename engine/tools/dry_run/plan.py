@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.config import Config
 from engine.config.placing import describe_placing, find_overlaps, joining_nodes
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.orchestrator.checks import check_layouts, unfit_rollouts
 from engine.run.limits import Limit, machine_limits
@@ -180,7 +180,7 @@ def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
             f"{given} (platform.devices)" + (f", {given - made.devices} stay idle" if given > made.devices else ""),
         )
     ranks = made.config.parallel.ranks_per_node
-    training = f"{made.config.parallel.nodes} for training ({ranks} {'rank' if ranks == 1 else 'ranks'} each)"
+    training = f"{made.config.parallel.nodes} for training ({counted(ranks, 'rank')} each)"
     apart = f"{joining_nodes(made.config)} for rollouts that join"
     yield "nodes", f"of {made.config.platform.devices_per_node} devices: {training}, {apart}"
     if placed := list(describe_placing(made.config)):
@@ -224,20 +224,22 @@ def _step(made: RunPlan) -> dict[str, str]:
     slots = made.instances * config.groups_in_flight
     replicas = config.parallel.replica_groups
     rows = {
-        "batch": f"{train.prompts_per_step} prompts × {rollout.group_size} responses = {responses:,} responses, "
+        "batch": f"{counted(train.prompts_per_step, 'prompt')} × {counted(rollout.group_size, 'response')} = "
+        f"{counted(responses, 'response')}, "
         f"at most {responses * rollout.max_context:,} tokens",
-        "replicas": f"{replicas}, each about {train.prompts_per_step / replicas:g} groups",
-        "micro-batch": f"{train.micro_batch_tokens:,} tokens, {whole} responses at full length; "
+        "replicas": f"{replicas}, each about {counted(train.prompts_per_step / replicas, 'group')}",
+        "micro-batch": f"{train.micro_batch_tokens:,} tokens, {counted(whole, 'response')} at full length; "
         f"at most {math.ceil(responses / whole):,} a step",
         "window": f"up to {config.window_tokens:,} tokens",
-        "run": f"{train.steps} steps of mode {train.mode}, {train.steps * responses:,} responses",
-        "updates": f"{train.updates} a step, each of {responses // train.updates:,} responses; "
+        "run": f"{counted(train.steps, 'step')} of mode {train.mode}, {counted(train.steps * responses, 'response')}",
+        "updates": f"{train.updates} a step, each of {counted(responses // train.updates, 'response')}; "
         f"{train.steps * train.updates:,} in the run",
     }
     if slots:
         waves = train.prompts_per_step / slots
         rows["rollouts"] = (
-            f"{slots} groups in flight ({made.instances} instances × {config.groups_in_flight}), {waves:.1f} waves"
+            f"{counted(slots, 'group')} in flight ({counted(made.instances, 'instance')} × "
+            f"{config.groups_in_flight}), {waves:.1f} waves"
             + (": slots stay empty" if waves < 1 and train.mode in ("sync", "periodic") else "")
         )
     return rows

@@ -20,6 +20,7 @@ const number = value => {
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return size && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(4));
 };
+const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 const duration = seconds => {
   const whole = Math.round(seconds), two = part => String(part).padStart(2, "0"), hours = Math.floor(whole / 3600);
   return (hours ? hours + ":" + two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)) + ":" + two(whole % 60);
@@ -58,7 +59,7 @@ const key = (box, entries) => {
 
 function table(parent, columns, rows) {
   const element = add(parent, "table"), head = add(element, "tr");
-  const kind = value => /^[-+]?[\d.,]+%?( |$)/.test(value) ? { class: "number" } : {};
+  const kind = value => /^[-+]?[\d.,]+(e[-+]?\d+)?%?( |$)/.test(value) ? { class: "number" } : {};
   columns.forEach((name, place) => add(head, "th", name, place && rows.every(row => kind(row[place]).class || row[place] === "") ? { class: "number" } : {}));
   for (const row of rows) {
     const line = add(element, "tr");
@@ -124,7 +125,7 @@ class Chart {
       const grid = { stroke: css("--line"), width: 1 }, axis = { stroke: () => css("--muted"), grid, ticks: grid, font: "12px system-ui" };
       this.plot = new uPlot({
         width: this.place.clientWidth || 380, height: 190, bands,
-        scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
+        scales: { x: { time: false, range: (_, low, high) => low === high ? [low, low + 1] : [low, high] }, y: { range: (_, low, high) => this.range(low, high) } },
         cursor: { sync: { key: this.options.x || "step" }, drag: { x: true, y: false } },
         axes: [{ ...axis, ...(this.options.x ? {} : { incrs: INTEGERS }), size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(tickText) }],
         series: [{ label: this.options.x || "step", value: (_, value) => value === null ? "" : String(+value.toPrecision(6)) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.run.trace import Span
 
 Z99 = 2.3263478740408408
@@ -72,7 +72,7 @@ class Lengths:
         if not prompts:
             raise BadInput("the run sampled nothing: its trace has no responses")
         groups = tuple((prompts[group], tuple(each.values())) for group, each in tokens.items())
-        return Lengths(groups, f"{len(groups)} groups of the run")
+        return Lengths(groups, f"{counted(len(groups), 'group')} of the run")
 
     @staticmethod
     def drawn(mean: float, p99: float, prompt: int, longest: int, count: int = 2048, seed: int = 0) -> Lengths:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import Config
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, frozen_copies
 from engine.run.sizes import cheap_elements, rank_parameters, total_parameters, whole_layers
@@ -220,7 +220,7 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
 
     groups = tuple(group for run in runs for group in Lengths.of_run(run.spans).groups)
     names = ", ".join(run.where for run in runs)
-    lengths = Lengths(groups, f"{len(groups)} groups of {names}")
+    lengths = Lengths(groups, f"{counted(len(groups), 'group')} of {names}")
     return StepModel(
         config=config,
         shape=shape,

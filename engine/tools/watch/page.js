@@ -19,7 +19,7 @@ function now() {
   $("state").className = "pill " + state.state;
   $("doing").hidden = !state.steps;
   if (state.share === null) $("share").removeAttribute("value"); else $("share").value = state.share;
-  $("share").setAttribute("aria-label", `${state.done} of ${state.steps} steps`);
+  $("share").setAttribute("aria-label", `${state.done} of ${counted(state.steps, "step")}`);
   $("text").textContent = state.text;
   $("failure").hidden = !state.failure && state.state !== "died";
   $("failure").textContent = state.failure ? `${state.failure[0]}: ${state.failure[1]}` : "The run's processes are gone, and none wrote why. metronome logs " + state.name + " shows what they said last.";
@@ -33,7 +33,7 @@ function now() {
   if (last("tokens_per_s_per_device") !== undefined) fact("tokens/s/device", number(last("tokens_per_s_per_device")));
   if (last("pool_size") !== undefined) fact("instances", last("pool_size"));
   fact("finished stages", state.stages.join(", "));
-  if (state.resumes) fact("resumed", `${state.resumes} times`);
+  if (state.resumes) fact("resumed", counted(state.resumes, "time"));
   for (const [name, text] of Object.entries(state.facts)) fact(name, text);
   fact("folder", state.folder);
   fact(embedded ? "drawn" : "as of", clock(state.at));
@@ -80,7 +80,7 @@ function accuracy() {
 }
 const CURVES = [
   ["Reward", "mean over the trained responses", [["reward_mean", "trained"], ["reward_tried", "all that were sampled"]], { smooth: true }],
-  ["Accuracy", "avg@k with its 95 % interval, by weight version", accuracy, { each: true }],
+  ["Evaluation", "accuracy, or mean of partial scores: avg@k with its 95 % interval, by weight version", accuracy, { each: true }],
   ["Speed", "trained tokens per second and device", [["tokens_per_s_per_device", "tokens/s/device"]], { smooth: true, zero: true }],
   ["Waiting", "share of a step in which the trainer waits for responses", [["wait_ratio", "waiting"]], { smooth: true, zero: true }],
   ["Response length", "tokens: mean, 90 % quantile, longest", [["response_length_mean", "mean"], ["response_length_p90", "90 %"], ["response_length_max", "longest"]], { zero: true, each: true }],
@@ -314,7 +314,7 @@ async function conversation() {
   colourKey();
 }
 const named = metric => metric.startsWith("episode/") ? metric.slice(8).replace(/_s$/, " seconds").replaceAll("_", " ") : metric;
-const turnLine = turn => [turn.role, `${turn.tokens} tokens`, turn.trained ? "trained" : "not trained", turn.versions?.length ? "weight version " + turn.versions.join(", ") : ""].filter(Boolean).join(" · ");
+const turnLine = turn => [turn.role, counted(turn.tokens, "token"), turn.trained ? "trained" : "not trained", turn.versions?.length ? "weight version " + turn.versions.join(", ") : ""].filter(Boolean).join(" · ");
 function group(parent, rows, place, of) {
   const card = add(parent, "div", "", { class: "group" });
   add(card, "h3", `Prompt ${place + 1} of ${of}`);
@@ -324,7 +324,7 @@ function group(parent, rows, place, of) {
     const box = add(card, "details", "", { class: "response" }), head = add(box, "summary"), least = Math.min(...rows.map(one => one.score)), most = Math.max(...rows.map(one => one.score));
     add(head, "b", "score " + number(row.score), { class: most > least ? (row.score === most ? "good" : row.score === least ? "wrong" : "") : "" });
     const further = Object.entries(row).filter(([name]) => name.startsWith("reward/")).map(([name, value]) => `${named(name.slice(7))} ${number(value)}`);
-    head.append(" · " + [row.advantage === undefined ? "" : `advantage ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}`, row.tokens ? `${row.tokens.count} tokens` : "", row.finish_reason === "length" ? "cut by the limit" : "", row.status === "ok" ? "" : row.status, row.detail || "", ...further].filter(Boolean).join(" · "));
+    head.append(" · " + [row.advantage === undefined ? "" : `advantage ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}`, row.tokens ? counted(row.tokens.count, "token") : "", row.finish_reason === "length" ? "cut by the limit" : "", row.status === "ok" ? "" : row.status, row.detail || "", ...further].filter(Boolean).join(" · "));
     box.addEventListener("toggle", () => { if (box.open && !box.dataset.full) fill(box, row); });
     head.addEventListener("click", () => { box.dataset.touched = "1"; });
     box.open = place === 0 && at === 0;

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from engine.errors import BadInput
+from engine.errors import BadInput, counted
 from engine.run.files import SpanLine, parse_line, read_json, read_lines
 from engine.run.lock import is_seen_held
 from engine.run.progress import read_progress
@@ -227,12 +227,13 @@ def _facts(settings: JsonObject) -> JsonObject:
     train, rollout, algorithm = (settings.get(table, {}) for table in ("train", "rollout", "algorithm"))
     if not settings:
         return {}
-    batch = f"{train.get('prompts_per_step')} prompts × {rollout.get('group_size')} responses"
+    prompts = counted(train.get("prompts_per_step", 0), "prompt")
+    responses = counted(rollout.get("group_size", 0), "response")
     return {
         "model": str(settings.get("model", {}).get("path", "")),
         "data": str(settings.get("data", {}).get("train", "")),
         "mode": str(train.get("mode", "")),
-        "a step": batch,
+        "a step": f"{prompts} × {responses}",
         "algorithm": f"{algorithm.get('advantage')}, {algorithm.get('loss')}",
     }
 

@@ -70,7 +70,7 @@ def test_every_named_benchmark_is_read_in_its_published_form(tmp_path, folder):
     assert {one.name: one.problems.rows[0].answer for one in found} == ANSWERS
     assert all(one.problems.rows[0].problem for one in found)
     assert not any(one.problems.skipped for one in found)
-    assert found[0].note == "aime24 has 1 problems here, 30 on the hub (HuggingFaceH4/aime_2024)"
+    assert found[0].note == "aime24 has 1 problem here, 30 on the hub (HuggingFaceH4/aime_2024)"
 
 
 def test_names_and_files_together_by_commas(tmp_path, folder):

@@ -118,7 +118,7 @@ def test_gsm8ks_answers_are_said(write):
     path = write({"question": "How far?", "answer": "far\n#### 1,200"}, {"question": "1+1=", "answer": "#hash"})
     prepared = prepare_problems(config(path))
     assert [row.answer for row in prepared.train.rows] == ["1200", "#hash"]
-    assert report_data(prepared)["notes"][0] == f"the answers of {path} are what follows ####, as in GSM8K (1 rows)"
+    assert report_data(prepared)["notes"][0] == f"the answers of {path} are what follows ####, as in GSM8K (1 row)"
     other = write({"problem": "How far?", "answer": "far\n#### 1,200"}, name="other.jsonl")
     assert training_problems(config(other)).rows[0].answer == "far\n#### 1,200"  # not GSM8K's columns
 

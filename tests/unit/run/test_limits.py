@@ -102,11 +102,19 @@ def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
     assert (count, each) == (3, 16e9)  # two are kept while the third is written
     monkeypatch.setattr(limits, "growth_to_come", lambda config: 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 40e9))
-    with pytest.raises(BadInput, match=r"disk space at .*: the run needs 44.70 GiB .*there are 37.25 GiB; free space"):
+    with pytest.raises(BadInput, match=r"disk space at .*: the run needs 48.43 GiB .*there are 37.25 GiB; free space"):
         limits.check_limits(config, 10**9)
     for step in (10, 20):
         a_checkpoint(config.folder / "checkpoints", step)
     limits.check_limits(config, 10**9)  # a resumed run has two already
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "count"), [(100, 0, 1), (19, 20, 1), (20, 20, 1), (40, 20, 2), (41, 20, 3), (1000, 20, 3)]
+)
+def test_the_checkpoint_of_the_last_step_is_counted_once(tmp_path, steps, every, count):
+    config = a_config(tmp_path, train=Train(steps=steps), checkpoint=Checkpoint(every=every, keep_last=2))
+    assert limits.checkpoints_to_come(config, 1000)[0] == count
 
 
 def test_what_grows_beside_the_checkpoints_is_counted_and_bounded_by_keep_steps(tmp_path, monkeypatch):
@@ -125,13 +133,13 @@ def test_what_grows_beside_the_checkpoints_is_counted_and_bounded_by_keep_steps(
         "evaluate.max_new_tokens": 4000,
     }
     whole = limits.growth_to_come(config_of(settings | {"run.keep_steps": 0}))
-    assert whole == pytest.approx(3.0e9 + 0.23e9 + 2.6e9 + 7.7e9, rel=0.05)
+    assert whole == pytest.approx(3.0e9 + 0.23e9 + 2.6e9 + 5.2e9 + 7.7e9, rel=0.05)
     config = config_of(settings)
     kept = limits.growth_to_come(config)
     assert kept == pytest.approx(whole / 10 + 0.32e9, rel=0.05)  # of spans twice as many steps
     assert limits.growth_to_come(config_of(settings | {"train.record": True})) > 300e9
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1e9))
-    with pytest.raises(BadInput, match=r"at most 1\.\d+ GiB of spans, samples, .* or run\.keep_steps"):
+    with pytest.raises(BadInput, match=r"at most 2\.\d+ GiB of spans, samples, .* or run\.keep_steps"):
         limits.check_limits(config, 1000)
     folder = config.folder / "trace"
     folder.mkdir(parents=True)

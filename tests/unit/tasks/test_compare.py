@@ -84,6 +84,14 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     assert '"title":"reward/form"' in (tmp_path / "page.html").read_text()
 
 
+def test_a_run_in_runs_is_named_as_in_status_and_watch(stored, tmp_path, monkeypatch):
+    folder, run_id, uri = stored
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/mine").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    assert compare_runs(["mine", run_id], Path("page.html"), uri).splitlines()[1].split()[0] == "copied"
+
+
 def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):
     slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
     told = compare_runs([str(slow), str(stored[0])], tmp_path / "page.html").splitlines()
@@ -112,7 +120,7 @@ def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
     [
         (["FOLDER"], "at least two runs"),
         (["FOLDER", "FOLDER"], "given twice"),
-        (["FOLDER", "nowhere"], "nowhere: neither a run folder nor an MLflow run id"),
+        (["FOLDER", "nowhere"], "nowhere: neither a run folder, nor one's name in runs/, nor an MLflow run id"),
         (["FOLDER", "f" * 32], "can't be read from sqlite"),
         (["FOLDER", "EMPTY"], "no run with steps"),
     ],

@@ -56,5 +56,5 @@ def test_progress_begins_a_new_count(folder):
         assert read_progress(folder) == [0, step]
     Stages(folder).once("train", lambda: 8)
     count_attempt(folder, "flow", 0, "killed")
-    with pytest.raises(MetronomeError, match=r"1 stages done, checkpoint after 8 steps.*run\.resumes = 0"):
+    with pytest.raises(MetronomeError, match=r"1 stage done, checkpoint after 8 steps.*run\.resumes = 0"):
         count_attempt(folder, "flow", 0, "killed")

@@ -293,7 +293,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
     assert "took 2.0 s, of which training waited 0.5 s" in said
     assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
     closing = evaluation_texts.closing_rows(folder)
-    assert closing["evaluated in the run"] == "1 times, 1 dropped (too late); training waited 3.5 s for it"
+    assert closing["evaluated in the run"] == "1 time, 1 dropped (too late); training waited 3.5 s for it"
 
 
 def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):

@@ -1,5 +1,6 @@
 """The trackers of `tracking.also` have the figures of the run folder, read back by their own packages."""
 
+import contextlib
 import json
 import os
 import pty
@@ -21,18 +22,24 @@ EVALUATION = {
     **{"step": 2, "weight_version": 2, "benchmark": "held out", "problems": 4, "samples": 2, "avg_at_k": 0.5},
     **{"pass_at_k": 0.75, "ci_low": 0.2, "ci_high": 0.8, "table": "evaluations/step-2.jsonl"},
 }
+HEAD = 7
+BLOCK = 32768
+"""Bytes of a head and of a block in wandb's file."""
+ENDS = (1, 4)
+"""Kinds of a part with which a record ends: it is whole, or the last one."""
 
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """The config of a run with three steps and an evaluation of an earlier one, for a tracker that is installed."""
+    """The config of a run with three steps and an evaluation of an earlier one, for a tracker that is installed. Its
+    name is the test's, because trackio keeps the folder of a process's first test."""
 
     def make(name, needed=None):
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # trackio reads it when it is imported
         pytest.importorskip(needed or name)
         config = Config(
-            run=Run(name="tried", output=str(tmp_path)), tracking=Tracking(also=(name,)), train=Train(steps=5)
+            run=Run(name=tmp_path.name, output=str(tmp_path)), tracking=Tracking(also=(name,)), train=Train(steps=5)
         )
         config.folder.mkdir()
         for step in range(3):
@@ -63,21 +70,45 @@ def scalars(folder):
 
 
 def wandb_rows(file):
-    """The rows of history in wandb's offline file: records of LevelDB's log, which begin after seven bytes."""
+    """The rows of history in wandb's offline file, whose last record its process may write a moment after the run has
+    ended."""
+    deadline = time.monotonic() + 30.0
+    while (records := wandb_records(file.read_bytes()))[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{file} has {len(records)} records after 30 s, no exit"
+        time.sleep(0.1)
+    rows = [record.history for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in rows]
+
+
+def wandb_records(data):
+    """The whole records of a file: after a head of seven bytes, records in the format of LevelDB's log, in blocks of
+    32 KiB. A record that does not fit into a block is in several parts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data = file.read_bytes()
-    assert len(data) < 32768, "one block"
-    rows = []
-    place = 7
-    while place < len(data):
+    records = [Record()]
+    parts = b""
+    place = HEAD
+    while place + HEAD <= len(data):
         length, kind = struct.unpack_from("<HB", data, place + 4)
-        assert kind == 1, "a whole record"
-        record = Record.FromString(data[place + 7 : place + 7 + length])
-        if record.WhichOneof("record_type") == "history":
-            rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
-        place += 7 + length
-    return rows
+        if kind == 0 or BLOCK - place % BLOCK < HEAD:  # the rest of the block is empty
+            place += BLOCK - place % BLOCK
+            continue
+        if place + HEAD + length > len(data):  # not yet written
+            break
+        parts += data[place + HEAD : place + HEAD + length]
+        place += HEAD + length
+        if kind in ENDS:
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def trackio_rows(config):
+    """(step, loss) of each row with a loss, in the order in which trackio has them."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs(config.tracking.experiment, config.run.name)
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def test_tensorboard_has_each_figure_once_also_after_a_resume(config_of):
@@ -102,9 +133,46 @@ def test_trackio_has_them(config_of):
     others.push_once(config)
     from trackio.sqlite_storage import SQLiteStorage
 
-    rows = SQLiteStorage.get_logs("metronome", "tried")
-    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(n, n / 10) for n in range(4)]
+    assert trackio_rows(config) == [(n, n / 10) for n in range(4)]
+    rows = SQLiteStorage.get_logs("metronome", config.run.name)
     assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
+
+
+def test_rows_that_trackio_could_not_write_are_given_again(config_of, capsys):
+    """It drops them with a warning; what came after them would be all that it has."""
+    config = config_of("trackio")
+    others.push_once(config)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    lock = SQLiteStorage._get_process_lock("metronome").lockfile_path
+    lock.unlink()
+    lock.mkdir()  # no file can be opened there: a write fails
+    add_step(config, 3)
+    trackers = others.OtherTrackers(config)
+    with pytest.warns(UserWarning, match="trackio failed to flush"):
+        trackers.push()
+    assert "warning: trackio (tracking.also) does not take the figures: it could not" in capsys.readouterr().err
+    lock.rmdir()
+    add_step(config, 4)
+    trackers.push()
+    trackers.close()
+    assert trackio_rows(config) == [(n, n / 10) for n in range(3)]
+    others.push_once(config)
+    assert trackio_rows(config) == [(n, n / 10) for n in range(5)]
+
+
+def test_a_run_of_the_same_name_is_another_run_of_trackio(config_of, tmp_path):
+    config = config_of("trackio")
+    others.push_once(config)
+    again = config.model_copy(update={"run": Run(name=config.run.name, output=str(tmp_path / "elsewhere"))})
+    again.folder.mkdir(parents=True)
+    add_step(again, 7)
+    others.push_once(again)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs = [run["id"] for run in SQLiteStorage.get_run_records("metronome") if run["name"] == config.run.name]
+    found = [[row["step"] for row in SQLiteStorage.get_logs("metronome", run_id=run)] for run in runs]
+    assert sorted(found) == [[0, 1, 2, 2], [7]]
 
 
 def test_wandb_has_them_in_its_offline_mode(config_of):
@@ -142,6 +210,16 @@ def test_an_evaluation_waits_for_a_tracker_that_hangs_only_so_long(config_of, mo
     assert "tracking.also did not end within 0.1 s" in capsys.readouterr().err
 
 
+def printed(leader):
+    """What was printed at a terminal, which gives at most 4 kB at a time."""
+    os.set_blocking(leader, False)
+    said = b""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(leader, 2**16):
+            said += part
+    return said.decode()
+
+
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_without_a_log_in_asks_nobody_at_the_terminal(tmp_path):
     """It would take what is typed there, and wait for it."""
@@ -154,9 +232,9 @@ def test_wandb_without_a_log_in_asks_nobody_at_the_terminal(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in names} | {"HOME": str(tmp_path)}
     leader, terminal = pty.openpty()
     done = subprocess.run(
-        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, env=environment, timeout=60
+        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, env=environment, timeout=120
     )
-    said = os.read(leader, 2**16).decode()
+    said = printed(leader)
     os.close(leader)
     os.close(terminal)
     assert done.returncode == 0
