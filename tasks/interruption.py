@@ -35,6 +35,8 @@ class _Command:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first signal received."""
+        self.stops = False
+        """Whether the run is being stopped."""
         self.run: tuple[Config, str] | None = None
         """The run that the command trains, and the name of the command."""
         self.last_words = f"\n{AT_ONCE}\n".encode()
@@ -77,8 +79,14 @@ def signal_of(ended: BaseException) -> signal.Signals | None:
     return signal.Signals(number) if isinstance(number, int) else None
 
 
+def is_stopping() -> bool:
+    """Whether a signal has begun to end this process. Another one would end it at once."""
+    return _command.stops or _command.signal is not None
+
+
 def say_stopping(seconds: float) -> None:
     """Say that a signal was received, what is saved, and what a second signal would lose."""
+    _command.stops = True
     again = "Ctrl-C again" if _command.signal in (None, signal.SIGINT) else "another signal"
     saving = f"the trainer saves the weights from before this step, for up to {seconds:.0f} s"
     lost = ""

@@ -67,7 +67,10 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     if not folder.config.exists():
         return _without_folder(recipe, [*below, *given], place)
     own = folder.read_config()
-    config = load_config(folder.config, [one for one in given if one.partition("=")[0].strip() not in PLACE])
+    kept = [one for one in given if one.partition("=")[0].strip() not in PLACE]
+    if own.cluster.engine == "ray" and "rollout.instances" in keys and "dry_run.joining" not in keys:
+        kept.append("dry_run.joining=0")  # on Ray all instances join, so the run's own joining counts them already
+    config = load_config(folder.config, kept)
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
     config = config.model_copy(update={"run": config.run.model_copy(update=there)})
     check_same_run(config, own)

@@ -107,7 +107,9 @@ class Plane:
         )
         if store is not None:
             self._stored = StoredColumns(
-                store, lambda step, index: generator.generate_again(self._batches.get_batch(step), index)
+                store,
+                lambda step, index: generator.generate_again(self._batches.get_batch(step), index),
+                tell=lambda text: service.notices.happened("queue", "restart", text),
             )
             generator.keep = self._stored.keep_columns
             self._leases.stored = self._stored

@@ -18,7 +18,7 @@ from engine.types import Score
 from engine.wire.columns import PackedResponse
 
 Tell = Callable[[str, str], None]
-"""Takes a line: its subject ("instances", "rewards", "responses", "training"), and the text."""
+"""Takes a line: its subject ("instances", "queue", "rewards", "responses", "training"), and the text."""
 
 FIRST_S = 10.0
 """Seconds from the first count of a share to its first line, so that the line says more than the first group."""

@@ -33,9 +33,11 @@ class StoredColumns:
     the same bits as long as no weights change, as in modes "sync" and "periodic".
     """
 
-    def __init__(self, store: ColumnStore, again: Again) -> None:
+    def __init__(self, store: ColumnStore, again: Again, tell: Callable[[str], None] = lambda text: None) -> None:
+        """`tell` gets a line about each restart."""
         self._store = store
         self._again = again
+        self._tell = tell
         self._kept: dict[At, Columns] = {}
         """The stored columns of rows, without their bodies."""
         self._trained: set[At] = set()
@@ -160,6 +162,10 @@ class StoredColumns:
             rows = {at: columns for at, columns in self._kept.items() if at not in away}
             found = await asyncio.gather(*(self._read(at, columns) for at, columns in rows.items()))
             await self._store.start_store()
+            self._tell(
+                f"TransferQueue was restarted, and has lost {found.count(None)} of {len(found)} groups; those that are "
+                f"not trained yet are generated again: {fault}"
+            )
             self._over = {}
             for at, bodies in zip(rows, found, strict=True):
                 if bodies is not None:

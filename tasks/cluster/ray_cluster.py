@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -32,14 +32,18 @@ from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
 from engine.wire.address import bracket_host, split_address
-from tasks.cluster.ray_following import Followed
+from tasks.cluster.ray_following import Followed, RayWatch
 from tasks.cluster.ray_models import PlacedModel
 from tasks.cluster.ray_parts import MODEL, RANKS, PlacedPart, await_start, begin, end, first_place, start_actor
 from tasks.cluster.ray_room import Growth, give_back, take_room
 from tasks.console import print_error, say
+from tasks.fenced import run_folder
 
 PORTS = range(20_000, 30_000)
 """Ports from which one is chosen, below those of outgoing connections."""
+RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Ray ends this process without a word once its head is gone for so many seconds. Its own 60 are too few: `RayWatch`
+ends the run, and a checkpoint may take minutes."""
 ASKED_S = 60.0
 """Seconds in which a node must say whether it has vLLM."""
 
@@ -111,9 +115,11 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
     """During the body, the cluster runs the instances and, unless this is the evaluation of a `model`, the further
     trainer nodes. `folder`: that of the run, or of the evaluation, with its logs.
 
-    Raises BadInput if Ray is not installed or not reached, and DeadlineError if it has no room within cluster.wait_s.
+    Raises BadInput if Ray is not installed or not reached, DeadlineError if it has no room within cluster.wait_s, and
+    MetronomeError if Ray is lost during the body (`RayWatch`).
     """
-    with _connected(config.cluster) as here:
+    note = (lambda error: None) if model is not None else run_folder(config).write_failure
+    with _connected(config.cluster) as here, RayWatch(_needed(here), note) as watch:
         kind = _device(config.platform.device)
         config = _with_addresses(config, here.host, model is None)
         wanted = bundles_of(config, kind, training=model is None)
@@ -133,7 +139,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        with _ending(parts, growth, logs):
+        with _ending(parts, growth, logs, watch):
             take_room(nodes, instances, config.cluster.wait_s, here, run=config.run.name)
             with _environment({TOKEN: own_token()}), _devices(nodes, config.cluster.wait_s):
                 started = [part for part in parts if part.module]
@@ -148,19 +154,37 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
                     yield PlacedRun(config, followed)
 
 
+def _needed(here: ActorPlace) -> dict[str, str]:
+    """Where `RayWatch` looks for the head and for the node of this machine."""
+    import ray
+
+    (own,) = [node for node in ray.nodes() if node["NodeID"] == here.node]
+    return {
+        "Ray's head": ray.get_runtime_context().gcs_address,
+        "Ray's node on this machine": f"{bracket_host(own['NodeManagerAddress'])}:{own['NodeManagerPort']}",
+    }
+
+
 @contextmanager
-def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path) -> Iterator[None]:
-    """At the end of the body, end the parts' processes and actors, and give their room back."""
+def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path, watch: RayWatch) -> Iterator[None]:
+    """At the end of the body, end the parts' processes and actors, and give their room back. If Ray is lost nobody is
+    there to take it, and who asks would wait."""
+
+    def unless_lost(work: Callable[[], None]) -> None:
+        if not watch.lost:
+            work()
+
     with ExitStack() as stack:  # what fails keeps nothing that follows from its end
-        stack.callback(give_back, parts)
+        stack.callback(unless_lost, partial(give_back, parts))
         stack.callback(end, parts, logs)
-        stack.callback(growth.stop)
+        stack.callback(unless_lost, growth.stop)
         yield
 
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
     """Join the cluster during the body. Yields this machine's place in it."""
+    os.environ.setdefault(RECONNECT, "1800")
     try:
         import ray
     except ImportError:

@@ -1,21 +1,24 @@
 """A thread that follows the processes of a run on a Ray cluster: it copies their logs into the run folder, starts again
-what has died, and takes more instances while the cluster has room for them."""
+what has died, and takes more instances while the cluster has room for them. Another one looks at Ray itself."""
 
 from __future__ import annotations
 
 import math
+import signal
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from engine.config import Config
 from engine.config.placing import on_fewer_nodes
-from engine.errors import DeadlineError, clean_text
+from engine.errors import BadInput, DeadlineError, MetronomeError, clean_text
 from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import ActorPlace, News
 from engine.run.process import BAD_INPUT
+from engine.wire.address import split_address
 from tasks.cluster.ray_parts import (
     RANKS,
     STOP_S,
@@ -30,6 +33,7 @@ from tasks.cluster.ray_parts import (
 )
 from tasks.cluster.ray_room import Growth
 from tasks.console import print_error, say
+from tasks.interruption import is_stopping
 
 LOOK_S = 2.0
 """Seconds between two looks at the processes. A look at one costs the launcher and its node a few milliseconds."""
@@ -41,8 +45,13 @@ MOST_DOUBLINGS = 10
 """Number of times from which on they are these in any case: a larger power of 2 may be no float."""
 SAY_S = 30.0
 """Seconds between two lines that say for whom the run waits."""
+NEVER_AGAIN = "is not started again"
 ANSWER_S = 10.0
 """Seconds in which an actor must answer that lives."""
+TOUCH_S = 2.0
+"""Seconds between two looks at Ray itself, and in which it must answer."""
+SILENCES = 10
+"""Number of looks in a row without an answer after which Ray is lost."""
 SPARE_S = 60.0
 """Seconds that Ray has to find another node for lost trainer ranks before a run goes on with fewer
 (cluster.least_nodes)."""
@@ -91,13 +100,16 @@ class Followed:
                 self._grow()
 
     def _follow_part(self, part: PlacedPart) -> None:
-        """Look at a part. One that can't be followed, for whatever reason, is lost, so that it is started again."""
+        """Look at a part. One that can't be followed is lost, so that it is started again, unless it was refused."""
         import ray
 
         try:
             self._look_at(part)
         except ray.exceptions.RayError as error:
             raised = raised_there(error)
+            if isinstance(raised, BadInput):
+                self._give_up(part, f"can't start on its node and {NEVER_AGAIN}: {_first_line(raised)}")
+                return
             why = "is lost with its node" if raised is None else f"fails on its node: {type(raised).__name__}"
             self._lose(part, f"{why}: {_first_line(raised or error)}")
         except Exception as error:  # this thread must go on for the others
@@ -147,6 +159,15 @@ class Followed:
         else:
             part.again = again
 
+    def _give_up(self, part: PlacedPart, why: str) -> None:
+        """Do without a part that would end in the same way again. The others go on."""
+        part.refused = f"{part.name} {why}"
+        say(part.stage, part.refused)
+        kill(part)
+        if part.extra:  # others may have its room
+            self._growth.stop()
+            self._drop(part)
+
     def _counted(self, part: PlacedPart) -> PlacedPart | Growth:
         """What counts the losses of a part: each of the further instances is another part."""
         return self._growth if part.extra else part
@@ -166,14 +187,11 @@ class Followed:
             return True
         restarts = self._config.rollout.restarts if part.files else self._config.run.resumes
         part.faults = 1 if time.monotonic() - part.began > REFILL_S else part.faults + 1
-        lasting = news.code == BAD_INPUT or part.faults > restarts
-        then = "is not started again" if lasting else "starts again"
-        say(part.stage, f"{part.name} ended with {news.code} and {then}; its log: {log_of(part, self._logs)}")
-        if lasting and part.extra:  # others may have its room
-            self._growth.stop()
-            kill(part)
-            self._drop(part)
-        if not lasting:
+        log = log_of(part, self._logs)
+        if news.code == BAD_INPUT or part.faults > restarts:
+            self._give_up(part, f"ended with {news.code} and {NEVER_AGAIN}; its log: {log}")
+        else:
+            say(part.stage, f"{part.name} ended with {news.code} and starts again; its log: {log}")
             end([part], self._logs, grace_s=0.0)
             part.again = time.monotonic() + BACKOFF_S * 2**part.faults
         return True
@@ -189,22 +207,30 @@ class Followed:
 
     def await_nodes(self) -> Config:
         """Wait until each further trainer node has a place. Return the run's config; with cluster.least_nodes it may be
-        one for fewer nodes. Raises DeadlineError that names those without a place."""
+        one for fewer nodes. Raises DeadlineError that names those without a place, and MetronomeError if a node that
+        is needed, or every instance, is not started again."""
         nodes = [part for part in self._parts if part.module == RANKS]
         with self._lock:
             for part in nodes:
                 if part.again == math.inf:  # an earlier attempt went on without it
                     part.again = time.monotonic()
+                    part.refused = ""
             self._lose_silent(nodes)
+            refused = [part.refused for part in self._parts if part.files]
+        if refused and all(refused):
+            raise MetronomeError(f"no instance is left: {refused[0]}")
         wait_s = self._config.cluster.wait_s
         began = told = time.monotonic()
         while missing := [part for part in nodes if part.place is None]:
             what = f"Ray has not started {', '.join(part.name for part in missing)} again"
             now = time.monotonic()
             fewer = self._fewer(len(nodes) + 1 - len(missing))
-            if fewer is not None and now > began + min(SPARE_S, wait_s):
-                self._leave_out(nodes, fewer, what)
+            gone = next((part.refused for part in missing if part.refused), "")
+            if fewer is not None and (gone or now > began + min(SPARE_S, wait_s)):
+                self._leave_out(nodes, fewer, gone or what)
                 return fewer
+            if gone:
+                raise MetronomeError(gone)
             if now > began + wait_s:
                 raise DeadlineError(f"{what} within {wait_s:g} s (cluster.wait_s)")
             if now - told > SAY_S:
@@ -255,6 +281,68 @@ class Followed:
             f"{what}; the run goes on with parallel.nodes = {layout.nodes} and parallel.data = {layout.data} "
             "(cluster.least_nodes)",
         )
+
+
+class RayWatch:
+    """A thread that looks whether what a run needs of Ray is there: the head, which knows all nodes, and the node of
+    this machine. Without either Ray ends all of the run, or never starts anything again.
+
+    Once one of them is lost it sends SIGTERM to this process, which has one way to end from wherever it is, so that the
+    trainer saves a checkpoint. The body then raises MetronomeError. A process that is ending is left alone.
+    """
+
+    def __init__(self, watched: Mapping[str, str], note: Callable[[Exception], None] = lambda error: None) -> None:
+        """`watched`: addresses "host:port", by what listens there. `note` gets the error before it is raised. Only the
+        main thread may enter it."""
+        self._watched = watched
+        self._note = note
+        self._silent = dict.fromkeys(watched, 0)
+        self._entered = 0
+        self._ends = False
+        """Whether it has sent the signal."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="ray", daemon=True)
+        self.lost = ""
+        """What is lost; empty while nothing is."""
+
+    def __enter__(self) -> RayWatch:
+        self._entered = threading.get_ident()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if kind is not None and self._ends:
+            lost = MetronomeError(f"{self.lost}, and without it Ray runs nothing: resume the run on another cluster")
+            self._note(lost)
+            raise lost from None
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(TOUCH_S):
+            for name, address in self._watched.items():
+                self._silent[name] = 0 if _answers(address) else self._silent[name] + 1
+            name = max(self._silent, key=self._silent.__getitem__)
+            if self._silent[name] >= SILENCES:
+                self.lost = (
+                    f"{name} ({self._watched[name]}) has not answered {SILENCES} times in {SILENCES * TOUCH_S:g} s"
+                )
+                if not is_stopping():
+                    self._ends = True
+                    say("cluster", f"{self.lost}; the run ends")
+                    signal.pthread_kill(self._entered, signal.SIGTERM)
+                return
+
+
+def _answers(address: str) -> bool:
+    host, port = split_address(address, "Ray's address")
+    try:
+        socket.create_connection((host, port), timeout=TOUCH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

@@ -18,11 +18,12 @@ import xxhash
 from engine.data.hub import MODEL_FILES
 from engine.errors import BadInput, DeadlineError
 from engine.run.lock import hold_lock, share_lock
+from engine.run.progress import folder_size
 
 PIECE = 16 * 2**20
 """Bytes of a file that are read or fetched at a time."""
 FETCH_S = 3600.0
-"""Seconds without another whole file for which an instance waits while another one fetches the same model."""
+"""Seconds without another byte for which an instance waits while another one fetches the same model."""
 PIECE_S = 300.0
 """Seconds in which the launcher's node must send a piece. It sends one at a time, to all nodes."""
 UNUSED_S = 7 * 86400.0
@@ -63,10 +64,13 @@ class ModelSource:
         self._folder = Path(folder)
 
     def piece(self, name: str, offset: int) -> bytes:
-        """Up to PIECE bytes of a file, from an offset on; none at its end."""
-        with (self._folder / name).open("rb") as file:
-            file.seek(offset)
-            return file.read(PIECE)
+        """Up to PIECE bytes of a file, from an offset on; none at its end. Raises BadInput if the file is gone."""
+        try:
+            with (self._folder / name).open("rb") as file:
+                file.seek(offset)
+                return file.read(PIECE)
+        except FileNotFoundError:
+            raise BadInput(f"{self._folder / name} is gone since the run began") from None
 
 
 @dataclass(frozen=True)
@@ -85,17 +89,21 @@ class PlacedModel:
 
     @classmethod
     def of(cls, folder: Path, node: str, once: bool = False) -> PlacedModel:
-        """Read a model folder, and start an actor on the launcher's `node`, which ends with this process. Raises
-        BadInput as `find_digests`."""
+        """Read a model folder, and start an actor on the launcher's `node`, which ends with this process, and which Ray
+        starts again if it dies alone. Raises BadInput as `find_digests`."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        source = ray.remote(ModelSource).options(num_cpus=0, scheduling_strategy=there).remote(str(folder.resolve()))
+        kind = ray.remote(ModelSource).options(
+            num_cpus=0, scheduling_strategy=there, max_restarts=-1, max_task_retries=-1
+        )
+        source = kind.remote(str(folder.resolve()))
         return cls(folder=str(folder.resolve()), digests=find_digests(folder), node=node, source=source, once=once)
 
     def hold(self, node: str) -> tuple[Path, ExitStack]:
-        """As `model_here`, on a node. Raises DeadlineError if the launcher's sends nothing."""
+        """As `model_here`, on a node. Raises DeadlineError if the launcher's sends nothing, and BadInput or OSError if
+        it can't."""
         if node == self.node:
             return Path(self.folder), ExitStack()
         return model_here(self.folder, self.digests, self._piece, self.once)
@@ -110,6 +118,8 @@ class PlacedModel:
                 f"the node where the run began has not sent {self.folder}/{name} from byte {offset} on within "
                 f"{PIECE_S:g} s"
             ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # as if it was raised here
         return piece
 
 
@@ -117,8 +127,9 @@ def model_here(
     folder: str, digests: Digests, read: Callable[[str, int], bytes], once: bool = False
 ) -> tuple[Path, ExitStack]:
     """This node's model: the launcher's `folder` if this node sees the same files there, else a copy of them, fetched
-    by `read` (as `ModelSource.piece`) unless it is there. The copy stays until the ExitStack is closed. `once`: as in
-    `PlacedModel`. Raises BadInput if what arrives has other digests."""
+    by `read` (as `ModelSource.piece`) unless it is there. What a fetch got before it was interrupted is kept for the
+    next one. The copy stays until the ExitStack is closed. `once`: as in `PlacedModel`. Raises BadInput if what arrives
+    has other digests."""
     if _same(Path(folder), digests):
         return Path(folder), ExitStack()
     name = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
@@ -137,8 +148,8 @@ def model_here(
 
 
 def _fetched(place: Path) -> int:
-    """Number of files that were fetched so far."""
-    return len(list(_partial(place).glob("*")))
+    """Number of bytes that were fetched so far."""
+    return folder_size(_partial(place))
 
 
 def _partial(place: Path) -> Path:
@@ -160,19 +171,37 @@ def _same(folder: Path, digests: Digests) -> bool:
 
 
 def _fetch(folder: str, place: Path, digests: Digests, read: Callable[[str, int], bytes]) -> None:
+    """Fetch what this node lacks. An earlier fetch that was interrupted has left files and the beginning of one; a copy
+    that was damaged has all of them."""
     partial = _partial(place)
-    shutil.rmtree(partial, ignore_errors=True)
+    if place.is_dir() and not partial.exists():
+        place.rename(partial)
     shutil.rmtree(place, ignore_errors=True)
-    partial.mkdir(parents=True, mode=0o700)
+    partial.mkdir(parents=True, mode=0o700, exist_ok=True)
     for name, expected in digests.items():
-        found = xxhash.xxh3_128()
-        with (partial / name).open("wb") as file:
-            while piece := read(name, file.tell()):
-                file.write(piece)
-                found.update(piece)
-        if found.hexdigest() != expected:
+        file = partial / name
+        was_there = file.exists()
+        whole = _complete(file, name, expected, read)
+        if not whole and was_there:  # what was there is not the beginning of the launcher's
+            file.unlink()
+            whole = _complete(file, name, expected, read)
+        if not whole:
+            file.unlink()
             raise BadInput(f"{folder}/{name} has changed since the run began: its digest was {expected}")
     partial.rename(place)
+
+
+def _complete(file: Path, name: str, expected: str, read: Callable[[str, int], bytes]) -> bool:
+    """Fetch what a file lacks at its end. Returns whether it has the expected digest."""
+    found = xxhash.xxh3_128()
+    with file.open("a+b") as opened:
+        opened.seek(0)
+        while piece := opened.read(PIECE):
+            found.update(piece)
+        while found.hexdigest() != expected and (piece := read(name, opened.tell())):
+            opened.write(piece)
+            found.update(piece)
+    return found.hexdigest() == expected
 
 
 def _sweep(place: Path) -> None:

@@ -57,6 +57,8 @@ class PlacedPart:
     """Number of times that it ended by itself since it last ran for REFILL_S."""
     losses: int = 0
     """Number of times in a row that its actor was lost before it answered."""
+    refused: str = ""
+    """Why it is not started again."""
 
     @property
     def stage(self) -> str:
@@ -123,7 +125,7 @@ def begin(part: PlacedPart) -> None:
 
 def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:
     """Wait for the place of a part whose actor was asked for it. Raises BadInput if its node lacks Metronome, and
-    DeadlineError after `wait_s`."""
+    DeadlineError after `wait_s`, or if its node has waited in vain for the model."""
     import ray
 
     try:
@@ -134,7 +136,8 @@ def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:
     except ray.exceptions.RayError as error:
         raised = raised_there(error)
         known = isinstance(raised, (MetronomeError, OSError))
-        raise BadInput(f"Ray can't start {part.name}: {clean_text(str(raised if known else error))}") from None
+        kind = DeadlineError if isinstance(raised, DeadlineError) else BadInput
+        raise kind(f"Ray can't start {part.name}: {clean_text(str(raised if known else error))}") from None
     return place
 
 

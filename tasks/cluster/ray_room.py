@@ -6,12 +6,16 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from engine.errors import DeadlineError
 from engine.run.placed_process import ActorPlace
+from engine.run.threads import in_thread
 from tasks.cluster.ray_parts import PlacedPart
 from tasks.console import say
+
+T = TypeVar("T")
 
 NODE_ID = "ray.io/node-id"
 """Ray's label of a node with its id."""
@@ -74,7 +78,7 @@ def ask_for_room(
 
     amounts = [dict(part.amounts) for part in parts]
     name = f"{run}/{uuid.uuid4().hex}"  # Ray wants each name once
-    group = placement_group(amounts, strategy=strategy, name=name, bundle_label_selector=selector)
+    group = _answer(lambda: placement_group(amounts, strategy=strategy, name=name, bundle_label_selector=selector))
     for bundle, part in enumerate(parts):
         part.group = group
         part.bundle = bundle
@@ -84,7 +88,13 @@ def has_room(part: PlacedPart) -> bool:
     """Whether Ray has placed the group of a part."""
     from ray.util.placement_group import placement_group_table
 
-    return bool(placement_group_table(part.group)["state"] == "CREATED")
+    return bool(_answer(lambda: placement_group_table(part.group))["state"] == "CREATED")
+
+
+def _answer(question: Callable[[], T]) -> T:
+    """What Ray's head answers. Ray would wait for a head that is gone without an end, and hear no signal: a thread
+    waits, so that this one can be ended (`tasks.cluster.ray_following.RayWatch`)."""
+    return in_thread("question", question).result()
 
 
 def give_back(parts: Sequence[PlacedPart]) -> None:
@@ -93,7 +103,7 @@ def give_back(parts: Sequence[PlacedPart]) -> None:
 
     groups: dict[Any, Any] = {part.group.id: part.group for part in parts if part.group is not None}
     for group in groups.values():
-        remove_placement_group(group)
+        _answer(partial(remove_placement_group, group))
     for part in parts:
         part.group = None
 
@@ -154,7 +164,7 @@ def _lacking(missing: Sequence[Sequence[PlacedPart]], asked: Sequence[Sequence[P
     wants = ", ".join(f"{part.name} ({describe_amounts(part.amounts)})" for part in parts)
     first = parts[0]
     bound = f"; {first.name} must be on this machine ({here.host})" if not first.module else ""
-    free = describe_amounts(ray.available_resources()) or "no devices"
+    free = describe_amounts(_answer(ray.available_resources)) or "no devices"
     holders = _holders({parts[0].group.id for parts in asked})
     held = f"; room is held by {', '.join(holders)}" if holders else ""
     return f"Ray has no room for {wants}{bound}; free are {free}{held}"
@@ -165,7 +175,7 @@ def _holders(own: Set[Any]) -> list[str]:
     from ray.util.placement_group import placement_group_table
 
     mine = {one.hex() for one in own}
-    groups = [group for identity, group in placement_group_table().items() if identity not in mine]
+    groups = [group for identity, group in _answer(placement_group_table).items() if identity not in mine]
     names = {group["name"].rpartition("/")[0] for group in groups if group["state"] == "CREATED"}
     return sorted(names - {""})
 

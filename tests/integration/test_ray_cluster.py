@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,12 @@ from engine.run.folder import RunFolder
 from engine.run.vllm_command import PYTHON
 from support.brake import braked, slow_down
 from support.ports import two_neighbours
-from support.ray_nodes import kill_node, node_without, ray_cluster
+from support.ray_nodes import kill_node, kill_tree, node_without, ray_cluster, started_cluster
 from support.runs import ROOT, Tree, config_of, overrides, wait_for
-from support.transferqueue import EXACT, MARKS
+from support.transferqueue import ELSEWHERE, EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
 from tasks.cluster import ray_cluster as ray_cluster_of
-from tasks.cluster.ray_models import PlacedModel, find_digests
+from tasks.cluster.ray_models import PlacedModel, find_digests, model_here
 from tasks.cluster.ray_parts import MODEL, PlacedPart, begin, end, first_place
 from tasks.cluster.ray_room import give_back, take_room
 
@@ -50,10 +51,10 @@ def on_cluster(cluster):
 class Command:
     """`metronome run` with its output so far."""
 
-    def __init__(self, folder, settings):
+    def __init__(self, folder, settings, *more):
         self.file = folder / f"{settings['run.name']}.txt"
         sets = [part for override in overrides(settings) for part in ("--set", override)]
-        command = [sys.executable, "-m", "flows.cli", "run", "infra/recipes/quickstart.toml", *sets]
+        command = [sys.executable, "-m", "flows.cli", "run", "infra/recipes/quickstart.toml", *sets, *more]
         with self.file.open("w") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
@@ -125,6 +126,76 @@ def test_a_run_whose_trainer_node_dies_resumes_with_the_same_bits(exact, tmp_pat
         command.wait_for("the previous attempt ended")
         command.ends()
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+
+
+def test_a_node_with_an_instance_and_a_storage_unit_dies_and_all_bits_are_those_of_one_machine(
+    exact, tmp_path, cluster
+):
+    exact |= {"train.steps": 6, "train.timeout_s": 120, "reward.function": braked(tmp_path, 0)}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    stored = ELSEWHERE | {"queue.address": cluster.address}
+    with Command(tmp_path, on_ray(exact, cluster, "ray", **stored)) as command:
+        wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
+        places = re.findall(r"(instance-\d) on \S+ \((\w+)\)", command.output)[-2:]
+        name, node = next(place for place in places if not cluster.head_node.node_id.startswith(place[1]))
+        slow_down(tmp_path, 2)
+        kill_node(cluster, node_of(cluster, node))
+        command.wait_for(rf"{name} starts on \S+ \(\w+\)")
+        command.wait_for(r"queue .*TransferQueue was restarted, and has lost \d of \d groups")
+        slow_down(tmp_path, 0)
+        command.ends()
+    assert "the previous attempt ended" not in command.output
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+
+
+def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_cluster_with_the_same_bits(
+    exact, tmp_path, monkeypatch
+):
+    exact |= {"train.steps": 8, "checkpoint.every": 2, "reward.function": braked(tmp_path, 0)}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    with started_cluster(monkeypatch, [1, 4]) as first:
+        with Command(tmp_path, on_ray(exact, first, "ray")) as command:
+            wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)
+            slow_down(tmp_path, 8)
+            own = Tree(command.process.pid)
+            other = Tree(first.nodes[1].pid)
+            lost = kill_tree(first.nodes[0])
+            began = time.monotonic()
+            assert command.process.wait(300) == 1, command.output
+            ended_s = time.monotonic() - began
+            assert own.left() == []
+            assert [line for tree in (other, lost) for _, line in tree.command_lines() if "engine." in line] == []
+            print(f"the run ended after {ended_s:.1f} s")
+            wait_for(lambda: not [1 for _, line in other.command_lines() if "_Held" in line], "the actors' end", 120)
+            print(f"all actors ended after {time.monotonic() - began:.1f} s")
+    (told,) = re.findall(r"(?m)^error: .*", command.output)
+    assert re.search(r"Ray's (head|node on this machine) \(\S+\) has not answered .*: resume the run", told)
+    assert len(steps(tmp_path, "ray")) < 8
+    slow_down(tmp_path, 0)
+    with started_cluster(monkeypatch, [1, 4]) as second:
+        with Command(tmp_path, on_ray(exact, second, "ray"), "--resume") as command:
+            command.ends()
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+
+
+def test_a_second_run_waits_for_the_room_of_the_first_and_both_have_the_bits_of_one_machine(
+    exact, tmp_path, monkeypatch
+):
+    exact |= {"train.steps": 6, "reward.function": braked(tmp_path, 0)}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    with ray_cluster(monkeypatch, [{"num_cpus": 3}]) as cluster:
+        with Command(tmp_path, on_ray(exact, cluster, "first")) as first:
+            wait_for(lambda: len(steps(tmp_path, "first")) >= 1, "the first step", 400)
+            slow_down(tmp_path, 5)
+            with Command(tmp_path, on_ray(exact, cluster, "second")) as second:
+                wants = r"instance-0 \(1 CPU\), instance-1 \(1 CPU\)"
+                second.wait_for(rf"no room for {wants}; free are no devices; room is held by first; the run waits")
+                assert len(steps(tmp_path, "first")) < 6
+                slow_down(tmp_path, 0)
+                first.ends()
+                second.ends()
+    for name in ("first", "second"):
+        assert same(weights(tmp_path, name), weights(tmp_path, "alone"))
 
 
 def test_a_run_without_room_says_what_it_waits_for_and_ends(exact, tmp_path, cluster):
@@ -232,8 +303,12 @@ def test_nodes_without_vllm_are_named_before_a_run_begins(monkeypatch, capsys):
     assert head.startswith(warned[0])
 
 
-def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, tiny_model):
+def test_a_node_without_the_model_fetches_it_through_ray_also_after_its_source_has_died(
+    monkeypatch, tmp_path, tiny_model
+):
     with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        import ray  # which reads the token
+
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         cluster.add_node(num_cpus=4, object_store_memory=80_000_000)
         with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
@@ -241,9 +316,33 @@ def test_a_node_without_the_model_fetches_it_through_ray(monkeypatch, tmp_path, 
             far = replace(model, folder=str(tmp_path / "not there"))
             part = PlacedPart("instance-0", {"CPU": 2.0}, "http.server", ["--directory", MODEL, "0"], model=far)
             take_room([], [part], 60.0, here, run="far")
-            begin(part)
-            assert first_place(part, 120.0).node != here.node
-            end([part], tmp_path, grace_s=0.0)
+            for _ in range(2):
+                begin(part)
+                assert first_place(part, 120.0).node != here.node
+                end([part], tmp_path, grace_s=0.0)
+                (copy,) = [one for one in (tmp_path / "metronome/models").iterdir() if one.is_dir()]
+                assert find_digests(copy) == find_digests(tiny_model) != {}
+                shutil.rmtree(copy)
+                ray.kill(model.source, no_restart=False)  # as the kernel does where memory is short
             give_back([part])
-    (copy,) = [one for one in (tmp_path / "metronome/models").iterdir() if one.is_dir()]
-    assert find_digests(copy) == find_digests(tiny_model) != {}
+
+
+def test_a_fetch_goes_on_while_the_actor_that_sends_the_model_dies(monkeypatch, tmp_path, tiny_model):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    killed = []
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        import ray  # which reads the token
+
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            model = PlacedModel.of(tiny_model, here.node)
+
+            def read(name, offset):
+                if len(killed) < 2:
+                    killed.append(name)
+                    ray.kill(model.source, no_restart=False)
+                return model._piece(name, offset)
+
+            place, held = model_here("gone", model.digests, read)
+            with held:
+                assert find_digests(place) == model.digests
+    assert len(killed) == 2

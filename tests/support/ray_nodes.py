@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,32 +12,89 @@ from pathlib import Path
 
 import psutil
 
+from support.ports import two_neighbours
 from support.runs import ROOT, Tree, wait_for
 
 
 @contextlib.contextmanager
-def ray_cluster(monkeypatch, nodes):
-    """A cluster that asks for the token in this process's environment. `nodes`: arguments of each node, the first of
-    which is the head."""
+def ray_settings(monkeypatch):
+    """The environment of a cluster that asks for the token in this process's environment, with a folder of its own."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
-    from ray.cluster_utils import Cluster
-
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path: sockets lie in it
     (folder / "ray").mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    found = Cluster()
     try:
-        for number, given in enumerate(nodes):
-            head = {} if number else {"include_dashboard": False}
-            found.add_node(object_store_memory=80_000_000, **head, **given)
-        yield found
+        yield
     finally:
-        found.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ray_cluster(monkeypatch, nodes):
+    """A cluster. `nodes`: arguments of each node, the first of which is the head."""
+    with ray_settings(monkeypatch):
+        from ray.cluster_utils import Cluster
+
+        found = Cluster()
+        try:
+            for number, given in enumerate(nodes):
+                head = {} if number else {"include_dashboard": False}
+                found.add_node(object_store_memory=80_000_000, **head, **given)
+            yield found
+        finally:
+            found.shutdown()
+
+
+class StartedCluster:
+    """Nodes that `ray start` has started. This process joins none of them, so they may all die."""
+
+    def __init__(self, cpus):
+        """`cpus`: those of each node, the first of which is the head."""
+        self.address = f"127.0.0.1:{two_neighbours()}"
+        host, port = self.address.split(":")
+        self.nodes = [start_ray(cpus[0], ["--head", "--port", port, "--include-dashboard", "false"])]
+        wait_for(lambda: _listens(host, int(port)), "Ray's head", 120)
+        self.nodes += [start_ray(number, ["--address", self.address]) for number in cpus[1:]]
+
+
+def start_ray(cpus, arguments, before=(), **environment):
+    """The process of `ray start` for a node."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--num-cpus", str(cpus)]
+    command += ["--object-store-memory", "80000000", "--block"]
+    return subprocess.Popen([*before, *command], env=os.environ | environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def _listens(host, port):
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, port), timeout=1.0).close()
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def started_cluster(monkeypatch, cpus):
+    """A `StartedCluster`."""
+    with ray_settings(monkeypatch):
+        found = StartedCluster(cpus)
+        try:
+            yield found
+        finally:
+            for node in reversed(found.nodes):
+                kill_tree(node)
+
+
+def kill_tree(node):
+    """Kill a node's process and all that belong to it. Returns them."""
+    tree = Tree(node.pid) if node.poll() is None else None
+    for process in reversed(tree.processes) if tree is not None else ():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    node.wait()
+    return tree
 
 
 def alive(cluster):
@@ -49,20 +107,13 @@ def node_without(cluster, folders, cache):
     """A node with four CPUs whose processes see nothing in `folders`. Copies of models go to `cache`. Yields its
     process."""
     hidden = " && ".join(f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in folders)
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", cluster.address, "--num-cpus", "4"]
-    start += ["--object-store-memory", "80000000", "--block"]
-    command = ["unshare", "--mount", "sh", "-c", f"{hidden} && exec {shlex.join(start)}"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    node = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+    before = ["unshare", "--mount", "sh", "-c", f'{hidden} && exec "$0" "$@"']
+    node = start_ray(4, ["--address", cluster.address], before=before, XDG_CACHE_HOME=str(cache))
     try:
         wait_for(lambda: len(alive(cluster)) == 1 + len(cluster.list_all_nodes()), "the node", 120)
         yield node
     finally:
-        tree = Tree(node.pid)
-        for process in [*tree.processes, psutil.Process(node.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        node.wait()
+        kill_tree(node)
 
 
 def kill_node(cluster, node):

@@ -35,6 +35,7 @@ class Rows:
         self.rows = {}
         self.got = []
         self.starts = 0
+        self.told = []
         self.broken = False
         self.failure = None
 
@@ -82,7 +83,7 @@ def stored():
         await asyncio.sleep(0.01)
         return group(index, step)
 
-    return StoredColumns(rows, generate), rows, again
+    return StoredColumns(rows, generate, tell=rows.told.append), rows, again
 
 
 async def filled(count=4):
@@ -117,6 +118,10 @@ async def test_lost_rows_are_generated_again_and_the_others_are_kept():
     assert sorted(again) == [(0, 1), (0, 3)]
     assert groups.generated_again == 2
     assert rows.starts == 1  # once for both windows
+    (told,) = rows.told
+    assert told.startswith(
+        "TransferQueue was restarted, and has lost 2 of 4 groups; those that are not trained yet are"
+    )
 
 
 async def test_bodies_can_be_fetched_elsewhere_unless_they_are_on_their_way_there_again():

@@ -29,3 +29,16 @@ def test_a_recipe_that_is_not_read_again_is_told_of_only_if_the_command_names_it
     silent = find_resumed(None, keys)
     assert silent.notes == ("first continues with its own config.toml",)
     assert silent.recipe == named.recipe == str(recipe)
+
+
+def test_a_command_that_is_repeated_with_resume_has_as_many_instances_on_ray(tmp_path):
+    keys = [f"run.output={tmp_path}", "run.name=placed", "cluster.engine=ray", "rollout.instances=2"]
+    folder = RunFolder(tmp_path / "placed")
+    folder.path.mkdir()
+    RunStart(recipe="").write(folder.path)
+    folder.create(load_config(None, keys), resume=False)
+    for given, joining in ((keys, 2), (keys[:2], 2), ([*keys[:2], "rollout.instances=3"], 3)):
+        found = find_resumed(None, given)
+        assert (found.config.rollout.instances, found.config.dry_run.joining) == (0, joining)
+    found = find_resumed(None, [*keys, "dry_run.joining=1"])
+    assert found.config.dry_run.joining == 3

@@ -1,14 +1,20 @@
 """What follows from the news of a process that Ray placed. Ray itself is in tests/integration/test_ray_cluster.py."""
 
+import re
+import signal
+import socket
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from engine.errors import BadInput, DeadlineError
+from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.instance_process import REFILL_S
 from engine.run.placed_process import ActorPlace, News
 from support.runs import config_of, wait_for
+from tasks import interruption
 from tasks.cluster import ray_cluster, ray_following, ray_parts, ray_room
 
 HERE = ActorPlace("node", "10.0.0.1", {}, 0)
@@ -103,8 +109,8 @@ def test_a_part_that_cant_be_followed_is_lost_and_said_and_the_others_go_on(ray,
 
 def test_what_fails_on_a_node_is_said_and_not_that_the_node_is_lost(ray, monkeypatch, tmp_path, capsys):
     """Ray wraps what an actor raises; the first line of that names the worker's process."""
-    wrapped = ray.exceptions.RayError("ray::_Held.start_with() (pid=7)\n  File ...\nBadInput: m has changed")
-    wrapped.cause = BadInput("m has changed")
+    wrapped = ray.exceptions.RayError("ray::_Held.start_with() (pid=7)\n  File ...\nOSError: no space left")
+    wrapped.cause = OSError("no space left")
     part = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""}, actor=actor(), answer=raises(wrapped))
     followed([part], tmp_path)._follow_part(part)
     part.answer = raises(ray.exceptions.RayError("the actor died"))
@@ -112,11 +118,66 @@ def test_what_fails_on_a_node_is_said_and_not_that_the_node_is_lost(ray, monkeyp
         ray_parts.first_place(part, 1.0)
     followed([part], tmp_path)._follow_part(part)
     part.answer = raises(wrapped)
-    with pytest.raises(BadInput, match="Ray can't start instance-0: m has changed$"):
+    with pytest.raises(BadInput, match="Ray can't start instance-0: no space left$"):
+        ray_parts.first_place(part, 1.0)
+    wrapped.cause = DeadlineError("nothing was sent")
+    with pytest.raises(DeadlineError, match="Ray can't start instance-0: nothing was sent$"):
         ray_parts.first_place(part, 1.0)
     said = capsys.readouterr().out
-    assert "instance-0 fails on its node: BadInput: m has changed; it starts again" in said
+    assert "instance-0 fails on its node: OSError: no space left; it starts again" in said
     assert "instance-0 is lost with its node: the actor died; it starts again" in said
+
+
+def refusal(ray, text):
+    """What Ray makes of an actor's BadInput."""
+    wrapped = ray.exceptions.RayError("ray::_Held.start_with() (pid=7)")
+    wrapped.cause = BadInput(text)
+    return wrapped
+
+
+def test_an_instance_whose_start_is_refused_is_given_up_and_without_any_other_the_run_ends(ray, tmp_path, capsys):
+    parts = [
+        ray_parts.PlacedPart(f"instance-{number}", {"CPU": 1.0}, "flows.cli", files={"a": ""}) for number in range(2)
+    ]
+    follower = followed(list(parts), tmp_path)
+    parts[0].actor = actor()
+    parts[0].answer = raises(refusal(ray, "m has changed"))
+    follower._follow_part(parts[0])
+    said = "instance-0 can't start on its node and is not started again: m has changed"
+    assert said in capsys.readouterr().out
+    assert (parts[0].actor, parts[0].answer, parts[0].again) == (None, None, 0.0)
+    assert follower.await_nodes() is follower._config  # there is another one
+    assert follower.has_ended(parts[1], News(2, b"bad input"))
+    with pytest.raises(MetronomeError, match=f"no instance is left: {said}"):
+        follower.await_nodes()
+
+
+def test_a_further_instance_whose_start_is_refused_leaves_its_room_to_others(ray, monkeypatch, tmp_path):
+    room = RoomOnRay(monkeypatch, 2)
+    growth = ray_room.Growth(1, 3, further, run="run")
+    part = growth.grown()
+    part.actor = actor()
+    part.answer = raises(refusal(ray, "m has changed"))
+    follower = followed([part], tmp_path, growth)
+    follower._follow_part(part)
+    assert (room.free, follower._parts, part.actor, growth.grown()) == (2, [], None, None)
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_trainer_node_that_is_not_started_again_is_waited_for_by_nobody(ray, tmp_path, capsys, least):
+    keys = {"parallel.nodes": 2, "parallel.data": 2, "parallel.rendezvous": "auto", "cluster.least_nodes": least}
+    part = ray_parts.PlacedPart("trainer node 1", {}, ray_parts.RANKS, place=HERE)
+    follower = followed([part], tmp_path, **keys, **{"run.resumes": 0})
+    part.actor = actor(place=HERE, stop=b"")
+    assert follower.has_ended(part, News(1, b"no rendezvous"))
+    said = r"trainer node 1 ended with 1 and is not started again; its log: .*trainer-node-1\.log"
+    if least:
+        assert follower.await_nodes().parallel.nodes == 1
+        assert re.search(f"{said}; the run goes on with parallel.nodes = 1", capsys.readouterr().out)
+        part.again = 0.0
+    else:
+        with pytest.raises(MetronomeError, match=said):
+            follower.await_nodes()
 
 
 def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
@@ -327,6 +388,47 @@ def test_what_fails_at_the_end_keeps_no_process_and_no_room(ray, monkeypatch, tm
 
     monkeypatch.setattr(ray_cluster, "end", lambda parts, logs: done.append("ended"))
     monkeypatch.setattr(ray_cluster, "give_back", lambda parts: done.append("given back"))
-    with pytest.raises(ray.exceptions.RayError, match="the head is gone"), ray_cluster._ending([], Growing(), tmp_path):
+    there = SimpleNamespace(lost="")
+    with (
+        pytest.raises(ray.exceptions.RayError, match="the head is gone"),
+        ray_cluster._ending([], Growing(), tmp_path, there),
+    ):
         pass
     assert done == ["ended", "given back"]
+    with ray_cluster._ending([], Growing(), tmp_path, SimpleNamespace(lost="the head")):
+        pass
+    assert done[2:] == ["ended"]
+
+
+@pytest.fixture
+def sigterm():
+    """A handler like the one of the command line."""
+
+    def handle(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, capsys, sigterm):
+    monkeypatch.setattr(ray_following, "TOUCH_S", 0.05)
+    monkeypatch.setattr(ray_following, "SILENCES", 3)
+    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_server(("127.0.0.1", 0)) as node:
+        named = {
+            name: f"127.0.0.1:{there.getsockname()[1]}" for name, there in (("the head", head), ("the node", node))
+        }
+        said = re.escape(f"the node ({named['the node']}) has not answered 3 times in 0.15 s")
+        began = time.monotonic()
+        threading.Timer(0.5, node.close).start()
+        with pytest.raises(MetronomeError, match=f"{said}, and .*: resume the run"), ray_following.RayWatch(named):
+            time.sleep(60.0)
+        assert 0.5 < time.monotonic() - began < 30.0
+        assert re.search(f"{said}; the run ends", capsys.readouterr().out)
+        with pytest.raises(ValueError, match="its own"), ray_following.RayWatch({"the head": named["the head"]}):
+            raise ValueError("its own")
+        monkeypatch.setattr(interruption._command, "stops", True)  # it saves a checkpoint, which no signal may end
+        with ray_following.RayWatch({"the node": named["the node"]}) as watch:
+            wait_for(lambda: watch.lost, "the loss", 30)
+            time.sleep(0.2)

@@ -66,6 +66,78 @@ def test_a_file_that_arrives_with_another_digest_is_refused_by_name(model):
     assert not [one for one in ray_models._copies().iterdir() if one.is_dir() and one.suffix != ".partial"]
 
 
+class Interrupted(Exception):
+    """The node that fetches dies."""
+
+
+def counted(model, most=sys.maxsize):
+    """A `read` that ends the fetch after `most` pieces, and what was asked of it."""
+    asked = []
+    read = ModelSource(str(model)).piece
+
+    def piece(name, offset):
+        asked.append((name, offset))
+        if len(asked) > most:
+            raise Interrupted
+        return read(name, offset)
+
+    return piece, asked
+
+
+def test_a_fetch_that_was_interrupted_goes_on_where_it_was(model):
+    (model / "model-00002.safetensors").write_text("more weights")
+    digests = find_digests(model)
+    for most in range(1, 8):
+        read, _ = counted(model, most)
+        with pytest.raises(Interrupted):
+            model_here("gone", digests, read)
+        (partial,) = [one for one in ray_models._copies().iterdir() if one.is_dir()]
+        before = {file.name: file.stat().st_size for file in partial.iterdir()}
+        read, asked = counted(model)
+        place, held = model_here("gone", digests, read)
+        held.close()
+        assert find_digests(place) == digests
+        assert len(before) > 0
+        assert all(offset >= before.get(name, 0) for name, offset in asked)  # nothing that was there was asked for
+        for file in place.iterdir():
+            file.unlink()
+        place.rmdir()
+
+
+def test_the_beginning_of_another_file_is_fetched_again_once_and_then_refused(model):
+    digests = find_digests(model)
+    read, _ = counted(model, 3)
+    with pytest.raises(Interrupted):
+        model_here("gone", digests, read)
+    (partial,) = [one for one in ray_models._copies().iterdir() if one.is_dir()]
+    (partial / "model.safetensors").write_text("WEI")
+    read, asked = counted(model)
+    place, held = model_here("gone", digests, read)
+    held.close()
+    assert find_digests(place) == digests
+    assert [offset for name, offset in asked if name == "model.safetensors"] == [3, 6, 7, 0, 3, 6]
+    (place / "model.safetensors").write_text("WEIGHTS and more")  # a copy that was damaged
+    (model / "model.safetensors").write_text("others")
+    read, asked = counted(model)
+    with pytest.raises(BadInput, match=r"gone/model.safetensors has changed since the run began"):
+        model_here("gone", digests, read)
+    assert [offset for name, offset in asked if name == "model.safetensors"] == [16, 0, 3, 6]
+    (model / "model.safetensors").write_text("weights")
+    read, asked = counted(model)
+    place, held = model_here("gone", digests, read)
+    with held:
+        assert find_digests(place) == digests
+    assert ("config.json", 0) not in asked  # it has stayed
+
+
+def test_a_model_that_is_gone_from_the_launchers_node_is_bad_input(model, tmp_path):
+    digests = find_digests(model)
+    source = ModelSource(str(model))
+    model.rename(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match=r"model/config.json is gone since the run began"):
+        model_here(str(model), digests, source.piece)
+
+
 def test_copies_that_nobody_uses_go_and_those_in_use_stay(model, tmp_path):
     read = ModelSource(str(model)).piece
     held = []
@@ -138,7 +210,8 @@ def test_a_launcher_that_sends_nothing_is_not_waited_for_without_end(model, monk
         asked.append((answer, timeout))
         raise late
 
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=SimpleNamespace(GetTimeoutError=late)))
+    errors = SimpleNamespace(GetTimeoutError=late, RayTaskError=type("RayTaskError", (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=errors))
     source = SimpleNamespace(piece=SimpleNamespace(remote=lambda *piece: piece))
     with pytest.raises(DeadlineError, match=r"has not sent /gone/config.json from byte 0 on within 300 s"):
         PlacedModel("/gone", find_digests(model), "here", source).hold("elsewhere")
