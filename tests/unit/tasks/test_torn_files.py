@@ -119,8 +119,11 @@ def outcome(path, reads=reads):
 
 
 def is_told(end, path):
-    """Whether an outcome is a step, or a sentence that names a file of the run, or a changed key."""
-    return isinstance(end, int) or ("\n" not in end and (str(path) in end or end.startswith("--resume: ")))
+    """Whether an outcome is a step, or a sentence that names a file of the run, a changed key, or the problem set that
+    a damaged key names."""
+    return isinstance(end, int) or (
+        "\n" not in end and (str(path) in end or end.startswith(("--resume: ", "problem set ")))
+    )
 
 
 @pytest.mark.parametrize("made", [finished, interrupted])
