@@ -106,17 +106,37 @@ def test_an_instance_whose_node_dies_starts_again_elsewhere_and_all_bits_are_tho
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
 
 
-def test_a_run_whose_trainer_node_dies_resumes_with_the_same_bits(exact, tmp_path, cluster):
-    exact |= {"train.steps": 8, "checkpoint.every": 2, "parallel.data": 2, "parallel.nodes": 2}
-    alone = exact | {"run.name": "alone", "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
+def run_on_two_nodes(settings, folder):
+    """Train with two trainer nodes that are started by hand, as the run "alone"."""
+    alone = settings | {"run.name": "alone", "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
     node = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.nodes", str(tmp_path / "alone"), "--wait", "300"], cwd=ROOT
+        [sys.executable, "-m", "engine.ranks.nodes", str(folder / "alone"), "--wait", "300"], cwd=ROOT
     )
     try:
-        run(alone, tmp_path)
+        run(alone, folder)
     finally:
         node.kill()
         node.wait()
+
+
+def test_all_kinds_of_processes_are_placed_and_all_bits_are_those_without_ray(exact, tmp_path, monkeypatch):
+    """Two trainer nodes, three instances, ranks of the reference, storage units."""
+    exact |= {"train.steps": 4, "parallel.data": 2, "parallel.nodes": 2, "stages.reference.tensor": 1}
+    run_on_two_nodes(exact | {"rollout.instances": 3}, tmp_path)
+    with ray_cluster(monkeypatch, [{"num_cpus": 2}, {"num_cpus": 2}, {"num_cpus": 2}]) as cluster:
+        stored = ELSEWHERE | {"queue.address": cluster.address}
+        keys = {"rollout.instances": 3, "parallel.rendezvous": "auto"} | stored
+        with Command(tmp_path, on_ray(exact, cluster, "ray", **keys)) as command:
+            command.ends()
+    told = [line for line in command.output.splitlines() if "trainer node 0" in line][-1]
+    for name in ("trainer node 1", "instance-0", "instance-1", "instance-2"):
+        assert name in told
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+
+
+def test_a_run_whose_trainer_node_dies_resumes_with_the_same_bits(exact, tmp_path, cluster):
+    exact |= {"train.steps": 8, "checkpoint.every": 2, "parallel.data": 2, "parallel.nodes": 2}
+    run_on_two_nodes(exact, tmp_path)
     with Command(tmp_path, on_ray(exact, cluster, "ray", **{"parallel.rendezvous": "auto"})) as command:
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)
         lost = re.findall(r"trainer node 1(?:, [^;(]*)? on \S+ \((\w+)\)", command.output)[-1]
