@@ -106,7 +106,7 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
     if parameters:
         count, each = checkpoints_to_come(config, parameters)
         beside = growth_to_come(config)
-        policy = 0 if RunFolder(config.folder).policy.exists() else parameters * SIZES[config.train.dtype]
+        policy = parameters * SIZES[config.train.dtype]  # an older one goes once the new one is whole
         place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
         yield Limit(
             what=f"disk space at {config.run.output} (run.output)",

@@ -107,6 +107,10 @@ def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
     for step in (10, 20):
         a_checkpoint(config.folder / "checkpoints", step)
     limits.check_limits(config, 10**9)  # a resumed run has two already
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 17e9))
+    (config.folder / "policy").mkdir()  # of fewer steps; it goes once the next one is whole
+    with pytest.raises(BadInput, match=r"the run needs 18.63 GiB \(1 x 14.90 GiB .*, 3.73 GiB of the trained policy"):
+        limits.check_limits(config, 10**9)
 
 
 @pytest.mark.parametrize(
