@@ -50,8 +50,9 @@ def cut_text(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def counted(count: float, noun: str) -> str:
-    """A number of things: "1 step", "1,600 steps"."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    """A number of things: "1 step", "1,600 steps", "1.5 groups"."""
+    shown = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{shown} {noun}" + ("" if count == 1 else "s")
 
 
 def has_password(uri: str) -> bool:

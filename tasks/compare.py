@@ -103,12 +103,16 @@ def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def _read(given: str, uri: str) -> ComparedRun:
-    for path in (Path(given), Path("runs") / given):
-        if path.is_dir():
-            return from_folder(path)
+    there = [path for path in (Path(given), Path("runs") / given) if path.is_dir()]
+    if there:  # another folder may have a run's name
+        return from_folder(next((path for path in there if _is_run(path)), there[0]))
     if RUN_ID.fullmatch(given):
         return from_mlflow(given, uri)
     raise BadInput(f"{given}: neither a run folder, nor one's name in runs/, nor an MLflow run id (32 hex digits)")
+
+
+def _is_run(path: Path) -> bool:
+    return RunFolder(path).steps.exists() or (path / ROWS).exists()
 
 
 def from_folder(path: Path) -> ComparedRun:

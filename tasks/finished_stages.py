@@ -60,7 +60,8 @@ class Stages:
             yield
         finally:
             if not self._fence.is_passed:
-                self._progress.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._progress.unlink(missing_ok=True)
 
     def forget_stages(self, *names: str) -> None:
         """Remove stages, so that they run again."""

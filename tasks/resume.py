@@ -69,7 +69,9 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     own = folder.read_config()
     kept = [one for one in given if one.partition("=")[0].strip() not in PLACE]
     if own.cluster.engine == "ray" and "rollout.instances" in keys and "dry_run.joining" not in keys:
-        kept.append("dry_run.joining=0")  # on Ray all instances join, so the run's own joining counts them already
+        # on Ray all instances join, so the run's own joining counts those of the command already
+        beside = {**(recipe_keys(recipe) if recipe else {}), **override_keys(below)}
+        kept.append(f"dry_run.joining={beside.get('dry_run.joining', 0)}")
     config = load_config(folder.config, kept)
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
     config = config.model_copy(update={"run": config.run.model_copy(update=there)})

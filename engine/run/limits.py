@@ -37,7 +37,7 @@ RANK_SPANS = 23_000
 """Bytes of a rank's spans of a step (of 1,024 responses)."""
 TOKEN_BYTES = 4
 """Bytes of a token's text."""
-SAMPLED_TOKEN_BYTES = 16
+SAMPLED_TOKEN_BYTES = 18
 """Bytes of a token of a sampled response that is kept one by one: its text and its log-probability, as JSON."""
 RECORD_BYTES = 9
 """Bytes of a response's token in a record: its id, its log-probability and its mask."""
@@ -106,7 +106,7 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
     if parameters:
         count, each = checkpoints_to_come(config, parameters)
         beside = growth_to_come(config)
-        policy = 0 if RunFolder(config.folder).policy.exists() else parameters * SIZES[config.train.dtype]
+        policy = parameters * SIZES[config.train.dtype]  # an older one goes once the new one is whole
         place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
         yield Limit(
             what=f"disk space at {config.run.output} (run.output)",
@@ -193,7 +193,7 @@ def growth_to_come(config: Config) -> int:
     size = config.rollout.group_size
     responses = config.train.prompts_per_step * size
     ranks = config.parallel.ranks + config.scorer_ranks
-    text = TOKEN_BYTES * config.rollout.max_new_tokens
+    text = TOKEN_BYTES * config.rollout.max_new_tokens * (2 if config.rollout.program else 1)  # also turn by turn
     text += SAMPLED_TOKEN_BYTES * min(config.rollout.max_new_tokens, SAMPLED_TOKENS)
     most = min(steps, 2 * kept) * (RESPONSE_SPANS * responses + RANK_SPANS * ranks)
     most += kept * SAMPLED_GROUPS * size * text

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,6 +29,7 @@ from engine.config.placing import bundles_of
 from engine.errors import BadInput, DeadlineError, clean_text
 from engine.run.commands import STORE_NODES
 from engine.run.placed_process import FOLDER, HOST, ActorPlace
+from engine.run.threads import in_thread
 from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
@@ -44,6 +46,8 @@ PORTS = range(20_000, 30_000)
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """Ray ends this process without a word once its head is gone for so many seconds. Its own 60 are too few: `RayWatch`
 ends the run, and a checkpoint may take minutes."""
+LOST_S = 0.5
+"""Seconds between two looks whether Ray is lost while it is asked to take room back."""
 ASKED_S = 60.0
 """Seconds in which a node must say whether it has vLLM."""
 
@@ -167,12 +171,17 @@ def _needed(here: ActorPlace) -> dict[str, str]:
 
 @contextmanager
 def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path, watch: RayWatch) -> Iterator[None]:
-    """At the end of the body, end the parts' processes and actors, and give their room back. If Ray is lost nobody is
-    there to take it, and who asks would wait."""
+    """At the end of the body, end the parts' processes and actors, and give their room back. If Ray is lost, before or
+    meanwhile, nobody is there to take it, and who asks would wait."""
 
     def unless_lost(work: Callable[[], None]) -> None:
-        if not watch.lost:
-            work()
+        if watch.lost:
+            return
+        asked = in_thread("end", work)
+        while not watch.lost and not wait([asked], LOST_S).done:
+            pass
+        if asked.done():
+            asked.result()
 
     with ExitStack() as stack:  # what fails keeps nothing that follows from its end
         stack.callback(unless_lost, partial(give_back, parts))

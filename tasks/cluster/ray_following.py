@@ -16,6 +16,7 @@ from engine.config import Config
 from engine.config.placing import on_fewer_nodes
 from engine.errors import BadInput, DeadlineError, MetronomeError, clean_text
 from engine.run.instance_process import REFILL_S
+from engine.run.open_files import NO_FILE
 from engine.run.placed_process import ActorPlace, News
 from engine.run.process import BAD_INPUT
 from engine.wire.address import split_address
@@ -94,10 +95,16 @@ class Followed:
     def _follow(self) -> None:
         while not self._ended.wait(LOOK_S):
             with self._lock:
-                for part in list(self._parts):
-                    if not self._ended.is_set():
-                        self._follow_part(part)
-                self._grow()
+                try:
+                    self._follow_all()
+                except Exception as error:  # room that Ray does not take back; this thread must go on for the others
+                    print_error(f"warning: the cluster is not followed: {type(error).__name__}: {_first_line(error)}")
+
+    def _follow_all(self) -> None:
+        for part in list(self._parts):
+            if not self._ended.is_set():
+                self._follow_part(part)
+        self._grow()
 
     def _follow_part(self, part: PlacedPart) -> None:
         """Look at a part. One that can't be followed is lost, so that it is started again, unless it was refused."""
@@ -125,8 +132,8 @@ class Followed:
                 self._parts.append(part)
                 begin(part)
         except Exception as error:  # this thread must go on with the parts that there are
-            self._growth.stop()
             say("instances", f"no further instances: {type(error).__name__}: {_first_line(error)}")
+            self._growth.stop()
 
     def _look_at(self, part: PlacedPart) -> None:
         import ray
@@ -340,8 +347,8 @@ def _answers(address: str) -> bool:
     host, port = split_address(address, "Ray's address")
     try:
         socket.create_connection((host, port), timeout=TOUCH_S).close()
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in NO_FILE  # which says nothing of Ray
     return True
 
 

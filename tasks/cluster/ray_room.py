@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,6 +29,9 @@ SAY_S = 30.0
 """Seconds between two lines that say for what the run waits."""
 POLL_S = 0.2
 """Seconds between two questions whether a group has room."""
+HEAD_S = 60.0
+"""Seconds in which Ray's head must answer. One that is gone is noticed before (`tasks.cluster.ray_following.RayWatch`),
+one that stands still is not."""
 
 
 def take_room(
@@ -93,8 +97,11 @@ def has_room(part: PlacedPart) -> bool:
 
 def _answer(question: Callable[[], T]) -> T:
     """What Ray's head answers. Ray would wait for a head that is gone without an end, and hear no signal: a thread
-    waits, so that this one can be ended (`tasks.cluster.ray_following.RayWatch`)."""
-    return in_thread("question", question).result()
+    waits, so that this one can be ended. Raises DeadlineError after HEAD_S."""
+    asked = in_thread("question", question)
+    if not wait([asked], HEAD_S).done:
+        raise DeadlineError(f"Ray's head has not answered within {HEAD_S:g} s")
+    return asked.result()
 
 
 def give_back(parts: Sequence[PlacedPart]) -> None:
@@ -153,8 +160,8 @@ class Growth:
 
     def stop(self) -> None:
         """Want no further instances."""
-        self.withdraw()
         self._most = 0
+        self.withdraw()
 
 
 def _lacking(missing: Sequence[Sequence[PlacedPart]], asked: Sequence[Sequence[PlacedPart]], here: ActorPlace) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.errors import BadInput, MetronomeError, ProcessDied, counted
 from engine.run.folder import RunFolder
 from engine.run.user_code import UserCode, describe_error
 from tasks import console
@@ -88,3 +88,12 @@ def test_a_message_is_cut(show, tmp_path):
 def test_the_longest_page_is_printed_whole(capsys):
     console.print_page(("x" * 30_000 + EVIL + "\n") * 2)
     assert capsys.readouterr().out == ("x" * 30_000 + SHOWN + "\n") * 2 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0 groups"), (1, "1 group"), (-1, "-1 groups"), (1600, "1,600 groups"), (12_345_678, "12,345,678 groups")]
+    + [(1.0, "1 group"), (4.0, "4 groups"), (4 / 3, "1.33333 groups")],
+)
+def test_a_number_of_things_is_told_for_people(count, told):
+    assert counted(count, "group") == told

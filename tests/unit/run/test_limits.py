@@ -11,6 +11,8 @@ from safetensors.numpy import save_file
 from engine.config import Algorithm, Checkpoint, Config, DryRun, Evaluate, Parallel, Platform, Rollout, Run, Train, tree
 from engine.errors import BadInput
 from engine.run import limits
+from engine.run.folder import RunFolder
+from engine.types import Group, Prompt, Response, Score
 from support.run_folders import a_checkpoint
 from support.runs import config_of
 
@@ -107,6 +109,10 @@ def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
     for step in (10, 20):
         a_checkpoint(config.folder / "checkpoints", step)
     limits.check_limits(config, 10**9)  # a resumed run has two already
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 17e9))
+    (config.folder / "policy").mkdir()  # of fewer steps; it goes once the next one is whole
+    with pytest.raises(BadInput, match=r"the run needs 18.63 GiB \(1 x 14.90 GiB .*, 3.73 GiB of the trained policy"):
+        limits.check_limits(config, 10**9)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,7 @@ def test_what_grows_beside_the_checkpoints_is_counted_and_bounded_by_keep_steps(
         "evaluate.max_new_tokens": 4000,
     }
     whole = limits.growth_to_come(config_of(settings | {"run.keep_steps": 0}))
-    assert whole == pytest.approx(3.0e9 + 0.23e9 + 2.6e9 + 5.2e9 + 7.7e9, rel=0.05)
+    assert whole == pytest.approx(3.0e9 + 0.23e9 + 2.6e9 + 5.9e9 + 7.7e9, rel=0.05)
     config = config_of(settings)
     kept = limits.growth_to_come(config)
     assert kept == pytest.approx(whole / 10 + 0.32e9, rel=0.05)  # of spans twice as many steps
@@ -145,6 +151,32 @@ def test_what_grows_beside_the_checkpoints_is_counted_and_bounded_by_keep_steps(
     folder.mkdir(parents=True)
     (folder / "trainer-0.jsonl").write_bytes(b" " * 2**20)
     assert kept - limits.growth_to_come(config) == 2**20  # a resume has it already
+
+
+@pytest.mark.parametrize("program", ["", "mine.py:episode"])
+def test_the_samples_of_a_step_fit_in_what_is_counted_for_them(tmp_path, program):
+    """Full responses of tokens with four letters."""
+    keys = {"run.output": str(tmp_path), "run.name": "mine", "train.steps": 1, "rollout.group_size": 2}
+    keys |= {"rollout.max_context": 8192, "rollout.program": program}
+    most, none = (limits.growth_to_come(config_of(keys | {"rollout.max_new_tokens": count})) for count in (4000, 1))
+    sampled = Response(
+        token_ids=(7,) * 4000,
+        logprobs=(-0.12345,) * 4000,
+        versions=((0, 0),),
+        loss_mask=(*(True,) * 3990, *(not program,) * 10),
+        finish_reason="length",
+        text=" let" * 4000,
+        seed=None,
+        instance="a",
+    )
+    groups = [
+        Group(step=0, index=at, prompt=Prompt("p", "2+2", "4", ()), responses=(sampled,) * 2, scores=(Score(1.0),) * 2)
+        for at in range(2)
+    ]
+    folder = RunFolder(tmp_path / "mine")
+    folder.create(config_of(keys), resume=False)
+    folder.add_samples(0, groups, decode=lambda ids: " let" * len(ids), pieces=lambda ids: [" let"] * len(ids))
+    assert 0.9 * (most - none) < folder.samples_of(0).stat().st_size <= most - none
 
 
 def test_parameters_are_counted_in_the_files(tmp_path):

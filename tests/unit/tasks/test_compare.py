@@ -88,6 +88,7 @@ def test_a_run_in_runs_is_named_as_in_status_and_watch(stored, tmp_path, monkeyp
     folder, run_id, uri = stored
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/mine").symlink_to(folder)
+    (tmp_path / "mine").mkdir()  # of something else
     monkeypatch.chdir(tmp_path)
     assert compare_runs(["mine", run_id], Path("page.html"), uri).splitlines()[1].split()[0] == "copied"
 

@@ -71,3 +71,8 @@ def test_who_looks_at_the_folder_sees_the_stage_that_runs(folder):
     folder.logs.rmdir()
     with stages.shown("convert"):  # a folder that can't be written fails nothing
         pass
+    folder.progress.mkdir(parents=True)  # nor does one whose file can't be deleted
+    with pytest.raises(ValueError, match="of the stage"), stages.shown("convert"):
+        raise ValueError("of the stage")
+    with stages.shown("convert"):
+        pass

@@ -42,3 +42,17 @@ def test_a_command_that_is_repeated_with_resume_has_as_many_instances_on_ray(tmp
         assert (found.config.rollout.instances, found.config.dry_run.joining) == (0, joining)
     found = find_resumed(None, [*keys, "dry_run.joining=1"])
     assert found.config.dry_run.joining == 3
+
+
+@pytest.mark.parametrize(("instances", "joining"), [(0, 2), (1, 3)])
+def test_a_repeated_command_keeps_the_instances_that_its_recipe_has_beside_it_on_ray(tmp_path, instances, joining):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[cluster]\nengine = "ray"\nmost_instances = 4\n[dry_run]\njoining = 2\n')
+    keys = [f"run.output={tmp_path}", "run.name=placed", f"rollout.instances={instances}"]
+    folder = RunFolder(tmp_path / "placed")
+    folder.path.mkdir()
+    RunStart(recipe=str(recipe)).write(folder.path)
+    folder.create(load_config(recipe, keys), resume=False)
+    assert folder.read_config().dry_run.joining == joining
+    assert find_resumed(str(recipe), keys).config.dry_run.joining == joining
+    assert find_resumed(None, keys[1:], keys[:1] + ["dry_run.joining=2"]).config.dry_run.joining == joining

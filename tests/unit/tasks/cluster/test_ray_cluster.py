@@ -1,6 +1,7 @@
 """What follows from the news of a process that Ray placed. Ray itself is in tests/integration/test_ray_cluster.py."""
 
 import re
+import resource
 import signal
 import socket
 import sys
@@ -432,3 +433,56 @@ def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, c
         with ray_following.RayWatch({"the node": named["the node"]}) as watch:
             wait_for(lambda: watch.lost, "the loss", 30)
             time.sleep(0.2)
+
+
+def test_room_is_not_given_back_to_a_head_that_dies_as_the_run_ends(ray, monkeypatch, tmp_path):
+    """A process that a signal ends gets no second one from RayWatch."""
+    monkeypatch.setattr(ray_cluster, "give_back", lambda parts: threading.Event().wait(60.0))
+    watch = SimpleNamespace(lost="")
+    threading.Timer(0.3, lambda: setattr(watch, "lost", "the head")).start()
+    began = time.monotonic()
+    growth = ray_room.Growth(0, 0, None, run="run")
+    with pytest.raises(KeyboardInterrupt), ray_cluster._ending([], growth, tmp_path, watch):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_head_that_stands_still_is_not_waited_for_without_end(ray, monkeypatch):
+    monkeypatch.setattr(ray_room, "HEAD_S", 0.1)
+    with pytest.raises(DeadlineError, match=r"Ray's head has not answered within 0\.1 s"):
+        ray_room._answer(lambda: threading.Event().wait(60.0))
+    with pytest.raises(TimeoutError, match="its own"):
+        ray_room._answer(raises(TimeoutError("its own")))
+
+
+def test_room_that_ray_does_not_take_back_does_not_end_the_following(ray, monkeypatch, tmp_path, capsys):
+    class Kept(ray_room.Growth):
+        def drop(self, part, again=0.0):
+            raise DeadlineError("Ray's head has not answered")
+
+    monkeypatch.setattr(ray_following, "LOOK_S", 0.01)
+    lost = ray_parts.PlacedPart("instance-1", {}, "flows.cli", files={"a": ""}, extra=True)
+    lost.actor = actor()
+    lost.answer = raises(ray.exceptions.RayError("the actor died"))
+    ended = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""}, place=HERE)
+    ended.actor = actor()
+    ended.answer = News(0, b"its last words")
+    with followed([lost, ended], tmp_path, Kept(1, 2, None, run="run")):
+        wait_for(lambda: ended.answer is None, "the next part", 10)
+    assert (tmp_path / "instance-0.log").read_bytes() == b"its last words"
+    said = capsys.readouterr().err
+    assert "warning: the cluster is not followed: DeadlineError: Ray's head has not answered" in said
+
+
+def test_a_process_without_another_file_says_nothing_of_ray(ray):
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = f"127.0.0.1:{there.getsockname()[1]}"
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            answers = ray_following._answers(address)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert answers
+        assert ray_following._answers(address)
+    assert not ray_following._answers(address)
