@@ -46,6 +46,7 @@ class Client:
         self.trusted.append(anew)
 
 
+@pytest.mark.slow
 def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_transition(monkeypatch):
     virtual(monkeypatch)
     monkeypatch.setattr(snapshot, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))

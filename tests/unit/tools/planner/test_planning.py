@@ -248,6 +248,7 @@ def test_what_a_plan_needs_is_said():
         make_plan(config, [], kind="910b", lengths="long", **nothing)
 
 
+@pytest.mark.slow
 def test_a_recipe_for_any_machine_is_planned_for_the_device_that_is_named(recipe, tmp_path, capsys):
     anywhere = change_config(
         recipe, {"platform.device": "auto", "platform.memory_gib": 1.0, "run.name": "night-7", "run.seed": 7}
