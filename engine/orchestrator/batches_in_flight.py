@@ -4,8 +4,7 @@ stops."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from engine.errors import MetronomeError
 from engine.orchestrator.batches import Batch
@@ -25,14 +24,14 @@ class BatchesInFlight:
         self._failed: dict[int, MetronomeError] = {}
         """By step: why it was dropped."""
 
-    def start_batch(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
+    def start_batch(self, batch: Batch, generate: Callable[[], Awaitable[None]]) -> None:
         """Keep a batch, and generate it in the background."""
         self.keep_batch(batch)
-        batch.task = asyncio.create_task(self._generate(batch.step, generating))
+        batch.task = asyncio.create_task(self._generate(batch.step, generate))
 
-    async def _generate(self, step: int, generating: Coroutine[Any, Any, None]) -> None:
+    async def _generate(self, step: int, generate: Callable[[], Awaitable[None]]) -> None:
         try:
-            await generating
+            await generate()
         except MetronomeError as error:
             await self._run_state.stop_run(error)
         except OSError:

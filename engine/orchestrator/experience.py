@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,7 @@ class Experience:
             self._bytes[step] = len(encoded)
         self._prompts[step] = digest
         batch = self._generator.begin_batch(step)
-        self._batches.start_batch(batch, self._generate_batch(batch, prompts))
+        self._batches.start_batch(batch, partial(self._generate_batch, batch, prompts))
         self._started()
         return Taken(new=True)
 

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -77,10 +78,11 @@ def test_one_device_is_shared_and_a_large_model_is_split(tmp_path, model, device
 
 @pytest.mark.parametrize(("reward", "told"), [("math", "boxed"), ("exact", "#"), ("own.py:reward", "")])
 def test_the_model_is_told_where_a_built_in_reward_looks(tmp_path, monkeypatch, reward, told):
+    model = Path("data/quickstart_model").resolve()  # a small one, for which any disk has room
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def reward(prompt, responses): return [1.0 for _ in responses]")
     (tmp_path / "own.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n' * 20)
-    flags = ("--model", "Qwen/Qwen3-0.6B", "--data", "own.jsonl", "--reward", reward, "--device", "cpu")
+    flags = ("--model", model, "--data", "own.jsonl", "--reward", reward, "--device", "cpu")
     done = init("own.toml", *flags)
     assert done.exit_code == 0, done.output
     instruction = load_config("own.toml").data.instruction
