@@ -60,6 +60,8 @@ def s3_errors(what: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise BadInput(f"{what}: no such file or folder on S3") from None
+    except TimeoutError:
+        raise BadInput(f"{what}: S3 has not sent it in time; does AWS_ENDPOINT_URL hold its address?") from None
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         raise BadInput(
             f"{what}: S3 cannot be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
@@ -67,11 +69,12 @@ def s3_errors(what: str) -> Iterator[None]:
         ) from None
 
 
-def open_s3() -> Any:  # noqa: ANN401
-    """The file system of S3, which keeps no listing: a file may be new."""
+def open_s3(**more: str) -> Any:  # noqa: ANN401
+    """The file system of S3, which keeps no listing: a file may be new. `more`: parameters of every request that has
+    them."""
     import s3fs
 
-    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, s3_additional_kwargs=more)
 
 
 class CopiedFolder:
