@@ -44,8 +44,8 @@ def is_named_model(path: str) -> bool:
 
 
 def fetch_named(path: str, download: Download | None = None) -> Path:
-    """The folder with a model (`is_named_model`), downloaded unless it is there. Raises BadInput like `fetch_model`; for
-    an address on S3 also if a file of the model changes meanwhile, or if the copy can't be written."""
+    """The folder with a model (`is_named_model`), downloaded unless it is there. Raises BadInput like `fetch_model`;
+    for S3 also if a file of the model changes meanwhile, or if the copy can't be written."""
     return _fetch_s3(path, download or Download()) if path.startswith(SCHEME) else fetch_model(path, download)
 
 
@@ -158,7 +158,7 @@ def _fetch_file(path: str, file: _Object, target: Path, progress: Callable[[], o
     if not _is_whole(path, file, target):
         target.unlink()
         raise BadInput(
-            f"model {path}: what S3 has sent of {file.name} is not what its ETag {file.etag} says; try again"
+            f"model {path}: what S3 has sent of {file.name} has not its ETag {file.etag}; try again"
         )
 
 
