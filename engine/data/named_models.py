@@ -157,9 +157,7 @@ def _fetch_file(path: str, file: _Object, target: Path, progress: Callable[[], o
         _append(path, file, target, progress)
     if not _is_whole(path, file, target):
         target.unlink()
-        raise BadInput(
-            f"model {path}: what S3 has sent of {file.name} has not its ETag {file.etag}; try again"
-        )
+        raise BadInput(f"model {path}: what S3 has sent of {file.name} has not its ETag {file.etag}; try again")
 
 
 def _append(path: str, file: _Object, target: Path, progress: Callable[[], object]) -> None:

@@ -30,7 +30,7 @@ def test_a_run_from_s3_learns_what_it_learns_from_the_folder_and_goes_on_without
         """
     )
 
-    def train(*arguments):
+    def train(*arguments, status=0):
         done = subprocess.run(
             [sys.executable, "-m", "flows.cli", "train", str(recipe), *arguments],
             capture_output=True,
@@ -39,8 +39,8 @@ def test_a_run_from_s3_learns_what_it_learns_from_the_folder_and_goes_on_without
             check=False,
             env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "COLUMNS": "200"},
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == status, done.stderr
+        return done.stderr if status else done.stdout
 
     with s3_server() as address:
         client = boto3.client("s3", endpoint_url=address)
@@ -54,10 +54,16 @@ def test_a_run_from_s3_learns_what_it_learns_from_the_folder_and_goes_on_without
         assert load_config(tmp_path / "runs/there/config.toml").model.path == str(copy)
         assert find_digests(copy) == find_digests(SOURCE)
         assert "download" not in train("--set", "run.name=again")
+        changed = bytearray((SOURCE / "model.safetensors").read_bytes())
+        changed[-4] ^= 1
+        client.put_object(Bucket="bucket", Key="models/tiny/model.safetensors", Body=bytes(changed))
+        more = ["--set", "train.steps=2"]
+        told = train("--resume", *more, "--set", "model.path=s3://bucket/models/tiny", status=2)
+        assert "the weights or the config.json of the base model (model.path)" in told
     train("--set", "run.name=here", "--set", f"model.path={SOURCE}")
     there, again, here = ((tmp_path / "runs" / name / "policy") for name in ("there", "again", "here"))
     assert find_digests(there) == find_digests(again) == find_digests(here)
     assert find_digests(there) != find_digests(SOURCE)
-    printed = train("--resume", "--set", "train.steps=2")
+    printed = train("--resume", *more)
     assert "train.steps = 2 (was 1)" in printed
     assert "model.path" not in printed, "the run has the model that the recipe names"

@@ -7,6 +7,7 @@ Each line was compared with the published config.json, and the resulting number 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -129,7 +130,9 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
     )
 
 
+@cache
 def _shape_on_s3(path: str) -> ModelShape:
+    """Read once per process: a plan asks for each layout."""
     with TemporaryDirectory() as folder:
         fetch_s3_config(path, Path(folder))
         try:
