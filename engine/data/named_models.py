@@ -93,7 +93,9 @@ def _fetch_s3(path: str, download: Download) -> Path:
     from huggingface_hub import constants
 
     *above, last = _parts(path)
-    files = _listed(path)
+    with s3_errors(f"model {path}"):
+        store = open_s3()
+        files = _listed(path, store)
     listing = json.dumps([(file.name, file.size, file.etag) for file in files])
     digest = hashlib.sha256(listing.encode()).hexdigest()[:DIGITS]
     place = Path(constants.HF_HOME, COPIES, *above, f"{last}@{digest}")
@@ -113,8 +115,9 @@ def _fetch_s3(path: str, download: Download) -> Path:
                     shutil.rmtree(partial, ignore_errors=True)
                     place.rename(partial)
                 partial.mkdir(exist_ok=True)
+                copying = _Copying(path=path, store=store, folder=partial, progress=progress)
                 for file in files:
-                    _fetch_file(path, file, partial / file.name, progress)
+                    copying.fetch(file)
                 partial.rename(place)
     except OSError as error:
         raise BadInput(f"model {path}: its copy {place} can't be written ({error}); HF_HOME says where it is") from None
@@ -129,11 +132,10 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
-def _listed(path: str) -> list[_Object]:
+def _listed(path: str, store: Any) -> list[_Object]:  # noqa: ANN401
     """The files of a model on S3 that are copied, sorted by name. Raises BadInput if it is none."""
     folder = "/".join(_parts(path))
-    with s3_errors(f"model {path}"):
-        found = open_s3().ls(folder, detail=True, timeout=REACH_S)
+    found = store.ls(folder, detail=True, timeout=REACH_S)
     there = {
         one["name"].removeprefix(f"{folder}/"): one
         for one in found
@@ -147,46 +149,61 @@ def _listed(path: str) -> list[_Object]:
     ]
 
 
-def _fetch_file(path: str, file: _Object, target: Path, progress: Callable[[], object]) -> None:
-    """Fetch what a file lacks at its end; an earlier fetch may have left its beginning. Raises BadInput if what arrives
-    isn't the file."""
-    begun = target.exists()
-    _append(path, file, target, progress)
-    if begun and not _is_whole(path, file, target):  # what was there is not its beginning
-        target.unlink()
-        _append(path, file, target, progress)
-    if not _is_whole(path, file, target):
-        target.unlink()
-        raise BadInput(f"model {path}: what S3 has sent of {file.name} has not its ETag {file.etag}; try again")
+@dataclass(frozen=True)
+class _Copying:
+    """A copy of a model on S3 that is being made."""
 
+    path: str
+    """Of the model."""
+    store: Any
+    """The file system of S3."""
+    folder: Path
+    """Where the copy is made."""
+    progress: Callable[[], object]
+    """Called after each part of a file."""
 
-def _append(path: str, file: _Object, target: Path, progress: Callable[[], object]) -> None:
-    store = open_s3(IfMatch=file.etag)  # an object that has changed is not sent
-    with target.open("ab") as opened:
-        while (begin := opened.tell()) < file.size:
-            starts = list(range(begin, min(file.size, begin + PIECES * PIECE), PIECE))
-            ends = [min(file.size, start + PIECE) for start in starts]
-            with _refusing(path, file):
-                parts = store.cat_ranges([file.key] * len(starts), starts, ends, on_error="raise", timeout=SEND_S)
-            opened.writelines(parts)
-            opened.flush()
-            progress()
+    def fetch(self, file: _Object) -> None:
+        """Fetch what a file lacks at its end; an earlier copy may have left its beginning. Raises BadInput if what
+        arrives isn't the file."""
+        target = self.folder / file.name
+        begun = target.exists()
+        self._append(file, target)
+        if begun and not self._is_whole(file, target):  # what was there is not its beginning
+            target.unlink()
+            self._append(file, target)
+        if not self._is_whole(file, target):
+            target.unlink()
+            raise BadInput(
+                f"model {self.path}: what S3 has sent of {file.name} has not its ETag {file.etag}; try again"
+            )
 
+    def _append(self, file: _Object, target: Path) -> None:
+        self.store.s3_additional_kwargs = {"IfMatch": file.etag}  # an object that has changed is not sent
+        with target.open("ab") as opened:
+            while (begin := opened.tell()) < file.size:
+                starts = list(range(begin, min(file.size, begin + PIECES * PIECE), PIECE))
+                ends = [min(file.size, start + PIECE) for start in starts]
+                keys = [file.key] * len(starts)
+                with _refusing(self.path, file):
+                    parts = self.store.cat_ranges(keys, starts, ends, on_error="raise", timeout=SEND_S)
+                opened.writelines(parts)
+                opened.flush()
+                self.progress()
 
-def _is_whole(path: str, file: _Object, target: Path) -> bool:
-    """Whether a file has the size and, if its ETag is one, the MD5 that S3 says."""
-    if not file.is_in(target.parent):
-        return False
-    etag = file.etag.strip('"')
-    if not _MD5.fullmatch(etag):  # was uploaded in parts
-        return True
-    with target.open("rb") as opened:
-        if hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest() == etag:
+    def _is_whole(self, file: _Object, target: Path) -> bool:
+        """Whether a file has the size and, if its ETag is one, the MD5 that S3 says."""
+        if not file.is_in(self.folder):
+            return False
+        etag = file.etag.strip('"')
+        if not _MD5.fullmatch(etag):  # was uploaded in parts
             return True
-    bucket, _, key = file.key.partition("/")
-    with _refusing(path, file):
-        about = open_s3().call_s3("head_object", Bucket=bucket, Key=key, timeout=REACH_S)
-    return not _has_md5(about)
+        with target.open("rb") as opened:
+            if hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest() == etag:
+                return True
+        bucket, _, key = file.key.partition("/")
+        with _refusing(self.path, file):
+            about = self.store.call_s3("head_object", Bucket=bucket, Key=key, timeout=REACH_S)
+        return not _has_md5(about)
 
 
 def _has_md5(about: Mapping[str, Any]) -> bool:

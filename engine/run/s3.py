@@ -69,12 +69,11 @@ def s3_errors(what: str) -> Iterator[None]:
         ) from None
 
 
-def open_s3(**more: str) -> Any:  # noqa: ANN401
-    """The file system of S3, which keeps no listing: a file may be new. `more`: parameters of every request that has
-    them."""
+def open_s3() -> Any:  # noqa: ANN401
+    """The file system of S3, which keeps no listing: a file may be new."""
     import s3fs
 
-    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, s3_additional_kwargs=more)
+    return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 
 class CopiedFolder:

@@ -157,8 +157,8 @@ def test_bytes_that_are_damaged_on_the_way_are_found_by_the_md5(put, monkeypatch
         put(WEIGHTS, TINY[WEIGHTS], ServerSideEncryption="aws:kms")
     opened = named_models.open_s3
 
-    def damaging(**more):
-        store = opened(**more)
+    def damaging():
+        store = opened()
         read = store.cat_ranges
 
         def cat_ranges(keys, *given, **more):
@@ -179,17 +179,24 @@ def test_bytes_that_are_damaged_on_the_way_are_found_by_the_md5(put, monkeypatch
 
 
 def test_a_file_that_changes_after_the_listing_ends_the_copy(put, monkeypatch):
-    fetch = named_models._fetch_file
+    opened = named_models.open_s3
 
-    def replaced_first(path, file, *given):
-        if file.name == WEIGHTS:
-            put(WEIGHTS, TINY[WEIGHTS][::-1])
-        fetch(path, file, *given)
+    def replaced_first():
+        store = opened()
+        read = store.cat_ranges
 
-    monkeypatch.setattr(named_models, "_fetch_file", replaced_first)
+        def cat_ranges(keys, *given, **more):
+            if keys[0].endswith(WEIGHTS):
+                put(WEIGHTS, TINY[WEIGHTS][::-1])
+            return read(keys, *given, **more)
+
+        store.cat_ranges = cat_ranges
+        return store
+
+    monkeypatch.setattr(named_models, "open_s3", replaced_first)
     with pytest.raises(BadInput, match=rf"{ADDRESS}: {WEIGHTS} has changed on S3 since it was listed; start again"):
         fetch_named(ADDRESS)
-    monkeypatch.setattr(named_models, "_fetch_file", fetch)
+    monkeypatch.setattr(named_models, "open_s3", opened)
     assert content_of(fetch_named(ADDRESS)) == {**TINY, WEIGHTS: TINY[WEIGHTS][::-1]}
 
 
@@ -267,7 +274,16 @@ def test_a_dry_run_and_a_new_recipe_read_only_the_sizes(put, proxy, tmp_path, mo
     assert status == 0, printed
     assert "1,017,600 parameters" in printed
     assert "config.json on S3" in printed
-    given = ["--model", ADDRESS, "--data", str(ROOT / "data/addition_train.jsonl"), "--device", "cpu"]
+    given = [
+        "--model",
+        ADDRESS,
+        "--data",
+        str(ROOT / "data/addition_train.jsonl"),
+        "--device",
+        "cpu",
+        "--reward",
+        "exact",
+    ]
     status, printed = metronome("init", "mine.toml", *given)
     assert status == 0, printed
     assert load_config("mine.toml").model.path == ADDRESS
