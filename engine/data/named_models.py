@@ -173,9 +173,7 @@ class _Copying:
             self._append(file, target)
         if not self._is_whole(file, target):
             target.unlink()
-            raise BadInput(
-                f"model {self.path}: what S3 has sent of {file.name} has not its ETag {file.etag}; try again"
-            )
+            raise BadInput(f"model {self.path}: S3 has sent a {file.name} that has not its ETag {file.etag}; try again")
 
     def _append(self, file: _Object, target: Path) -> None:
         self.store.s3_additional_kwargs = {"IfMatch": file.etag}  # an object that has changed is not sent

@@ -172,7 +172,7 @@ def test_bytes_that_are_damaged_on_the_way_are_found_by_the_md5(put, monkeypatch
     if encrypted:
         assert fetch_named(ADDRESS)
         return
-    with pytest.raises(BadInput, match=rf"model {ADDRESS}: what S3 has sent of {WEIGHTS} has not its ETag"):
+    with pytest.raises(BadInput, match=rf"model {ADDRESS}: S3 has sent a {WEIGHTS} that has not its ETag"):
         fetch_named(ADDRESS)
     monkeypatch.setattr(named_models, "open_s3", opened)
     assert content_of(fetch_named(ADDRESS)) == TINY
@@ -284,7 +284,7 @@ def test_a_dry_run_and_a_new_recipe_read_only_the_sizes(put, proxy, tmp_path, mo
         "--reward",
         "exact",
     ]
-    status, printed = metronome("init", "mine.toml", *given)
+    status, printed = metronome("init", "mine.toml", "--reward", "exact", *given)
     assert status == 0, printed
     assert load_config("mine.toml").model.path == ADDRESS
     assert {one.split()[1] for one in proxy.requests} == {"/bucket/models/tiny-1.5/config.json"}
