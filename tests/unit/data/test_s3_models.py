@@ -19,10 +19,14 @@ from engine.data import named_models
 from engine.data.hub import Download
 from engine.data.named_models import fetch_named, is_named_model, is_of_name, model_name
 from engine.errors import BadInput
+from engine.run.served_model import served_config
 from support.commands import metronome, sets
 from support.runs import ROOT
 from support.s3_proxy import FORBID, s3_proxy
 from support.s3_server import s3_server
+from tasks.cluster.ray_models import find_digests
+from tasks.export import policy_folder
+from tasks.input_checks import with_model_folder
 
 TINY = {path.name: path.read_bytes() for path in (ROOT / "data/quickstart_model").iterdir()}
 ADDRESS = "s3://bucket/models/tiny-1.5"
@@ -296,11 +300,20 @@ def test_a_dry_run_and_a_new_recipe_read_only_the_sizes(put, proxy, tmp_path, mo
     assert (status, "s3://bucket/none/config.json: no such file or folder on S3" in printed) == (2, True), printed
 
 
+def test_commands_that_need_the_model_get_the_copy(put, capsys):
+    copy = policy_folder(ADDRESS)
+    assert content_of(Path(copy)) == TINY
+    assert capsys.readouterr().out == f"download     {ADDRESS}: 3.9 MiB in {copy}\n"
+    config = with_model_folder(load_config(None, [f"model.path={ADDRESS}"]))
+    assert config.model.path == copy
+    config, name = served_config(copy, "", [])
+    assert (config.model.path, name) == (copy, Path(copy).name)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "data/smollm2").exists(), reason="data/smollm2 is not made")
 def test_a_pretrained_model_arrives_as_it_is(put, proxy, tmp_path):
-    from tasks.cluster.ray_models import find_digests
-
     source = ROOT / "data/smollm2"
     for path in source.iterdir():
         proxy.client.upload_file(str(path), "bucket", f"models/smollm2/{path.name}")
