@@ -303,7 +303,7 @@ def test_a_dry_run_and_a_new_recipe_read_only_the_sizes(put, proxy, tmp_path, mo
 def test_commands_that_need_the_model_get_the_copy(put, capsys):
     copy = policy_folder(ADDRESS)
     assert content_of(Path(copy)) == TINY
-    assert capsys.readouterr().out == f"download     {ADDRESS}: 3.9 MiB in {copy}\n"
+    assert capsys.readouterr().out.splitlines()[-1] == f"download     {ADDRESS}: 3.9 MiB in {copy}"
     config = with_model_folder(load_config(None, [f"model.path={ADDRESS}"]))
     assert config.model.path == copy
     config, name = served_config(copy, "", [])
