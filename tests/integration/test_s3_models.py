@@ -23,6 +23,7 @@ def test_a_run_from_s3_learns_what_it_learns_from_the_folder_and_goes_on_without
         f"""
         run = {{name = "there", output = "{tmp_path}/runs"}}
         model.path = "s3://bucket/models/tiny"
+        reward.function = "exact"
         rollout = {{group_size = 8, max_new_tokens = 48, max_context = 128, deterministic = true}}
         train = {{steps = 1, prompts_per_step = 8, consume = "prompt_order", learning_rate = 1e-3}}
         """
