@@ -249,7 +249,7 @@ def serve(
 ) -> None:
     """Run one rollout instance of the recipe in the foreground; with --model, serve a policy to talk to. On Ctrl-C the
     instance leaves its run and ends."""
-    from engine.data.hub import is_model_name
+    from engine.data.named_models import is_named_model
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
     from engine.run.served_model import in_use, served_config
     from tasks.export import policy_folder
@@ -264,7 +264,7 @@ def serve(
         if model:
             folder = policy_folder(model, overrides)
             config, text = served_config(folder, recipe, overrides)
-            text = model if is_model_name(model) else text
+            text = model if is_named_model(model) else text
             with in_use(Path(config.model.path)):
                 raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
         config = with_model_folder(load_config(_named(recipe), overrides))

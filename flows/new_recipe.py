@@ -15,7 +15,7 @@ DeviceKind = Literal["cpu", "cuda", "npu"]
 
 def init(
     file: Annotated[Path, typer.Argument(help="recipe to write; it must not be there")] = Path("recipe.toml"),
-    model: Annotated[str, typer.Option(help="Hugging Face folder, or owner/name of the hub")] = "",
+    model: Annotated[str, typer.Option(help="Hugging Face folder, here or on s3://, or owner/name of the hub")] = "",
     data: Annotated[str, typer.Option(help="problems to train on: file, folder, s3:// or dataset of the hub")] = "",
     heldout: Annotated[str, typer.Option(help="problems that are never trained on (default: a tenth of --data)")] = "",
     reward: Annotated[str, typer.Option(help="math, exact or file.py:function")] = "",
@@ -32,7 +32,7 @@ def init(
     gives."""
     from tasks.new_recipe import Wishes, write_recipe
 
-    model = model or _ask("model", "Base model (folder or owner/name)")
+    model = model or _ask("model", "Base model (folder, s3://bucket/folder or owner/name)")
     data = data or _ask("data", "Problems to train on (file, folder or owner/name)")
     reward = reward or _ask("reward", "Reward (math, exact or file.py:function)", "math")
     kind = device or _ask("device", "Device (cpu, cuda or npu)", "cpu")

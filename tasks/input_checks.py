@@ -13,7 +13,8 @@ from engine.config import Config, Model
 from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME, find_file
 from engine.config.rules import ratio_is_one
-from engine.data.hub import Download, fetch_model, is_model_name
+from engine.data.hub import Download
+from engine.data.named_models import fetch_named, is_named_model
 from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
 from engine.data.prompts import check_template, encode_problems
@@ -29,6 +30,7 @@ from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
 from engine.run.progress import Progress, format_size
+from engine.run.s3 import SCHEME
 from engine.types import Prompt
 from tasks.cluster.ray_cluster import check_cluster
 from tasks.console import say
@@ -85,8 +87,8 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
 
 def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, Prepared | None]:
     """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
-    model of the hub downloaded (`with_local_model`), and the problem sets of a training. Raises BadInput at the first
-    failure.
+    model of the hub or S3 downloaded (`with_local_model`), and the problem sets of a training. Raises BadInput at the
+    first failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -285,32 +287,32 @@ def with_model_folder(config: Config) -> Config:
 
 
 def with_local_model(config: Config) -> Config:
-    """The config with `model.path` as a folder of the hub's cache if it is a name on the Hugging Face hub, else
-    unchanged. Raises BadInput like `fetch_model`."""
+    """The config with `model.path` as a folder of this machine if it is a name on the Hugging Face hub or S3, else
+    unchanged. Raises BadInput like `fetch_named`."""
     model = config.model.model_copy(update={"path": local_model(config.model.path, config.run.output)})
     return config.model_copy(update={"model": model})
 
 
 def local_model(path: str, output: str) -> str:
-    """The folder in the hub's cache if a path is the name of a model on the Hugging Face hub; the folder of a
-    registered model (`registered_folder`) in `output`; else the path. Shows a download and raises BadInput
-    like `fetch_model`."""
+    """The folder in the cache if a path is the name of a model on the Hugging Face hub, or an address on S3; the folder
+    of a registered model (`registered_folder`) in `output`; else the path. Shows a download and raises BadInput
+    like `fetch_named`."""
     if path.startswith("models:/"):
         from tasks.tracking.registered_policies import registered_folder  # MLflow takes seconds to load
 
         return registered_folder(path, output)
-    if not is_model_name(path):
+    if not is_named_model(path):
         return path
     download = Download()
 
     def look() -> Progress:
         if not download.total:
-            return Progress(f"{path}: asking the Hugging Face hub")
+            return Progress(f"{path}: asking {'S3' if path.startswith(SCHEME) else 'the Hugging Face hub'}")
         share = min(1.0, download.done / download.total)
         return Progress(f"{path}: {format_size(download.done)} of {format_size(download.total)}", share)
 
     with show_progress("download", look):
-        folder = fetch_model(path, download)
+        folder = fetch_named(path, download)
     if download.done:
         say("download", f"{path}: {format_size(download.done)} in {folder}")
     return str(folder)

@@ -15,7 +15,7 @@ from engine.config import Config
 from engine.config.recipe import find_file, load_config
 from engine.config.reference import meaning_of
 from engine.config.schema import SCHEMA
-from engine.data.hub import is_model_name
+from engine.data.named_models import is_named_model
 from engine.errors import BadInput
 from engine.run.files import write_atomically
 from engine.run.sizes import total_parameters
@@ -163,9 +163,10 @@ def _keys(wishes: Wishes, layout: Keys) -> Keys:
 
 
 def _has_chat_template(model: str) -> bool:
-    """Whether the model's folder has a chat template. A model of the hub, or one that is elsewhere, counts as such."""
+    """Whether the model's folder has a chat template. A model of the hub or S3, or one that is elsewhere,
+    counts as such."""
     folder = find_file(model)
-    if is_model_name(model) or not folder.is_dir():
+    if is_named_model(model) or not folder.is_dir():
         return True
     settings = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (

@@ -14,7 +14,7 @@ from typing import Any
 from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.recipe import find_file, load_config, override_keys, recipe_keys
-from engine.data.hub import is_model_name, model_name
+from engine.data.named_models import is_of_name
 from engine.errors import BadInput
 from engine.run.folder import RunFolder, check_same_run
 from engine.run.run_start import read_start
@@ -127,7 +127,5 @@ def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Ite
 
 
 def _same_path(one: str, other: str) -> bool:
-    """Whether two values of `model.path` mean the same folder, or the first the hub's model of the second."""
-    return find_file(one).resolve() == find_file(other).resolve() or (
-        is_model_name(one) and one.partition("@")[0] == model_name(Path(other)).partition("@")[0]
-    )
+    """Whether two values of `model.path` mean the same folder, or the first the name of the second's model."""
+    return find_file(one).resolve() == find_file(other).resolve() or is_of_name(Path(other), one)

@@ -63,9 +63,9 @@ class Model(Table):
     """The base model."""
 
     path: str = "data/quickstart_model"
-    """Hugging Face folder with config.json, tokenizer files and safetensors, or a model of the hub, owner/name or
-    owner/name@revision, which is downloaded into the hub's cache once. The default is the tiny Qwen3 that comes with
-    Metronome."""
+    """Hugging Face folder with config.json, tokenizer files and safetensors, here or on s3://, or a model of the hub,
+    owner/name or owner/name@revision. It is downloaded once, into HF_HOME (docs/data.md). The default is the tiny Qwen3
+    that comes with Metronome."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the rollout instances; the trainer's is train.dtype. With "bfloat16" ratio_gap_limit must
     be 0 or at least 0.2, and the embedded engine needs a processor with AVX512_BF16 or AMX. Give both sides the same

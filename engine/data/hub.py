@@ -4,7 +4,7 @@ broken download are those of its own libraries (HF_HOME, HF_TOKEN, HF_HUB_OFFLIN
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +17,6 @@ from engine.errors import BadInput
 from engine.types import JsonObject
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelInfo
     from tqdm import tqdm
 
 _NAME = r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)"
@@ -82,7 +81,7 @@ def fetch_model(path: str, download: Download | None = None) -> Path:
     with _refusing(f"model {path}", name, revision):
         if not constants.HF_HUB_OFFLINE:
             found = huggingface_hub.HfApi().model_info(name, revision=revision, timeout=REACH_S)
-            _check_files(path, found)
+            check_files(path, [one.rfilename for one in found.siblings or []], "on the hub")
         return Path(
             huggingface_hub.snapshot_download(
                 name,
@@ -109,12 +108,14 @@ def fetch_shape(path: str) -> Path:
     return Path(file).parent
 
 
-def model_name(folder: Path) -> str:
-    """The name of a model: owner/name@commit for a folder that `fetch_model` returns, else the folder's name."""
-    repository = folder.parent.parent.name
-    if folder.parent.name != "snapshots" or not repository.startswith("models--"):
-        return folder.name
-    return f"{repository.removeprefix('models--').replace('--', '/')}@{folder.name}"
+def check_files(path: str, names: Collection[str], where: str) -> None:
+    """Raise BadInput unless a model has config.json and safetensors. `where` its files are is said."""
+    for wanted in ("config.json", "*.safetensors"):
+        if not any(fnmatchcase(name, wanted) and "/" not in name for name in names):
+            raise BadInput(
+                f"model {path}: it has no {wanted} {where}; expected config.json, tokenizer files and *.safetensors "
+                "(other weight formats are not read, pickle is unsafe)"
+            )
 
 
 def is_hub_id(path: str) -> bool:
@@ -217,16 +218,6 @@ def _model_of(path: str) -> tuple[str, str | None]:
     if match is None:
         raise BadInput(f"model {path}: not a name on the hub; expected owner/name or owner/name@revision")
     return match["name"], match["revision"]
-
-
-def _check_files(path: str, found: ModelInfo) -> None:
-    names = [one.rfilename for one in found.siblings or []]
-    for wanted in ("config.json", "*.safetensors"):
-        if not any(fnmatchcase(name, wanted) and "/" not in name for name in names):
-            raise BadInput(
-                f"model {path}: it has no {wanted} on the hub; expected config.json, tokenizer files and *.safetensors "
-                "(other weight formats are not read, pickle is unsafe)"
-            )
 
 
 def _counting(download: Download) -> type[tqdm[Any]]:

@@ -97,7 +97,8 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     if not path.is_file():
         raise BadInput(
             f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
-            f"tokenizer files and *.safetensors, or owner/name on the hub (where no folder `owner` is here)"
+            "tokenizer files and *.safetensors, here or on s3://, or owner/name on the hub (where no folder `owner` is "
+            "here)"
         )
     config = _read_object(path)
     architecture = (config.get("architectures") or ["none"])[0]

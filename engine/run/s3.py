@@ -60,6 +60,8 @@ def s3_errors(what: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise BadInput(f"{what}: no such file or folder on S3") from None
+    except TimeoutError:
+        raise BadInput(f"{what}: S3 has not sent it in time; does AWS_ENDPOINT_URL hold its address?") from None
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         raise BadInput(
             f"{what}: S3 cannot be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "

@@ -76,7 +76,7 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
         hint = f"; did you mean {near}?" if RunFolder(near).config.is_file() else ""
         raise BadInput(
             f"--model {model}: {found}{hint}; expected a run folder with a policy, a checkpoint of a run, or a Hugging "
-            "Face folder, or owner/name on the hub (where no folder `owner` is here)"
+            "Face folder, here or on s3://, or owner/name on the hub (where no folder `owner` is here)"
         )
     return place, run if run.config.is_file() else None
 

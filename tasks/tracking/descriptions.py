@@ -11,7 +11,7 @@ from pathlib import Path
 import mlflow
 
 from engine.config import Config
-from engine.data.hub import model_name
+from engine.data.named_models import model_name
 from engine.errors import counted
 from engine.run.folder import RunFolder
 from engine.run.run_start import read_start

@@ -27,7 +27,8 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from engine.config import Config
 from engine.config.keys import flatten_keys
-from engine.data.hub import HubDataset, dataset_of, is_hub_id, model_name
+from engine.data.hub import HubDataset, dataset_of, is_hub_id
+from engine.data.named_models import model_name
 from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import BadInput, clean_text, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of

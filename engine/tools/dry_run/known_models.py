@@ -7,11 +7,16 @@ Each line was compared with the published config.json, and the resulting number 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from engine.config.recipe import find_file
 from engine.data.hub import fetch_shape, is_model_name
+from engine.data.named_models import fetch_s3_config
 from engine.errors import BadInput
 from engine.model.shape import Llama3Scaling, ModelShape, read_shape
+from engine.run.s3 import SCHEME
 
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, tied: bool = False) -> ModelShape:
@@ -99,11 +104,13 @@ KNOWN: Mapping[str, ModelShape] = {
 
 
 def shape_of(path: str) -> tuple[ModelShape, str]:
-    """The shape of `model.path` and its source: config.json if the folder exists, else the table `KNOWN`, else
-    config.json on the Hugging Face hub.
+    """The shape of `model.path` and its source: config.json if the folder exists or is on S3, else the table `KNOWN`,
+    else config.json on the Hugging Face hub.
 
     Raises BadInput for a model with none of them.
     """
+    if path.startswith(SCHEME):
+        return _shape_on_s3(path), "config.json on S3"
     folder = find_file(path)
     if (folder / "config.json").is_file():
         return read_shape(folder, weights=False), "config.json"
@@ -121,3 +128,14 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
         f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
         f"{', '.join(KNOWN)}. A folder with only config.json is enough{there}"
     )
+
+
+@cache
+def _shape_on_s3(path: str) -> ModelShape:
+    """Read once per process: a plan asks for each layout."""
+    with TemporaryDirectory() as folder:
+        fetch_s3_config(path, Path(folder))
+        try:
+            return read_shape(Path(folder), weights=False)
+        except BadInput as error:
+            raise BadInput(str(error).replace(folder, path)) from None

@@ -1,0 +1,324 @@
+"""Models on a real S3 server: what is copied of them, when, and why one can't be had."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+import s3fs
+from boto3.s3.transfer import TransferConfig
+
+from engine.config.recipe import load_config
+from engine.data import named_models
+from engine.data.hub import Download
+from engine.data.named_models import fetch_named, is_named_model, is_of_name, model_name
+from engine.errors import BadInput
+from engine.run.served_model import served_config
+from support.commands import metronome, sets
+from support.runs import ROOT
+from support.s3_proxy import FORBID, s3_proxy
+from support.s3_server import s3_server
+from tasks.cluster.ray_models import find_digests
+from tasks.export import policy_folder
+from tasks.input_checks import with_model_folder
+
+TINY = {path.name: path.read_bytes() for path in (ROOT / "data/quickstart_model").iterdir()}
+ADDRESS = "s3://bucket/models/tiny-1.5"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def proxy():
+    """In front of a server; AWS_ENDPOINT_URL leads to it, and no client tries a request a second time."""
+    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
+        there = urlsplit(address)
+        with s3_proxy(there.hostname, there.port) as running:
+            patch.setenv("AWS_ENDPOINT_URL", running.url)
+            patch.setenv("AWS_MAX_ATTEMPTS", "1")
+            patch.setattr(s3fs.S3FileSystem, "retries", 1)
+            running.client = boto3.client("s3", endpoint_url=address)
+            yield running
+
+
+@pytest.fixture
+def put(proxy, tmp_path, monkeypatch):
+    """Writes a file of the model, which is there with a file that must not be copied; HF_HOME is empty."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "hf"))
+    proxy.client.create_bucket(Bucket="bucket")
+    for one in proxy.client.list_objects_v2(Bucket="bucket").get("Contents", ()):
+        proxy.client.delete_object(Bucket="bucket", Key=one["Key"])
+
+    def write(name, content, folder="models/tiny-1.5", **more):
+        proxy.client.put_object(Bucket="bucket", Key=f"{folder}/{name}", Body=content, **more)
+
+    for name, content in TINY.items():
+        write(name, content)
+    write("pytorch_model.bin", b"pickle")
+    write("onnx/model.safetensors", b"other")
+    proxy.heal()
+    return write
+
+
+def content_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def gets(proxy, name=""):
+    """How often files were asked for."""
+    return sum(one.startswith("GET /bucket/models/") and name in one for one in proxy.requests)
+
+
+def partial_of(folder):
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def test_a_model_is_copied_once_and_a_changed_one_into_another_folder(put, proxy, tmp_path):
+    download = Download()
+    first = fetch_named(ADDRESS + "/", download)
+    assert content_of(first) == TINY
+    size = sum(map(len, TINY.values()))
+    assert (download.done, download.total) == (size, size)
+    assert first.parent == tmp_path / "hf/metronome-s3/bucket/models"
+    assert model_name(first) == f"{ADDRESS}@{first.name[-12:]}"
+    assert gets(proxy) == len(TINY)
+
+    proxy.heal()
+    put("pytorch_model.bin", b"another pickle")
+    put("README.md", b"not copied either")
+    assert fetch_named(ADDRESS, second := Download()) == first
+    assert (second.done, second.total, gets(proxy)) == (0, 0, 0)
+
+    put("config.json", TINY["config.json"] + b"\n")
+    changed = fetch_named(ADDRESS)
+    assert changed != first
+    assert content_of(changed) == {**TINY, "config.json": TINY["config.json"] + b"\n"}
+    assert content_of(first) == TINY
+    put("config.json", TINY["config.json"])
+    assert fetch_named(ADDRESS) == first
+
+    (first / WEIGHTS).unlink()
+    proxy.heal()
+    assert fetch_named(ADDRESS) == first
+    assert content_of(first) == TINY
+    assert gets(proxy) == gets(proxy, WEIGHTS) == 1
+    assert sorted(path.name for path in first.parent.iterdir() if path.suffix != ".lock") == sorted(
+        [first.name, changed.name]
+    )
+
+
+@pytest.mark.parametrize("fault", ["refuse", "cut", "lose answer"])
+def test_a_broken_copy_goes_on_where_it_was(put, proxy, tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(named_models, "PIECE", 2**18)
+    monkeypatch.setattr(named_models, "PIECES", 2)
+    pieces = -(-len(TINY[WEIGHTS]) // 2**18)
+    proxy.spoil(fault, 5, only=f"GET /bucket/.*{WEIGHTS}")
+    with pytest.raises(BadInput, match=rf"model {ADDRESS}: {WEIGHTS}: S3 cannot be read"):
+        fetch_named(ADDRESS)
+    [partial] = (tmp_path / "hf").rglob(".*.partial")
+    assert (partial / WEIGHTS).stat().st_size == 4 * 2**18
+    proxy.heal()
+    folder = fetch_named(ADDRESS)
+    assert content_of(folder) == TINY
+    assert gets(proxy, WEIGHTS) == pieces - 4
+    assert not partial.exists()
+
+
+def test_what_is_not_the_beginning_of_a_file_is_replaced(put, proxy):
+    folder = fetch_named(ADDRESS)
+    folder.rename(partial_of(folder))
+    damaged = bytearray(TINY[WEIGHTS][: 2**20])
+    damaged[1000] ^= 1
+    (partial_of(folder) / WEIGHTS).write_bytes(damaged)
+    (partial_of(folder) / "config.json").write_bytes(TINY["config.json"] * 3)
+    proxy.heal()
+    assert fetch_named(ADDRESS) == folder
+    assert content_of(folder) == TINY
+    assert gets(proxy, "tokenizer") == 0
+
+
+def test_an_object_that_was_uploaded_in_parts_has_no_md5(put, proxy, tmp_path):
+    proxy.client.upload_file(
+        str(ROOT / "data/quickstart_model" / WEIGHTS),
+        "bucket",
+        f"models/tiny-1.5/{WEIGHTS}",
+        Config=TransferConfig(multipart_threshold=2**20, multipart_chunksize=5 * 2**20),
+    )
+    tag = proxy.client.head_object(Bucket="bucket", Key=f"models/tiny-1.5/{WEIGHTS}")["ETag"]
+    assert "-" in tag
+    assert content_of(fetch_named(ADDRESS)) == TINY
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_bytes_that_are_damaged_on_the_way_are_found_by_the_md5(put, monkeypatch, encrypted):
+    """An object that is encrypted by KMS has none, though its ETag looks like one."""
+    if encrypted:
+        put(WEIGHTS, TINY[WEIGHTS], ServerSideEncryption="aws:kms")
+    opened = named_models.open_s3
+
+    def damaging():
+        store = opened()
+        read = store.cat_ranges
+
+        def cat_ranges(keys, *given, **more):
+            parts = read(keys, *given, **more)
+            return [part[:-1] + b"!" for part in parts] if keys[0].endswith(WEIGHTS) else parts
+
+        store.cat_ranges = cat_ranges
+        return store
+
+    monkeypatch.setattr(named_models, "open_s3", damaging)
+    if encrypted:
+        assert fetch_named(ADDRESS)
+        return
+    with pytest.raises(BadInput, match=rf"model {ADDRESS}: S3 has sent a {WEIGHTS} that has not its ETag"):
+        fetch_named(ADDRESS)
+    monkeypatch.setattr(named_models, "open_s3", opened)
+    assert content_of(fetch_named(ADDRESS)) == TINY
+
+
+def test_a_file_that_changes_after_the_listing_ends_the_copy(put, monkeypatch):
+    opened = named_models.open_s3
+
+    def replaced_first():
+        store = opened()
+        read = store.cat_ranges
+
+        def cat_ranges(keys, *given, **more):
+            if keys[0].endswith(WEIGHTS):
+                put(WEIGHTS, TINY[WEIGHTS][::-1])
+            return read(keys, *given, **more)
+
+        store.cat_ranges = cat_ranges
+        return store
+
+    monkeypatch.setattr(named_models, "open_s3", replaced_first)
+    with pytest.raises(BadInput, match=rf"{ADDRESS}: {WEIGHTS} has changed on S3 since it was listed; start again"):
+        fetch_named(ADDRESS)
+    monkeypatch.setattr(named_models, "open_s3", opened)
+    assert content_of(fetch_named(ADDRESS)) == {**TINY, WEIGHTS: TINY[WEIGHTS][::-1]}
+
+
+FETCH = "import sys; from engine.data.named_models import fetch_named; print(fetch_named(sys.argv[1]))"
+
+
+def test_processes_that_start_at_once_copy_a_model_once(put, proxy, tmp_path):
+    def fetch(_):
+        return subprocess.run(
+            [sys.executable, "-c", FETCH, ADDRESS],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**os.environ, "HF_HOME": str(tmp_path / "hf")},
+        ).stdout.strip()
+
+    with ThreadPoolExecutor() as pool:
+        folders = list(pool.map(fetch, range(3)))
+    assert len(set(folders)) == 1
+    assert content_of(Path(folders[0])) == TINY
+    assert gets(proxy) == len(TINY)
+
+
+def test_why_a_model_cannot_be_had(put, proxy, tmp_path, monkeypatch):
+    put("pytorch_model.bin", b"pickle", "pickled")
+    put("config.json", b"{}", "pickled")
+    put(WEIGHTS, b"", "bare")
+
+    def told(path):
+        with pytest.raises(BadInput) as raised:
+            fetch_named(path)
+        return str(raised.value)
+
+    expected = "expected config.json, tokenizer files and *.safetensors (other weight formats are not read, pickle is"
+    assert f"model s3://bucket/pickled: it has no *.safetensors on S3; {expected}" in told("s3://bucket/pickled")
+    assert "model s3://bucket/bare: it has no config.json on S3; expected" in told("s3://bucket/bare")
+    assert "it has no config.json on S3" in told(f"{ADDRESS}/config.json")
+    for none in ("s3://bucket/nothing", "s3://nowhere/tiny"):
+        assert told(none) == f"model {none}: no such file or folder on S3"
+    for odd in ("s3://", "s3://bucket//tiny", "s3://bucket/../tiny"):
+        assert told(odd) == f"model {odd}: not the address of a folder; expected s3://bucket/folder"
+    proxy.spoil(FORBID, 0)
+    assert "S3 cannot be read (Forbidden); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID" in told(ADDRESS)
+    proxy.spoil(FORBID, 0, only="GET /bucket/models/")
+    assert told(ADDRESS).startswith(f"model {ADDRESS}: {next(iter(sorted(TINY)))}: S3 cannot be read")
+    proxy.heal()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "file"))
+    assert "can't be written ([Errno 20] Not a directory" in told(ADDRESS)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "S3 cannot be read (Could not connect to the endpoint" in told(ADDRESS)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(named_models, "REACH_S", 1.0)
+        assert told(ADDRESS) == f"model {ADDRESS}: S3 has not sent it in time; does AWS_ENDPOINT_URL hold its address?"
+
+
+def test_which_folder_is_of_which_name():
+    copy = Path("/x/metronome-s3/bucket/a@b/tiny@0123456789ab")
+    assert is_named_model("s3://bucket/tiny")
+    assert model_name(copy) == "s3://bucket/a@b/tiny@0123456789ab"
+    assert is_of_name(copy, "s3://bucket/a@b/tiny/")
+    assert not any(is_of_name(copy, path) for path in ("s3://bucket/a@b", "s3://bucket/tiny", "bucket/tiny", "tiny"))
+    snapshot = Path("/x/hub/models--team--tiny/snapshots/0a")
+    assert model_name(snapshot) == "team/tiny@0a"
+    assert is_of_name(snapshot, "team/tiny@v1")
+    assert not is_of_name(Path("/x/tiny"), "team/tiny")
+    assert model_name(Path("/x/tiny")) == "tiny"
+
+
+def test_a_dry_run_and_a_new_recipe_read_only_the_sizes(put, proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, printed = metronome("run", *sets("run.dry=true", f"model.path={ADDRESS}"))
+    assert status == 0, printed
+    assert "1,017,600 parameters" in printed
+    assert "config.json on S3" in printed
+    given = [
+        "--model",
+        ADDRESS,
+        "--data",
+        str(ROOT / "data/addition_train.jsonl"),
+        "--device",
+        "cpu",
+        "--reward",
+        "exact",
+    ]
+    status, printed = metronome("init", "mine.toml", "--reward", "exact", *given)
+    assert status == 0, printed
+    assert load_config("mine.toml").model.path == ADDRESS
+    assert {one.split()[1] for one in proxy.requests} == {"/bucket/models/tiny-1.5/config.json"}
+    assert not (tmp_path / "hf").exists()
+    put("config.json", b'{"architectures": ["Other"]}', "models/other")
+    status, printed = metronome("run", *sets("run.dry=true", "model.path=s3://bucket/models/other"))
+    assert (status, "s3://bucket/models/other" in printed) == (2, True), printed
+    status, printed = metronome("run", *sets("run.dry=true", "model.path=s3://bucket/none"))
+    assert (status, "s3://bucket/none/config.json: no such file or folder on S3" in printed) == (2, True), printed
+
+
+def test_commands_that_need_the_model_get_the_copy(put, capsys):
+    copy = policy_folder(ADDRESS)
+    assert content_of(Path(copy)) == TINY
+    assert capsys.readouterr().out.splitlines()[-1] == f"download     {ADDRESS}: 3.9 MiB in {copy}"
+    config = with_model_folder(load_config(None, [f"model.path={ADDRESS}"]))
+    assert config.model.path == copy
+    config, name = served_config(copy, "", [])
+    assert (config.model.path, name) == (copy, Path(copy).name)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "data/smollm2").exists(), reason="data/smollm2 is not made")
+def test_a_pretrained_model_arrives_as_it_is(put, proxy, tmp_path):
+    source = ROOT / "data/smollm2"
+    for path in source.iterdir():
+        proxy.client.upload_file(str(path), "bucket", f"models/smollm2/{path.name}")
+    try:
+        folder = fetch_named("s3://bucket/models/smollm2")
+        assert find_digests(folder) == find_digests(source)
+    finally:
+        shutil.rmtree(tmp_path / "hf")
