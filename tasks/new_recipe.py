@@ -80,8 +80,8 @@ def recipe_text(keys: Keys) -> str:
     """The file: a line for the editor, and each key below the first sentence of its meaning."""
     lines = [
         f"#:schema {SCHEMA.as_uri()}",
-        "# A recipe of Metronome, written by `metronome init`. Each key that is not here has its default; the schema in",
-        "# the first line lists all keys with their meanings. Check the recipe with --set run.dry=true.",
+        "# A recipe of Metronome, written by `metronome init`. Each key that is not here has its default; the schema",
+        "# in the first line lists all keys with their meanings. Check the recipe with --set run.dry=true.",
     ]
     table = ""
     for key, value in keys.items():
