@@ -153,6 +153,7 @@ def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(stat
         "(sqlite3.IntegrityError) UNIQUE constraint failed: tags.key, tags.run_uuid",
         '(psycopg2.errors.UniqueViolation) duplicate key value violates unique constraint "tag_pk"',
     ],
+    ids=["sqlite", "postgresql"],
 )
 def test_what_meets_another_writer_is_written_again(config, quick, monkeypatch, capsys, said):
     """As often as it meets one: more often than a pass tries."""
@@ -166,6 +167,7 @@ def test_what_meets_another_writer_is_written_again(config, quick, monkeypatch, 
         here(client, *arguments)
 
     monkeypatch.setattr(mlflow.MlflowClient, "set_experiment_tag", set_experiment_tag)
+    config = config.model_copy(update={"tracking": Tracking(experiment=config.run.name)})  # which has no tag yet
     with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
     told = capsys.readouterr().err
