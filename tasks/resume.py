@@ -78,7 +78,7 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
     config = config.model_copy(update={"run": config.run.model_copy(update=there)})
     check_same_run(config, own)
-    check_moved(config, own)
+    _check_moved(config, own)
     begun = read_start(folder.path)
     ignored = list(_ignored(recipe, keys, own, begun.start == "base")) if recipe else []
     changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing_keys(config, own, keys)]
@@ -92,7 +92,7 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     return Resumed(config, begun.recipe or recipe or "", tuple(notes))
 
 
-def check_moved(config: Config, own: Config) -> None:
+def _check_moved(config: Config, own: Config) -> None:
     """Raise BadInput if data.train names other files than the run's config, and these have another content than the run
     folder recorded (data.json), or it recorded none."""
     if config.data.sets == own.data.sets:
