@@ -54,9 +54,9 @@ def evaluate(
             )
             config = with_model_folder(check_inputs(config, training=False)[0])
             folder = RunFolder(config.folder)
-            name_flow_run(f"evaluation of {config.run.name}", folder.path)
             chosen = Path(config.model.path)
             check_store(config)
+            name_flow_run(f"evaluation of {config.run.name}", folder.path)
             if not folder.config.exists():
                 folder.create(config, resume=False)
             note_flow_run(folder)

@@ -131,7 +131,7 @@ class StepLines:
             left = (self._steps - done) * sum(self._seconds) / len(self._seconds)
             say(
                 "train",
-                f"{done:>{len(str(self._steps))}}/{counted(self._steps, 'step')}  reward {row['reward_mean']:.3f}  "
+                f"{done:>{len(f'{self._steps:,}')},}/{counted(self._steps, 'step')}  reward {row['reward_mean']:.3f}  "
                 f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {format_duration(left)} left",
             )
 

@@ -124,7 +124,7 @@ def how_on() -> str:
         return ""
     checkpoint = latest_checkpoint(folder.checkpoints)
     saved = (
-        f"{checkpoint}, after {step_of(checkpoint)} of {counted(config.train.steps, 'step')}"
+        f"{checkpoint}, after {step_of(checkpoint):,} of {counted(config.train.steps, 'step')}"
         if checkpoint is not None
         else "no checkpoint yet: training starts again at its first step"
     )

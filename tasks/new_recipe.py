@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.config.recipe import find_file, load_config
+from engine.config.recipe import HOME, find_file, load_config
 from engine.config.reference import meaning_of
 from engine.config.schema import SCHEMA
 from engine.data.named_models import is_named_model
@@ -80,8 +80,8 @@ def recipe_text(keys: Keys) -> str:
     """The file: a line for the editor, and each key below the first sentence of its meaning."""
     lines = [
         f"#:schema {SCHEMA.as_uri()}",
-        "# A recipe of Metronome, written by `metronome init`. Each key that is not here has its default",
-        "# (docs/configuration.md). Check it with --set run.dry=true.",
+        "# A recipe of Metronome, written by `metronome init`. Each key that is not here has its default; the schema",
+        "# in the first line lists all keys with their meanings. Check the recipe with --set run.dry=true.",
     ]
     table = ""
     for key, value in keys.items():
@@ -98,7 +98,7 @@ def _accepted(wishes: Wishes) -> tuple[Keys, Config]:
     """The first layout that the dry run accepts. Raises BadInput with what it says about the last one."""
     refusal = BadInput(
         f"--devices {wishes.devices}: expected 1, or an even number up to {MOST}, of one node; for several nodes begin "
-        "with a recipe in infra/recipes/papers (docs/clusters.md)"
+        f"with a recipe in {HOME / 'infra/recipes/papers'}"
     )
     for layout in _layouts(wishes):
         keys = _keys(wishes, layout)

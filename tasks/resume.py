@@ -15,6 +15,8 @@ from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.recipe import find_file, load_config, override_keys, recipe_keys
 from engine.data.named_models import is_of_name
+from engine.data.prepared import training_hash
+from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import BadInput
 from engine.run.folder import RunFolder, check_same_run
 from engine.run.run_start import read_start
@@ -76,6 +78,7 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
     config = config.model_copy(update={"run": config.run.model_copy(update=there)})
     check_same_run(config, own)
+    _check_moved(config, own)
     begun = read_start(folder.path)
     ignored = list(_ignored(recipe, keys, own, begun.start == "base")) if recipe else []
     changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing_keys(config, own, keys)]
@@ -87,6 +90,27 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
             "with --set"
         )
     return Resumed(config, begun.recipe or recipe or "", tuple(notes))
+
+
+def _check_moved(config: Config, own: Config) -> None:
+    """Raise BadInput if data.train names other files than the run's config, and these have another content than the run
+    folder recorded (data.json), or it recorded none."""
+    if config.data.sets == own.data.sets:
+        return
+    report = read_report(config.folder)
+    then = report["train"]["content_hash"] if report is not None else ""
+    if (now := training_hash(config)) != then:
+        raise BadInput(
+            f"--resume: data.train is {config.data.train!r}, but the run has {own.data.train!r}; a file may lie "
+            f"elsewhere now, but {_other_content(now, then)}; a resumed run keeps its problems. Name the same ones, or "
+            "start a new run with these (another run.name)"
+        )
+
+
+def _other_content(now: str, then: str) -> str:
+    if not then:
+        return f"the run folder does not say what it held ({REPORT})"
+    return f"its content has the SHA-256 {now[:12]}…, and that of the run {then[:12]}… ({REPORT})"
 
 
 def _which(output: Path) -> str:

@@ -18,10 +18,11 @@ from engine.run import checkpoint_store
 from engine.run.checkpoint_files import STATE, Marker, all_complete, parse_state, read_marker
 from engine.run.fence import check_readable
 from engine.run.files import read_lines
-from engine.run.folder import RunFolder, check_same_keys
+from engine.run.folder import OWN_CODE, RunFolder, check_same_keys
 from engine.run.identity import known_number, published_checkpoints, read_run_id, run_began
 from engine.run.run_inputs import check_inputs_kept, find_inputs, read_inputs
 from engine.run.run_start import read_start
+from engine.run.user_code import name_code
 from engine.types import JsonObject
 from engine.wire import record
 from tasks.console import say
@@ -33,6 +34,8 @@ from tasks.tracking.tracked_run import check_known
 
 DECIDE_PROMPTS = (
     "model.path",
+    "data.train",
+    "data.decontaminate",
     "data.heldout",
     "evaluate.benchmark",
     "evaluate.folder",
@@ -84,7 +87,12 @@ def check_resume(config: Config) -> Config:
 def _check_through(config: Config, own: Config, steps: int) -> None:
     """Raise BadInput if all steps are trained and a setting of the training changes: config.toml would then describe
     settings with which no step was trained."""
-    if changed := [f"{key} = {now!r}" for key, now, _ in differing_keys(config, own, TRAINED_WITH)]:
+    differs = [
+        (key, now)
+        for key, now, then in differing_keys(config, own, TRAINED_WITH)
+        if key not in OWN_CODE or name_code(now) != name_code(then)
+    ]
+    if changed := [f"{key} = {now!r}" for key, now in differs]:
         raise BadInput(
             f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; also give "
             f"train.steps to train further with it, or {ANEW}"
@@ -145,6 +153,11 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
             f"algorithm.dynamic_sampling needs (a replay wrote it); {ANEW}"
         )
     if state["prompts"] is None:
+        if config.data.model_dump(mode="json")["train"] != (then := state["config"]["data"]["train"]):
+            raise BadInput(
+                f"--resume: data.train is {config.data.train!r}, but the run has {then!r}; its checkpoint does not say "
+                f"what that held (a replay wrote it). Leave it out, or {ANEW}"
+            )
         return
     tokenizer = Tokenizer(Path(config.model.path)).hf
     encoded = encode_problems(

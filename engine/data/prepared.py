@@ -279,6 +279,15 @@ def file_hashes(config: Config) -> dict[str, str]:
     return {path: content_hash(path) for path in _paths(config)}
 
 
+def training_hash(config: Config) -> str:
+    """The content hash of all sets of data.train, as a report has it (`Problems.content_hash`)."""
+    return _joint_hash([content_hash(one.path) for one in config.data.sets])
+
+
+def _joint_hash(hashes: Sequence[str]) -> str:
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
 def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
     train = clean_problems(_training_rows(config), math=config.reward.uses_math)
@@ -305,7 +314,7 @@ def _training_rows(config: Config) -> Problems:
         rows=rows,
         skipped=count_reasons(rejected),
         source=", ".join(one.source for one in sets),
-        content_hash=hashlib.sha256("\n".join(one.content_hash for one in sets).encode()).hexdigest(),
+        content_hash=_joint_hash([one.content_hash for one in sets]),
         rejected=rejected,
         notes=tuple(note for one in sets for note in one.notes),
     )

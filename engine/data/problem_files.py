@@ -156,12 +156,18 @@ def _s3_files(path: str) -> list[File]:
         store = open_s3()
         if store.isfile(path):
             _check_suffix(path)
-            return [File(path, store.cat_file(path))]
+            return [File(path, _s3_file(store, path))]
         folder = path.rstrip("/") + "/"
         names = [(SCHEME + str(name)).removeprefix(folder) for name in store.find(path)]
         if not names:
             raise FileNotFoundError
-        return [File(folder + name, store.cat_file(folder + name)) for name in _in_folder(path, names)]
+        return [File(folder + name, _s3_file(store, folder + name)) for name in _in_folder(path, names)]
+
+
+def _s3_file(store: Any, path: str) -> bytes:  # noqa: ANN401
+    """A whole file by one request: parts of a large one would be of two files if it is replaced meanwhile."""
+    content: bytes = store.cat_file(path, max_concurrency=1)
+    return content
 
 
 def _in_folder(folder: str, names: Iterable[str]) -> list[str]:

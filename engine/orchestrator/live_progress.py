@@ -95,7 +95,7 @@ def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
         if "met" in found:
             met = found["met"]
             of = found["instances"]
-            waits = f"{met} of {counted(of, 'instance')} ready" if of else f"joined: {counted(met, 'instance')}"
+            waits = f"{met:,} of {counted(of, 'instance')} ready" if of else f"joined: {counted(met, 'instance')}"
         return Progress(f"loading the models; {waits}", None)
     if "step" not in found and found.get("done") == steps:
         return Progress("the last checkpoint and the policy are written", 1.0)
@@ -104,16 +104,16 @@ def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
         return Progress("waiting for an instance" if none else "weights are on their way to the instances", None)
     step = found["step"]
     expected = found["expected"]
-    done = f"{step}/{counted(steps, 'step')}"
+    done = f"{step:,}/{counted(steps, 'step')}"
     groups = counted(expected, "group")
-    text = f"{done}; in the next: {found['trained']} of {groups} trained"
+    text = f"{done}; in the next: {found['trained']:,} of {groups} trained"
     if not found["arrived"]:
         text = (
             f"{done}; in the next: waiting for the first of {groups}; "
-            f"{found.get('running', 0)} in flight, {found.get('tokens_per_s', 0):,} tokens/s"
+            f"{found.get('running', 0):,} in flight, {found.get('tokens_per_s', 0):,} tokens/s"
         )
     elif found["trained"] < found["arrived"] or found["arrived"] < expected:
-        text += f", {found['arrived']} sampled"
+        text += f", {found['arrived']:,} sampled"
     if (under_way := found.get("evaluation")) is not None:
         text += (
             f"; evaluating version {under_way['version']}: {under_way['finished']:,} of {under_way['expected']:,} "

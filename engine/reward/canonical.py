@@ -12,7 +12,8 @@ from engine.reward.structure import is_closed, split_parts
 
 _SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
 _SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
-_TEXT = re.compile(r"\\(?:mbox|textnormal|textrm|textbf|textit|textsf)(?=\s*\{)")
+_TEXT = re.compile(r"\\(?:mbox|emph|text(?:normal|rm|bf|it|sf|tt|sc|sl|up|md))(?=\s*\{)")
+_NESTED = re.compile(r"(\\text\s*\{[^{}]*)\\text\s*\{([^{}]*)\}")
 _FONT = re.compile(
     r"\\(?:mathrm|mathbf|mathit|mathsf|mathnormal|operatorname|boldsymbol|bm)\*?\s*"
     r"(?:\{((?:[^{}]|\{[^{}]*\})*)\}|([a-zA-Z])(?![a-zA-Z]))"
@@ -90,7 +91,17 @@ _SIGNS = str.maketrans(
 _EARLY = re.compile(r"(?P<up>[⁰¹²³⁴-⁹⁺⁻ⁿ]+)|(?P<down>[₀-₉₊₋]+)|(?P<part>[¼-¾⅐-⅞])|(?P<set>[ℕℤℚℝℂ])|(?P<circle>º)")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-zA-Z]+))")
 _INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
-_IDEOGRAPHS = re.compile(r"(?<=[\d}%)])\s*([\u4e00-\u9fff]+)$")
+_IDEOGRAPHS = re.compile(r"(?<=[\d}%)])\s*([\u4e00-\u9fff]+)(?=\s*(?:$|[,;]|\\text\s*\{\s*(?:and|or)))")
+_JOINED = re.compile(r"\\text\s*\{\s*(或者?|并?且|和)\s*\}|(?<![\u4e00-\u9fff])(或者?|并?且|和)(?![\u4e00-\u9fff])")
+"""A word between two formulas, not inside other words."""
+_CONJUNCTIONS = {"或": "or", "且": "and", "并": "and", "和": "and"}
+GAP = "␣"
+"""Stands between two numbers with a blank between them. Such a text is no formula: 5 6 is neither 56 nor 30."""
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.,] )(?<![\d.,])\d{1,3}(?: +\d{3})+(?! *[\d.])")
+_SPACED_MIXED = re.compile(r"([+-]?\d+) +(\d+)/(\d+)")
+_SPACED_DIGITS = re.compile(r"([\^_]\s*-?|\\(?:[dtc]?frac|sqrt|[dt]?binom)\s*)?(\d+)\s+(?=\.?\d)")
+"""The first group: what takes the digits before the blank as its own."""
+_WORDS = re.compile(r"(\\text\s*\{[^{}]*\})")
 
 _FUNCTIONS = (
     "sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac|mod|arcsin|arccos|arctan|sinh|cosh|tanh|and|or|over|choose|times"
@@ -115,12 +126,24 @@ def canonical_latex(latex: str) -> str:
     text = _DOTS.sub(r"\\dots ", _typed(latex)).strip().rstrip(".,;").strip()
     text = _SCIENTIFIC.sub(r"\1E\2", strip_delimiters(text))
     text = _IDEOGRAPHS.sub(r"\\text{\1}", _words(text))
-    text = _SOFT.sub(" ", _GROUPED.sub("", text)).strip()
+    text = _parted(_SOFT.sub(" ", _GROUPED.sub("", text)).strip())
     text = _TYPED_UNIT.sub(lambda match: f"\\text{{{match[1] or match[2]}}}{match[3] or ''}", text)
     text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
     if not re.search(r"[(\[]", text):  # in brackets a comma separates entries
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     return _dense(_PI.sub(r"\\pi ", text)).rstrip(".,;")
+
+
+def _parted(text: str) -> str:
+    """Blanks between digits, outside words: 1 000 is a number, 5 1/2 a mixed one, and 5 6 none."""
+    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    if mixed := _SPACED_MIXED.fullmatch(text):
+        return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    parts = _WORDS.split(text)
+    parts[::2] = [
+        _SPACED_DIGITS.sub(lambda match: match[0] if match[1] else match[2] + GAP, part) for part in parts[::2]
+    ]
+    return "".join(parts)
 
 
 def _typed(text: str) -> str:
@@ -129,6 +152,7 @@ def _typed(text: str) -> str:
         return text
     text = unicodedata.normalize("NFKC", _EARLY.sub(_early, text).replace("…", "\\dots "))
     text = "".join(map(_ascii, text.translate(_SIGNS)))
+    text = _JOINED.sub(lambda match: f"\\text{{ {_CONJUNCTIONS[(match[1] or match[2])[0]]} }}", text)
     return _ROOT.sub(lambda match: f"\\sqrt{_INDEX[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
 
 
@@ -158,7 +182,12 @@ def _ascii(character: str) -> str:
 def _words(text: str) -> str:
     r"""All words as \text{…}. The constants e, i and \pi, and numbers, keep their meaning in any font."""
     text = _OLD_FONT.sub(r"{\\mathrm{\1}}", text) if "{" in text else text
-    text = _FONT.sub(_upright, _TEXT.sub(r"\\text", text))
+    text = _TEXT.sub(r"\\text", text)
+    for _ in range(text.count("{")):  # nested fonts, from the inside out
+        plain = _NESTED.sub(r"\1\2", _FONT.sub(_upright, text))
+        if plain == text:
+            break
+        text = plain
     text = _CONSTANT.sub(lambda match: "\\pi " if (match[1] or "").endswith("pi") else (match[1] or "i")[-1:], text)
     text = _TYPED_AND.sub(r"\\text{\1}", _PER_CENT.sub("%", text))
     return _TEXT_NUMBER.sub(lambda match: match[1] + (f"\\text{{{match[2]}}}" if match[2].strip() else ""), text)
@@ -167,6 +196,8 @@ def _words(text: str) -> str:
 def _upright(match: re.Match[str]) -> str:
     """Strip the font from a formula. Letters are words, except for a single letter that is not a unit."""
     inner = (match[1] if match[1] is not None else match[2]).strip()
+    if inner.startswith("\\text") and inner.endswith("}") and inner.count("}") == 1:
+        return inner
     if inner in ("e", "i", "pi", "\\pi", "\\imath"):
         return f"\\text{{{inner}}}"
     if inner.isalpha() and len(inner) == 1 and inner not in "mgshlLF":

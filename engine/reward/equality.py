@@ -39,10 +39,14 @@ _UNIT = re.compile(rf"(?<=[\d}})%a-zA-Z])((?:(?:/|\\cdot)?{_TEXT})+|\^\\circ(?:(
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _CURRENCY = re.compile(r"^([+-]?)(?:\\\$|([€£¥]))(?=.)([+-]?)")
 _CURRENCIES = {"": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
-_NAMES = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
-ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, min minute,
-h hr hour, day, week, month, year, cent, dollar, euro, am, pm, gallon, liter litre, radian rad, C, F"""
+_NAMES = """mm millimeter millimetre 毫米, cm centimeter centimetre 厘米, m meter metre 米, in inch inche, ft foot feet,
+km kilometer kilometre 千米 公里, yd yard, mi mile, mg milligram 毫克, g gram 克, kg kilogram 千克 公斤, lb pound,
+oz ounce, s sec second 秒, min minute 分钟, h hr hour 小时, day 天, week 周 星期, month 个月, year 年, cent,
+dollar 美元, am, pm, euro 欧元, gallon, liter litre 升, ml milliliter millilitre 毫升, radian rad, C, F"""
 _KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
+_CHINESE = {"平方": " square ", "立方": " cubic ", "每": "/"}
+_UNSURE = re.compile("[一二三四五六七八九十百千万亿兆两半多余以上下内外左右约成折之的根不少或且和负正大小于至比方]")
+"""Characters of words that do not only name what is counted, unless the word is a known unit: 5多 is not 5."""
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 _MEANING = re.compile(
@@ -53,7 +57,9 @@ _MEANING = re.compile(
 )
 """Words that do not only name what is counted: `5\\text{ or more}` is not 5."""
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SCALE = f"(?:(?:{'|'.join(_SCALES)})s?(?![a-z]) ?)+"
+_CHINESE_SCALES = {"百": 10**2, "千": 10**3, "万": 10**4, "亿": 10**8}
+_SCALE = f"(?:(?:(?:{'|'.join(_SCALES)})s?(?![a-z])|百(?!分)|千(?![克米瓦卡])|[万亿]) ?)+"
+_SCALES |= _CHINESE_SCALES
 _SCALED = re.compile(rf"([^=,;]*?(?:[\d}}]|[a-z](?=\\text)))(\\text\{{)?({_SCALE})(?:of )?([^=,;]*)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _TEN = r"10\^(?:\{([+-]?\d{1,4})\}|(\d))"
@@ -143,7 +149,11 @@ def _unit(text: str, before: str) -> dict[str, int] | None:
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace("\\cdot", " ").replace("{", "").replace("}", "")
     for short, long in _SPEEDS.items():
         plain = re.sub(rf"\b{short}\b", long, plain)
+    for typed, word in _CHINESE.items():
+        plain = plain.replace(typed, word)
     words = re.findall(r"/|\^-?\d|[^\s/^]+", re.sub(r"\bper\b", "/", plain.replace(".", "")))
+    if any(_UNSURE.search(word) and word not in _KNOWN for word in words):
+        return None
     if _MEANING.search(plain) or (words and words[0] in ("squared", "cubed")):
         return None
     powers = _powers(words)
@@ -206,6 +216,9 @@ MOST = 12
 _SIDES = 6
 """Largest number of sides of an equation."""
 
+_BUILDER = re.compile(
+    r"\\\{([a-zA-Z]|\([a-zA-Z](?:,[a-zA-Z])+\))(\\in(?![a-z])[^|:]*?)?(?:\\mid(?![a-z]) ?|\||:)(.+)\\\}", re.DOTALL
+)
 _MEMBER = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?)\\in(?![a-z]) ?(?=.)")
 _BASE = re.compile(r"(-?[0-9A-Z]+)_(?:\{(?:\\text\{)?(\w+)\}?\}|(\d))")
 _DIGITS = re.compile(r"-?[0-9A-Z]*\d[0-9A-Z]*")
@@ -251,6 +264,24 @@ def _sequences(one: str, other: str, depth: int) -> bool | None:
     if dots[0] != dots[1] or not dots[0] or separators[0] != separators[1]:
         return False
     return _in_order(entries[0], entries[1], depth)
+
+
+def _builders(one: str, other: str, depth: int) -> bool | None:
+    """Compare sets that a condition states, {x | x > 3}, by their variables and conditions. The condition on one number
+    may stand alone, or as an interval."""
+    ours, theirs = map(_BUILDER.fullmatch, (one, other))
+    if not (ours or theirs):
+        return None
+    if ours and theirs:
+        kinds = [set(AND.findall(found[3])) for found in (ours, theirs)]
+        return ours.group(1, 2) == theirs.group(1, 2) and kinds[0] == kinds[1] and _same(ours[3], theirs[3], depth - 1)
+    found, text = (ours, other) if ours else (theirs, one)
+    assert found is not None
+    name, domain, condition = found.groups()
+    plain = domain in (None, "\\in\\mathbb{R}") and all(
+        (stated := read_interval(part)).ends and stated.name == name for part in _alternatives(condition)
+    )
+    return plain and _same(condition, text, depth - 1)
 
 
 def _options(one: str, other: str, depth: int) -> bool | None:
@@ -494,6 +525,7 @@ def _texts(one: str, other: str, depth: int) -> bool | None:
 
 _COMPARISONS: tuple[Callable[[str, str, int], bool | None], ...] = (
     _sequences,
+    _builders,
     _options,
     _quantities,
     _numbers,

@@ -50,19 +50,36 @@ _EULER = re.compile(r"(?<=\d)E(?=[+-]\d)")
 """2e-1 may also mean twice Euler's number less one."""
 _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
+_UNREADABLE = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u2423]")
+"""What no formula has: words in characters, of which math-verify would read the rest, and `canonical.GAP`."""
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\}|\(-?\d+(?:\.\d+)?\))\^\\circ ?")
+
 
 def formulas_equal(one: str, other: str) -> bool:
     """Whether two formulas are equal. False, without evaluation, if one of them would take minutes or gigabytes. Sums,
     integrals and limits are evaluated anyway (`is_heavy`)."""
     if any(len(text) > LONGEST or nesting_depth(text) > _DEEPEST or _TOWER.search(text) for text in (one, other)):
         return False
-    if one.count("'") != other.count("'"):
+    if one.count("'") != other.count("'") or _UNREADABLE.search(one + other):
+        return False
+    one, other = map(_in_radians, (one, other))
+    if not (one and other):
         return False
     first, second = sorted((one, other))  # math-verify's verdict may depend on the order
     try:
         return any(_same(a, b) for a in _parsed(first) for b in _parsed(second))
     except _SENSELESS:
         return False
+
+
+def _in_radians(formula: str) -> str:
+    r"""A formula whose functions of angles have these in radians: math-verify reads \sin 30^\circ as \sin 30. Empty if
+    an angle is in degrees that are no number, or in minutes."""
+    if "\\circ" not in formula or not _FUNCTION.search(formula):
+        return formula
+    found = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", formula)
+    return "" if "\\circ" in found or "'" in found else found
 
 
 def is_heavy(latex: str) -> bool:
@@ -101,7 +118,9 @@ def lies_within(formula: str, low: Fraction, high: Fraction) -> bool:
         return False
     from sympy import Expr
 
-    constants = [each for each in _parsed(formula) if isinstance(each, Expr) and not each.free_symbols]
+    constants = [
+        each for each in _parsed(_in_radians(formula) or "x") if isinstance(each, Expr) and not each.free_symbols
+    ]
     try:
         values = [_value(_exact(each), {}) for each in constants]
     except _SENSELESS:

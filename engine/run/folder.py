@@ -19,6 +19,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error
+from engine.run.user_code import name_code
 from engine.types import Group, JsonObject, Response, StepReport
 
 FIXED = (
@@ -46,6 +47,9 @@ FIXED = (
     "algorithm.dynamic_sampling",
 )
 """Keys that must be the same in a resumed run."""
+OWN_CODE = ("algorithm.advantage", "algorithm.loss")
+"""Those of them that may name code of one's own. Like a problem set, its file may lie elsewhere if it holds the same,
+which is compared by hashes (engine.run.run_inputs, tasks.resume_checks)."""
 
 CONFIG = "config.toml"
 """Name of the file with the whole configuration of a run."""
@@ -247,11 +251,23 @@ def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> 
                 f"with that one, or start a new run (another run.name){_from_here(config)}"
             )
         then = before[table][name]
-        if now != then:
+        if _without_folders(key, now) != _without_folders(key, then):
             raise BadInput(
                 f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value. Leave it out, "
                 f"or start a new run with it (another run.name){_from_here(config)}"
             )
+
+
+def _without_folders(key: str, value: Any) -> Any:  # noqa: ANN401
+    """A value without the folders of the files that it names; of the sets of data.train only the weights are left."""
+    if key in OWN_CODE:
+        return name_code(value)
+    if key == "data.train":
+        return [
+            one.get("weight") if isinstance(one, dict) else None
+            for one in ([value] if isinstance(value, str) else value)
+        ]
+    return [Path(one).name for one in value] if key == "data.decontaminate" else value
 
 
 def _from_here(config: Config) -> str:

@@ -39,6 +39,8 @@ TOKEN_BYTES = 4
 """Bytes of a token's text."""
 SAMPLED_TOKEN_BYTES = 18
 """Bytes of a token of a sampled response that is kept one by one: its text and its log-probability, as JSON."""
+ROW_BYTES = 300
+"""Bytes of the other figures of a response in the samples or in an evaluation's table, with the names of all."""
 RECORD_BYTES = 9
 """Bytes of a response's token in a record: its id, its log-probability and its mask."""
 PROBLEMS = 256
@@ -193,15 +195,18 @@ def growth_to_come(config: Config) -> int:
     size = config.rollout.group_size
     responses = config.train.prompts_per_step * size
     ranks = config.parallel.ranks + config.scorer_ranks
-    text = TOKEN_BYTES * config.rollout.max_new_tokens * (2 if config.rollout.program else 1)  # also turn by turn
-    text += SAMPLED_TOKEN_BYTES * min(config.rollout.max_new_tokens, SAMPLED_TOKENS)
+    context = TOKEN_BYTES * config.rollout.max_context  # of a problem and its response
+    row = context + ROW_BYTES + SAMPLED_TOKEN_BYTES * min(config.rollout.max_new_tokens, SAMPLED_TOKENS)
+    if config.rollout.program:
+        row += TOKEN_BYTES * config.rollout.max_new_tokens + ROW_BYTES  # also turn by turn
     most = min(steps, 2 * kept) * (RESPONSE_SPANS * responses + RANK_SPANS * ranks)
-    most += kept * SAMPLED_GROUPS * size * text
+    most += kept * SAMPLED_GROUPS * size * row
     if config.train.record:
         most += steps * responses * RECORD_BYTES * config.rollout.max_new_tokens
-    if evaluate := config.evaluate.every and config.evaluate:
-        tables = (1 + kept // evaluate.every) * max(1, len(evaluate.benchmarks))
-        most += tables * (evaluate.problems or PROBLEMS) * evaluate.samples * TOKEN_BYTES * evaluate.max_new_tokens
+    evaluate = config.evaluate
+    tables = (2 + (kept // evaluate.every if evaluate.every else 0)) * max(1, len(evaluate.benchmarks))
+    problem = context + evaluate.samples * (TOKEN_BYTES * evaluate.max_new_tokens + ROW_BYTES)
+    most += tables * (evaluate.problems or PROBLEMS) * problem
     run = RunFolder(config.folder)
     there = sum(map(folder_size, (run.trace, run.responses, run.path / "evaluations")))
     recorded = run.path / "record.msgpack"

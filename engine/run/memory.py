@@ -155,8 +155,8 @@ def frozen_copies(config: Config) -> int:
 
 
 def host_bytes(shape: ModelShape, config: Config) -> float:
-    """Host memory per trainer rank for frozen models (train.offload)."""
-    held = rank_parameters(shape, config.parallel, 0).total
+    """Host memory of the trainer rank that needs most for frozen models (train.offload)."""
+    held = max(rank_parameters(shape, config.parallel, stage).total for stage in range(config.parallel.pipeline))
     return frozen_copies(config) * held * BYTES[config.train.dtype] if config.train.offload else 0.0
 
 

@@ -18,7 +18,7 @@ from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import read_json, seal, write_json
 from engine.run.served_model import EXPORTED
-from engine.run.user_code import find_code
+from engine.run.user_code import find_code, name_code
 
 FILE = "inputs.json"
 CODE = "code"
@@ -41,7 +41,7 @@ class InputPart(TypedDict):
     """One part of a run's inputs."""
 
     named: str
-    """The functions of one's own as the config names them; "" for a model's files."""
+    """The functions of one's own by `name_code`, so without the folders of their files; "" for a model's files."""
     hash: str
     """SHA-256 (hex) of the files; "" if there are none."""
     path: str
@@ -64,7 +64,7 @@ def find_inputs(config: Config, model: Path, parts: Collection[str] = tuple(PART
             found[part] = {"named": "", "hash": _hash({name: model / name for name in TOKENIZER}), "path": path}
         else:
             specs = _specs(config, part)
-            found[part] = {"named": " ".join(specs), "hash": _hash(_code(specs)), "path": ""}
+            found[part] = {"named": " ".join(map(name_code, specs)), "hash": _hash(_code(specs)), "path": ""}
     return found
 
 

@@ -46,9 +46,15 @@ FILES = (
     "logs/orchestrator.alive",
 )
 """The files that are copied, with those of trace/."""
+READS = 3
+"""Number of times that a file is read which becomes shorter meanwhile."""
 LINES = ".jsonl"
 """Suffix of the files to which lines are appended. The others are replaced as a whole."""
 SPANS = re.compile(r"trace/[\w-][\w.-]*\.jsonl")
+
+
+class ShorterFile(OSError):
+    """A file that is asked for ends before the first byte that is wanted: it was replaced since it was listed."""
 
 
 @contextmanager
@@ -62,6 +68,8 @@ def s3_errors(what: str) -> Iterator[None]:
         raise BadInput(f"{what}: no such file or folder on S3") from None
     except TimeoutError:
         raise BadInput(f"{what}: S3 has not sent it in time; does AWS_ENDPOINT_URL hold its address?") from None
+    except ShorterFile:
+        raise BadInput(f"{what}: a file has become shorter each time it was read; try again when it stays") from None
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         raise BadInput(
             f"{what}: S3 cannot be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
@@ -153,16 +161,26 @@ class CopiedFolder:
         self.newest = max(one["LastModified"].timestamp() for one in listed.values())
 
     def _copy(self, name: str) -> None:
-        """Copy a file if it has changed. One that was deleted since it was listed is listed no more."""
-        entry = self._listed[name]
-        mark = (entry["ETag"], entry["size"])
-        if self._copied.get(name) == mark:
-            return
-        with suppress(FileNotFoundError):
-            self._copy_changed(name, entry)
-            self._copied[name] = mark
-            return
-        del self._listed[name]
+        """Copy a file if it has changed. One that was deleted since it was listed is listed no more, and one that has
+        become shorter is looked up again."""
+        for number in range(READS):
+            entry = self._listed[name]
+            mark = (entry["ETag"], entry["size"])
+            if self._copied.get(name) == mark:
+                return
+            try:
+                self._copy_changed(name, entry)
+                self._copied[name] = mark
+                return
+            except ShorterFile:
+                if number + 1 == READS:
+                    raise
+                self._copied.pop(name, None)
+                with suppress(FileNotFoundError):
+                    self._listed[name] = self._call("info", f"{self.address}/{name}")
+            except FileNotFoundError:
+                del self._listed[name]
+                return
 
     def _copy_changed(self, name: str, entry: Mapping[str, Any]) -> None:
         target = self.path / name
@@ -209,8 +227,18 @@ class CopiedFolder:
             if left <= 0:
                 raise TimeoutError
             return getattr(self._store, method)(path, timeout=left, **arguments)
-        except TimeoutError:
+        except OSError as error:
+            if _range_error(error):
+                raise ShorterFile(path) from None
+            if not isinstance(error, TimeoutError):
+                raise
             raise BadInput(f"{path}: S3 has not sent it within the time for reading a run folder") from None
+
+
+def _range_error(error: OSError) -> bool:
+    """Whether S3 says that a file ends before the bytes that were asked for."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    return answer.get("Error", {}).get("Code") in ("InvalidRange", "416")
 
 
 @contextmanager

@@ -58,6 +58,13 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
     return function, str(module.__file__)
 
 
+def name_code(spec: str) -> str:
+    """What a value of a key names, wherever the file of a function lies: "loss.py:own" for "/some/folder/loss.py:own",
+    and any other value as it is."""
+    place, colon, function = spec.rpartition(":")
+    return f"{Path(place).name}{colon}{function}" if place.endswith(".py") else spec
+
+
 def find_code(spec: str) -> dict[str, Path]:
     """The Python files of a user's function, by their paths in its folder or in the folder of its package: its own and
     those that it imports from there. Nothing is run. Empty if the file is missing."""

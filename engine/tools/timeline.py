@@ -292,8 +292,8 @@ def _summary(steps: Mapping[int, bool]) -> str:
     if not steps:
         return "No step was finished."
     return (
-        f"In {sum(steps.values())} of {counted(len(steps), 'step')} ({sum(steps.values()) / len(steps):.0%}) training "
-        "starts before the step's last rollout ends."
+        f"In {sum(steps.values()):,} of {counted(len(steps), 'step')} ({sum(steps.values()) / len(steps):.0%}) "
+        "training starts before the step's last rollout ends."
     )
 
 

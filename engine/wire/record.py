@@ -16,6 +16,8 @@ from engine.config.keys import flatten_keys
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import put_in_place
+from engine.run.run_inputs import find_inputs
+from engine.run.user_code import name_code
 from engine.types import BatchScores, Group, JsonObject
 from engine.wire.columns import PackedFinished, Row, open_group
 from engine.wire.messages import EarlyResponses, Window
@@ -30,8 +32,8 @@ PLAN = (
 )  # fmt: skip
 """Keys whose values must match the recorded run's for a replay to give the same weights, as must the content of the
 base model. A name without a dot stands for a whole table."""
-
-
+CODE = ("algorithm.advantage", "algorithm.loss", "algorithm.gradient_control")
+"""Those that may name code of one's own."""
 FILE = "record.msgpack"
 """Name of the record in the run folder."""
 
@@ -120,7 +122,8 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
 
 
 def record_settings(config: Config) -> JsonObject:
-    """Return the settings of `PLAN` by key, as JSON values, and the hash of the base model, whose files are read.
+    """Return the settings of `PLAN` by key, as JSON values, and the hashes of the base model and of one's own code of
+    the algorithm, whose files are read and may lie elsewhere at a replay.
 
     They include train.steps if the learning rate decays towards the last step.
     """
@@ -129,7 +132,9 @@ def record_settings(config: Config) -> JsonObject:
     falls = config.train.schedule != "constant"
     for key in (*PLAN, "train.steps") if falls else PLAN:
         found |= {name: value for name, value in flat.items() if f"{name}.".startswith(f"{key}.")}
-    return found
+    found |= {key: name_code(flat[key]) for key in CODE}
+    [code] = find_inputs(config, Path(config.model.path), ["algorithms"]).values()
+    return found | ({"content of the algorithm's code": code["hash"]} if code["named"] else {})
 
 
 def _unpack_items(path: Path) -> Iterator[Any]:

@@ -43,6 +43,8 @@ class Touched:
     limits: Sequence[str]
     deployments: Sequence[str]
     """FLOW/NAME each."""
+    queues: Sequence[tuple[str, str]]
+    """(work pool, name) each, besides the queues that pools have from their beginning."""
     automations: Sequence[str]
     blocks: Sequence[tuple[str, str]]
     """(slug of the type, name) each."""
@@ -89,6 +91,10 @@ class _Before:
         self._pools = {name: _get(client, f"/work_pools/{name}") for name in touched.pools}
         self._limits = {name: _get(client, f"/v2/concurrency_limits/{name}") for name in touched.limits}
         self._deployments = {name: _get(client, f"/deployments/name/{name}") for name in touched.deployments}
+        self._flows = {
+            name: _get(client, _flow(name)) for name in {one.partition("/")[0] for one in touched.deployments}
+        }
+        self._queues = {key: _get(client, _queue(*key)) for key in touched.queues}
         self._blocks = {key: _get(client, _block(*key), include_secrets=True) for key in touched.blocks}
         self._names = set(touched.automations)
         self._automations = _automations(client, self._names)
@@ -106,6 +112,8 @@ class _Before:
                 for name, old in self._limits.items()
             ),
             *((f"deployment {name}", self._deployment(name)) for name in self._deployments),
+            *((f"queue {name} of {pool}", self._queue(pool, name)) for pool, name in self._queues),
+            *((f"flow {name}", self._flow(name)) for name in self._flows),
             ("alerts and automations", self._rules),
             *(
                 (f"work pool {name}", _fields_back(f"/work_pools/{name}", old, _POOL))
@@ -135,6 +143,28 @@ class _Before:
                 _send(client, "POST", "/deployments/", _part(old, _DEPLOYMENT) | own)
             elif now and not old:
                 _send(client, "DELETE", f"/deployments/{now['id']}")
+
+        return put
+
+    def _queue(self, pool: str, name: str) -> Callable[[SyncPrefectClient], None]:
+        """Deletes a queue that was not there, unless another deployment uses it by now."""
+
+        def put(client: SyncPrefectClient) -> None:
+            used = {"work_pools": {"name": {"any_": [pool]}}, "work_pool_queues": {"name": {"any_": [name]}}}
+            made = not self._queues[pool, name] and _get(client, _queue(pool, name))
+            if made and not _count(client, "deployments", used):
+                _send(client, "DELETE", _queue(pool, name))
+
+        return put
+
+    def _flow(self, name: str) -> Callable[[SyncPrefectClient], None]:
+        """Deletes a flow that was not there, unless it has another deployment or a run by now."""
+
+        def put(client: SyncPrefectClient) -> None:
+            made = None if self._flows[name] else _get(client, _flow(name))
+            used = {"flows": {"name": {"any_": [name]}}}
+            if made and not any(_count(client, kind, used) for kind in ("deployments", "flow_runs")):
+                _send(client, "DELETE", f"/flows/{made['id']}")
 
         return put
 
@@ -194,6 +224,18 @@ def _answers() -> bool:
 
 def _block(kind: str, name: str) -> str:
     return f"/block_types/slug/{kind}/block_documents/name/{name}"
+
+
+def _flow(name: str) -> str:
+    return f"/flows/name/{name}"
+
+
+def _queue(pool: str, name: str) -> str:
+    return f"/work_pools/{pool}/queues/{name}"
+
+
+def _count(client: SyncPrefectClient, kind: str, which: JsonObject) -> int:
+    return int(_send(client, "POST", f"/{kind}/count", which).json())
 
 
 def _automations(client: SyncPrefectClient, names: set[str]) -> dict[str, JsonObject]:

@@ -231,6 +231,11 @@ def _touched(tree: Mapping[str, Any], pools: Sequence[str]) -> Touched:
         pools=pools,
         limits=list(OPTIONS),
         deployments=[_full_name(one) for one in tree["deployments"]],
+        queues=[
+            (one["work_pool"]["name"], one["work_pool"]["work_queue_name"])
+            for one in tree["deployments"]
+            if "work_queue_name" in one["work_pool"]
+        ],
         automations=[*_triggers(tree), *(one.name for one in watchdog.build_automations()), *alerts.names()],
         blocks=alerts.blocks(),
     )

@@ -225,7 +225,9 @@ class Followed:
             self._lose_silent(nodes)
             refused = [part.refused for part in self._parts if part.files]
         if refused and all(refused):
-            raise MetronomeError(f"no instance is left: {refused[0]}")
+            raise MetronomeError(
+                f"none of the instances that Ray starts is left, and the run starts again for no others: {refused[0]}"
+            )
         wait_s = self._config.cluster.wait_s
         began = told = time.monotonic()
         while missing := [part for part in nodes if part.place is None]:

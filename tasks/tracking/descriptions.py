@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import mlflow
+from mlflow.entities import RunTag
 
 from engine.config import Config
 from engine.data.named_models import model_name
@@ -34,8 +35,7 @@ def describe_run(client: mlflow.MlflowClient, run_id: str, text: str) -> None:
     if there and tags.get(OWN) != _hash(there):
         return
     if text != there:
-        client.set_tag(run_id, NOTE, text)
-        client.set_tag(run_id, OWN, _hash(text))
+        client.log_batch(run_id, tags=[RunTag(NOTE, text), RunTag(OWN, _hash(text))])
 
 
 def of_evaluation(config: Config) -> str:

@@ -39,7 +39,7 @@ def _cut(row: Mapping[str, Any]) -> str:
         return ""
     by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
     sampled = row["problems"] * row["samples"]
-    return f"; {row['truncated']} of {counted(sampled, 'response')} cut at the length limit{by_context}"
+    return f"; {row['truncated']:,} of {counted(sampled, 'response')} cut at the length limit{by_context}"
 
 
 def describe_evaluations(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -64,7 +64,7 @@ def describe_difference(found: Mapping[str, Any]) -> str:
     """A paired comparison as text."""
     return (
         f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; "
-        f"better on {found['better']}, worse on {found['worse']} of {counted(found['problems'], 'problem')}"
+        f"better on {found['better']:,}, worse on {found['worse']:,} of {counted(found['problems'], 'problem')}"
     )
 
 

@@ -42,7 +42,7 @@ from tasks.finished_stages import count_resumes, registered_policy
 from tasks.orchestrator_process import LineFollower
 from tasks.tracking import descriptions, view
 from tasks.tracking.metric_names import evaluation_numbers, metric_name, metric_values
-from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused
+from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts
 
 DIGEST = 32
 """Number of hex digits of a version in MLflow's digest (MLflow accepts up to 36)."""
@@ -191,7 +191,7 @@ class Mirror:
             return
         for what, write in self._lacking(whole):
             try:
-                write()
+                retry_conflicts(write)
             except STORE_ERRORS as error:
                 if not is_refused(error):
                     self._last = math.inf  # it may have been written nevertheless

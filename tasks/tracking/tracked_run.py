@@ -28,7 +28,7 @@ from tasks.fenced import run_folder
 from tasks.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.others import OtherTrackersThread, check_others
-from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_while_away
+from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts, retry_while_away
 from tasks.tracking.sqlite_store import sqlite_file, whole_store
 
 RUN_ID = "mlflow_run_id"
@@ -287,7 +287,7 @@ def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:
 def _connect(config: Config) -> str:
     """Make the config's experiment the current one; returns its id."""
     _use(tracking_uri(config))
-    experiment = _experiment(config)
+    experiment = retry_conflicts(lambda: _experiment(config))
     mlflow.set_experiment(experiment_id=experiment)
     return experiment
 

@@ -74,6 +74,21 @@ with all_or_nothing(deploy._touched(tree, ["cpu", "new-pool"])), get_client(sync
     alerts.install_alerts(*sys.argv[1:3], 30, sys.argv[3])
     raise MetronomeError("the request was refused")
 """
+FIRST = """
+from prefect.client.orchestration import get_client
+from tasks.cluster.all_or_nothing import Touched, all_or_nothing
+
+made = [("first", "mine", "first"), ("shared", "mine", "shared"), ("shared", "another", "shared")]
+queues = [("cpu", "first"), ("cpu", "shared")]
+deployments = ["first/mine", "shared/mine"]
+touched = Touched(pools=["cpu"], limits=[], deployments=deployments, queues=queues, automations=[], blocks=[])
+with all_or_nothing(touched), get_client(sync_client=True) as client:
+    for flow, name, queue in made:
+        number = client.request("POST", "/flows/", json={"name": flow}).json()["id"]
+        body = {"name": name, "flow_id": number, "work_pool_name": "cpu", "work_queue_name": queue}
+        client.request("POST", "/deployments/", json=body)
+    raise ValueError("the request was refused")
+"""
 IMPATIENT = """
 from flows.main import main
 from tasks.cluster import all_or_nothing
@@ -158,6 +173,21 @@ def test_what_a_failed_deploy_has_changed_or_removed_is_put_back(environment, de
     assert everything(api) == before
 
 
+def test_a_first_deploy_that_fails_leaves_no_flow_and_no_queue_but_those_that_others_use(environment, deployed):
+    api = environment["PREFECT_API_URL"]
+    before = everything(api)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert "Nothing is changed: the server has again what it had before" in done.stderr, done.stderr[-3000:]
+    after = everything(api)
+    new = {
+        kind: [one["name"] for one in after[kind] if one["name"] not in {old["name"] for old in before[kind]}]
+        for kind in ("deployments", "flows", "queues")
+    }
+    assert new == {"deployments": ["another"], "flows": ["shared"], "queues": ["shared"]}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_a_deploy_that_fails_midway_changes_nothing(environment, deployed, proxy):
@@ -213,6 +243,8 @@ def everything(api):
             "deployments": "deployments",
             "automations": "automations",
             "limits": "v2/concurrency_limits",
+            "flows": "flows",
+            "queues": "work_queues",
         }.items()
     }
     block = "block_types/slug/custom-webhook/block_documents/name/metronome-alerts?include_secrets=true"

@@ -315,7 +315,7 @@ def _compared(run: ComparedRun, base: ComparedRun) -> list[str]:
 
 
 def _ended(run: ComparedRun) -> str:
-    done = f"{run.trained} of {counted(run.planned, 'step')}"
+    done = f"{run.trained:,} of {counted(run.planned, 'step')}"
     if run.failure:
         return f"{run.name} failed after {done}: {run.failure}"
     return f"{run.name} has only {done}: it is still running, or it was stopped."

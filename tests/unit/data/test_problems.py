@@ -246,6 +246,25 @@ def test_s3(bucket):
         read_problems("s3://sets/math/README.md")
 
 
+def test_a_large_file_on_s3_that_is_replaced_while_it_is_read_is_read_whole(bucket, monkeypatch):
+    """Parts of it would be of both files, or beyond the end of the shorter one."""
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "default_block_size", 100)
+    old, new = ([{"problem": f"{name} {number}", "answer": 1} for number in range(9)] for name in ("old", "new"))
+    bucket("rows.jsonl", "\n".join(map(json.dumps, old)).encode())
+    ask = s3fs.S3FileSystem._call_s3
+    replaced = []
+
+    async def _call_s3(store, method, *arguments, **more):
+        if method == "get_object" and not replaced:
+            replaced.append(bucket("rows.jsonl", "\n".join(map(json.dumps, new[:2])).encode()))
+        return await ask(store, method, *arguments, **more)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", _call_s3)
+    assert [row.problem for row in read_problems("s3://sets/rows.jsonl").rows] == ["new 0", "new 1"]
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "skipped", "first"),
     [

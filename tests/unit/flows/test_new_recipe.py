@@ -45,6 +45,7 @@ def test_a_recipe_for_this_machine_from_flags(tmp_path):
     )
     lines = path.read_text().splitlines()
     assert lines[0] == f"#:schema {SCHEMA.as_uri()}"
+    assert "docs/" not in path.read_text(), "a wheel has no such folder"
     above = [line for line, key in zip(lines, lines[1:], strict=False) if " = " in key and not key.startswith("#")]
     assert len(above) > 12
     assert all(line.startswith("# ") for line in above), "each key has its meaning above it"

@@ -32,6 +32,7 @@ def test_how_far_a_step_is():
     ):
         found = training_progress(row, 50)
         assert (found.text, found.share) == (text, share)
+    assert training_progress(STEP | {"step": 1200, "arrived": 0, "trained": 0}, 1600).text.startswith("1,200/1,600 ")
 
 
 def test_a_checkpoint_that_is_fetched_before_training(tmp_path):

@@ -94,6 +94,25 @@ def test_what_makes_the_numbers_may_not_change_unnoticed(world, tmp_path, part, 
     record_inputs(folder, config)  # from now on it is the run's
 
 
+def test_code_that_lies_elsewhere_is_the_runs_if_its_content_is(world, tmp_path):
+    config, folder = world
+    record_inputs(folder, config)
+    before = read_inputs(folder)
+    shutil.move(tmp_path / "code", tmp_path / "elsewhere")
+    own = {"reward": f"{tmp_path}/elsewhere/my.py:reward", "algorithm": f"{tmp_path}/elsewhere/control.py:control"}
+    moved = config.model_copy(
+        update={
+            "reward": config.reward.model_copy(update={"function": own["reward"]}),
+            "algorithm": config.algorithm.model_copy(update={"gradient_control": own["algorithm"]}),
+        }
+    )
+    record_inputs(folder, moved)
+    assert read_inputs(folder) == before
+    (tmp_path / "elsewhere/my.py").write_text(REWARD + "# changed\n")
+    with pytest.raises(BadInput, match="the code of the reward or of the program changed"):
+        record_inputs(folder, moved)
+
+
 def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
     config, folder = world
     model = Path(config.model.path)

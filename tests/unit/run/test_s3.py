@@ -190,6 +190,29 @@ def test_what_changes_between_the_listing_and_the_reading_is_whole_or_not_there(
         assert RunView(folder.path, folder).rest()["sampled"] == []
 
 
+def test_a_file_that_is_cut_between_the_listing_and_the_reading_is_read_as_it_is_then(put, monkeypatch):
+    """A resume cuts steps.jsonl."""
+    monkeypatch.setattr(s3, "OVERLAP", 10)
+    put("steps.jsonl", *steps(*range(20)))
+    with copied_folder(ADDRESS, whole=False) as folder:
+        put("steps.jsonl", *steps(*range(30)))
+        meanwhile(folder, monkeypatch, "steps.jsonl", lambda: put("steps.jsonl", *steps(0, 1)))
+        folder.refresh()
+        assert list(RunView(folder.path).steps_file.read()) == steps(0, 1)
+        put("steps.jsonl", *steps(*range(30)))
+        call = folder._store.cat_file
+
+        def cut(path, **more):
+            if path.endswith("steps.jsonl"):
+                put("steps.jsonl", "")
+                more |= {"start": 100, "end": 200}
+            return call(path, **more)
+
+        monkeypatch.setattr(folder._store, "cat_file", cut)
+        with pytest.raises(BadInput, match="a file has become shorter each time it was read; try again"):
+            folder.refresh()
+
+
 def test_lines_of_which_some_were_copied_when_reading_failed_are_read_anew(put, monkeypatch):
     monkeypatch.setattr(s3, "PART", 100)
     put("steps.jsonl", *steps(0))

@@ -131,3 +131,12 @@ def test_how_far_a_copy_is():
     assert look() == Progress("uploaded: 300.0 MiB of 4.00 GiB", 300 / 4096)
     done[0] = 2**30
     assert look() == Progress("uploaded: 1.00 GiB of 4.00 GiB", 0.25)
+
+
+def test_the_line_of_a_step_writes_both_of_its_numbers_alike(capsys):
+    line = console.StepLines(1600)
+    for step in (0, 1599):
+        line({"step": step, "step_s": 1.0, "reward_mean": 0.5, "tokens_per_s_per_device": 1234.0})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("train            1/1,600 steps  reward 0.500  1,234 tokens/s/device")
+    assert last.startswith("train        1,600/1,600 steps ")

@@ -1,9 +1,15 @@
 """What `--resume` says about the recipe that it does not read again."""
 
+import json
+import shutil
+
 import pytest
 
-from engine.config.recipe import load_config
-from engine.run.folder import RunFolder
+from engine.config.recipe import HOME, load_config
+from engine.data.prepared import prepare_problems
+from engine.data.problem_statistics import record_data
+from engine.errors import BadInput
+from engine.run.folder import RunFolder, check_same_run
 from engine.run.run_start import RunStart
 from tasks.resume import find_resumed
 
@@ -56,3 +62,61 @@ def test_a_repeated_command_keeps_the_instances_that_its_recipe_has_beside_it_on
     assert folder.read_config().dry_run.joining == joining
     assert find_resumed(str(recipe), keys).config.dry_run.joining == joining
     assert find_resumed(None, keys[1:], keys[:1] + ["dry_run.joining=2"]).config.dry_run.joining == joining
+
+
+def moved_run(tmp_path, train):
+    """The keys of a run whose files were in the folder `old`, which is now `new`."""
+    (tmp_path / "old").mkdir()
+    for name in ("addition", "products"):
+        shutil.copy(HOME / f"data/{name}_train.jsonl", tmp_path / "old")
+    (tmp_path / "old/loss.py").write_text("def own(): ...\n")
+    keys = [f"run.output={tmp_path}", "run.name=moved"]
+    keys += [f"{key}={value}" for key, value in keys_in(tmp_path / "old", train).items()]
+    config = load_config(None, keys)
+    folder = RunFolder(tmp_path / "moved")
+    folder.path.mkdir()
+    RunStart(recipe="").write(folder.path)
+    folder.create(config, resume=False)
+    record_data(config, prepare_problems(config))
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    return [*keys[:2], *(f"{key}={value}" for key, value in keys_in(tmp_path / "new", train).items())]
+
+
+def keys_in(folder, train):
+    sets = json.dumps(train).replace("DIR", str(folder)).replace('": ', '" = ')
+    return {"data.train": sets, "data.decontaminate": "[]", "algorithm.loss": f"{folder}/loss.py:own"}
+
+
+SETS = {
+    "one": "DIR/products_train.jsonl",
+    "several": [{"path": f"DIR/{name}_train.jsonl", "weight": 1.0} for name in ("addition", "products")],
+}
+
+
+@pytest.mark.parametrize("train", SETS.values(), ids=SETS)
+def test_the_files_of_a_run_may_lie_elsewhere_if_they_hold_the_same(tmp_path, train):
+    keys = moved_run(tmp_path, train)
+    with pytest.raises(BadInput, match="no such file"):
+        prepare_problems(find_resumed(None, keys[:2]).config)
+    found = find_resumed(None, keys)
+    told = " ".join(found.notes)
+    assert f"{tmp_path}/new/products_train.jsonl" in told
+    assert f"{tmp_path}/old/products_train.jsonl" in told
+    RunFolder(tmp_path / "moved").create(found.config, resume=True)
+    assert f"{tmp_path}/old" not in (tmp_path / "moved/config.toml").read_text()
+    with (tmp_path / "new/products_train.jsonl").open("a") as file:
+        file.write('{"problem": "1*1=", "answer": "1"}\n')
+    assert find_resumed(None, keys).config == found.config, "its content is compared with the checkpoint's"
+    shutil.copytree(tmp_path / "new", tmp_path / "newer")
+    with pytest.raises(BadInput, match=r"data\.train is .*newer.*its content has the SHA-256"):
+        find_resumed(None, [one.replace("/new/", "/newer/") for one in keys])
+
+
+def test_what_a_key_names_besides_a_folder_stays(tmp_path):
+    keys = moved_run(tmp_path, SETS["several"])
+    own = RunFolder(tmp_path / "moved").read_config()
+    for other, key in (("loss.py:other", "algorithm.loss"), ("losses.py:own", "algorithm.loss")):
+        with pytest.raises(BadInput, match=f"{key} is "):
+            check_same_run(load_config(None, [one.replace("loss.py:own", other) for one in keys]), own)
+    with pytest.raises(BadInput, match=r"data\.train is "):
+        check_same_run(load_config(None, [one.replace("1.0", "2.0", 1) for one in keys]), own)

@@ -129,6 +129,21 @@ def test_one_recomputed_layer_is_not_all_of_them(tmp_path):
         check_record(path, settings(1))
 
 
+def test_a_replay_reads_ones_own_loss_from_wherever_it_lies_and_refuses_another(tmp_path):
+    def config(folder):
+        own = {"loss": f"{folder / 'loss.py'}:own", "advantage": "grpo"}
+        return Config(model=MODEL, train={"prompts_per_step": 3}, algorithm=own)
+
+    for name, text in (("a", "own = 1\n"), ("b", "own = 1\n"), ("c", "own = 2\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "loss.py").write_text(text)
+    path = tmp_path / "record.msgpack"
+    RecordWriter(path, config(tmp_path / "a"), 0).flush()
+    check_record(path, config(tmp_path / "b"))
+    with pytest.raises(BadInput, match="content of the algorithm's code is "):
+        check_record(path, config(tmp_path / "c"))
+
+
 def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     copy = tmp_path / "copy"

@@ -18,7 +18,7 @@ from engine.errors import MetronomeError
 from tasks.cluster import all_or_nothing as module
 from tasks.cluster.all_or_nothing import Touched, all_or_nothing
 
-NOTHING = Touched(pools=[], limits=[], deployments=[], automations=[], blocks=[])
+NOTHING = Touched(pools=[], limits=[], deployments=[], queues=[], automations=[], blocks=[])
 HEADERS = {"X-Gate": "open"}
 BACK = "Nothing is changed: the server has again what it had before."
 

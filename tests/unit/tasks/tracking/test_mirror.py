@@ -147,6 +147,54 @@ def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(stat
         assert retry.is_refused(refusal) == pointless
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "(sqlite3.IntegrityError) UNIQUE constraint failed: tags.key, tags.run_uuid",
+        '(psycopg2.errors.UniqueViolation) duplicate key value violates unique constraint "tag_pk"',
+    ],
+    ids=["sqlite", "postgresql"],
+)
+def test_what_meets_another_writer_is_written_again(config, quick, monkeypatch, capsys, said):
+    """As often as it meets one: more often than a pass tries."""
+    here = mlflow.MlflowClient.set_experiment_tag
+    conflicts = iter(range(len(retry.CONFLICT_S) + 2))
+    monkeypatch.setattr(retry, "CONFLICT_S", (0.01,) * len(retry.CONFLICT_S))
+
+    def set_experiment_tag(client, *arguments):
+        if next(conflicts, None) is not None:
+            raise mlflow.MlflowException(said, error_code=mlflow.protos.databricks_pb2.BAD_REQUEST)
+        here(client, *arguments)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "set_experiment_tag", set_experiment_tag)
+    config = config.model_copy(update={"tracking": Tracking(experiment=config.run.name)})  # which has no tag yet
+    with tracked_run.track_run(config) as run_id:
+        add_steps(config, 0)
+    told = capsys.readouterr().err
+    assert next(conflicts, None) is None
+    assert "refuses" not in told
+    assert "did not receive" not in told
+    assert "mlflow.note.content" in mlflow.get_run(run_id).data.tags
+
+
+def test_an_experiment_that_another_run_makes_at_the_same_time_is_used(config, monkeypatch):
+    """The other one makes it after this one has seen that there is none."""
+    look = mlflow.get_experiment_by_name
+    made = []
+
+    def get_experiment_by_name(name):
+        found = look(name)
+        if not made:
+            made.append(mlflow.create_experiment(name))
+        return found
+
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", get_experiment_by_name)
+    config = config.model_copy(update={"tracking": Tracking(experiment="made at once")})
+    with tracked_run.track_run(config) as run_id:
+        pass
+    assert mlflow.get_run(run_id).info.experiment_id == made[0]
+
+
 def test_no_error_of_the_system_ends_the_mirror(config, quick, monkeypatch):
     with tracked_run.track_run(config) as run_id:
         monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc/none")  # psutil can't read the machine's load
