@@ -27,7 +27,8 @@ from tasks.cluster.ray_room import give_back, take_room
 
 pytestmark = MARKS
 NEEDS_ROOT = pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0,
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-fp", "--mount-proc", "true"], check=False).returncode,
     reason="only root may hide folders and processes from a process",
 )
 
@@ -232,7 +233,7 @@ def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_b
     with (
         redis_server() as redis,
         started_cluster(monkeypatch, [0, 2, 2], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
-        Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on_second()) as command,
+        Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on(1)) as command,
     ):
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
         slow_down(tmp_path, 5)

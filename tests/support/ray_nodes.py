@@ -53,27 +53,26 @@ class StartedCluster:
     """Nodes that `ray start` has started. This process joins none of them, so they may all die."""
 
     def __init__(self, cpus, apart=False, **environment):
-        """`cpus`: those of each node, the first of which is the head. `apart`: whether processes on the second one see
-        no others, as on a machine of its own. `environment`: the head's."""
+        """`cpus`: those of each node, the first of which is the head. `apart`: whether each node sees its own processes
+        only, as on a machine of its own. `environment`: the head's."""
         self.address = f"127.0.0.1:{two_neighbours()}"
         self._cpus = cpus[0]
+        self._before = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
         self._environment = environment
         self.nodes = []
         self.start_head()
-        alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
-        for number, before in zip(cpus[1:], [alone] + [[]] * len(cpus), strict=False):
-            self.nodes.append(start_ray(number, ["--address", self.address], before))
+        self.nodes += [start_ray(number, ["--address", self.address], self._before) for number in cpus[1:]]
 
     def start_head(self):
         """Start the head, in the place of the one that died if there was one."""
         host, port = self.address.split(":")
         arguments = ["--head", "--port", port, "--include-dashboard", "false"]
-        self.nodes[:1] = [start_ray(self._cpus, arguments, **self._environment)]
+        self.nodes[:1] = [start_ray(self._cpus, arguments, self._before, **self._environment)]
         wait_for(lambda: _listens(host, int(port)), "Ray's head", 120)
 
-    def on_second(self):
-        """What a command begins with that runs on the second node if that is `apart`."""
-        (first,) = psutil.Process(self.nodes[1].pid).children()
+    def on(self, number):
+        """What a command begins with that runs on a node of those that are `apart`."""
+        (first,) = psutil.Process(self.nodes[number].pid).children()
         return ["nsenter", "--target", str(first.pid), "--pid", "--mount"]
 
 
