@@ -536,13 +536,13 @@ def test_room_that_ray_does_not_take_back_does_not_end_the_following(ray, monkey
 
 def test_a_process_without_another_file_says_nothing_of_ray(ray):
     with socket.create_server(("127.0.0.1", 0)) as there:
-        address = f"127.0.0.1:{there.getsockname()[1]}"
+        node = needed("the node", there)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
-            answers = ray_following._answers(address)
+            answers = node.answers()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert answers
-        assert ray_following._answers(address)
-    assert not ray_following._answers(address)
+        assert node.answers()
+    assert not node.answers()
