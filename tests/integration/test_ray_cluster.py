@@ -232,7 +232,7 @@ def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_b
     monkeypatch.setenv(ray_cluster_of.RECONNECT, "300")
     with (
         redis_server() as redis,
-        started_cluster(monkeypatch, [0, 2, 2], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
+        started_cluster(monkeypatch, [0, 3], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
         Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on(1)) as command,
     ):
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
@@ -246,7 +246,7 @@ def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_b
         assert len(steps(tmp_path, "ray")) < 8
         cluster.start_head()
         assert command.wait_for(r"Ray's head \S+ is back after (\d+) s")
-        served = [one for one in Tree(cluster.nodes[2].pid).processes if "engine.instance.embedded" in one.cmdline()]
+        served = [one for one in Tree(cluster.nodes[1].pid).processes if "engine.instance.embedded" in one.cmdline()]
         served[0].kill()
         assert command.wait_for(r"instance-(\d)-1 has joined")  # by an actor of which the new head knows
         slow_down(tmp_path, 0)
