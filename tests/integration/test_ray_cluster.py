@@ -31,6 +31,9 @@ NEEDS_ROOT = pytest.mark.skipif(
     or subprocess.run(["unshare", "-fp", "--mount-proc", "true"], check=False).returncode,
     reason="only root may hide folders and processes from a process",
 )
+NEEDS_REDIS = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="no redis-server here (Debian's package of this name)"
+)
 
 
 @pytest.fixture
@@ -223,7 +226,7 @@ def test_a_head_that_stands_still_does_not_answer(monkeypatch):
 
 
 @NEEDS_ROOT
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server (of Debian's package) is not here")
+@NEEDS_REDIS
 def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_bits_of_one_machine(
     exact, tmp_path, monkeypatch
 ):
@@ -253,6 +256,29 @@ def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_b
         command.ends()
     assert "the previous attempt ended" not in command.output
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+
+
+@NEEDS_ROOT
+@NEEDS_REDIS
+def test_a_run_whose_head_never_returns_ends_once_the_nodes_of_ray_wait_no_longer(exact, tmp_path, monkeypatch):
+    exact |= {"train.steps": 8, "reward.function": braked(tmp_path, 0)}
+    monkeypatch.setenv(ray_cluster_of.RECONNECT, "30")
+    with (
+        redis_server() as redis,
+        started_cluster(monkeypatch, [0, 3], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
+        Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on(1)) as command,
+    ):
+        wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
+        slow_down(tmp_path, 30)
+        own = Tree(command.process.pid)
+        kill_tree(cluster.nodes[0])
+        began = time.monotonic()
+        assert command.wait_for("Ray's head .* the run goes on without it, and Ray waits for it for up to 30 s")
+        assert command.process.wait(300) == 1, command.output
+        print(f"the run ended after {time.monotonic() - began:.1f} s")
+        assert own.left() == []
+    (told,) = re.findall(r"(?m)^error: .*", command.output)
+    assert re.search(r"Ray's head \(\S+\) has not answered \d+ times in \d+ s, .*: resume the run", told)
 
 
 def test_a_second_run_waits_for_the_room_of_the_first_and_both_have_the_bits_of_one_machine(
