@@ -426,7 +426,8 @@ def quick_looks(monkeypatch):
 
 def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, capsys, sigterm, quick_looks):
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        head, node = needed("the head", one), needed("the node", other)
+        head = needed("the head", one)
+        node = needed("the node", other)
         said = rf"the node \({node.address}\) has not answered 3 times in \d s"
         began = time.monotonic()
         threading.Timer(0.5, other.close).start()
