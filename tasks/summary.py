@@ -79,7 +79,7 @@ def _responses(steps: list[JsonObject]) -> dict[str, str]:
         text += (
             "more instances help little: shorten the longest (docs/concepts.md)"
             if tail > LONG_TAIL
-            else "more instances help"
+            else "more instances on further devices help"
         )
     return {"responses": text}
 
