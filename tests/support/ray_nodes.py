@@ -72,8 +72,9 @@ class StartedCluster:
 
     def on(self, number):
         """What a command begins with that runs on a node of those that are `apart`."""
-        (first,) = psutil.Process(self.nodes[number].pid).children()
-        return ["nsenter", "--target", str(first.pid), "--pid", "--mount"]
+        node = psutil.Process(self.nodes[number].pid)
+        wait_for(node.children, "the first process of the node", 60)
+        return ["nsenter", "--target", str(node.children()[0].pid), "--pid", "--mount"]
 
 
 @contextlib.contextmanager
