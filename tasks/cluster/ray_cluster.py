@@ -48,6 +48,9 @@ RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 the run, and a checkpoint may take minutes."""
 OWN_RECONNECT_S = 60.0
 """Ray's own number of them."""
+SAVE_S = 120.0
+"""Seconds, but at most half of those, by which a run ends before Ray's nodes do: their trainer ranks save a
+checkpoint."""
 LOST_S = 0.5
 """Seconds between two looks whether Ray is lost while it is asked to take room back."""
 ASKED_S = 60.0
@@ -182,8 +185,8 @@ def _head_responds() -> bool:
 
 
 def _head_is_awaited_s(here: ActorPlace) -> float:
-    """Seconds for which Ray's nodes wait for a head that is gone; 0 if what it knows is gone with it. Raises
-    DeadlineError."""
+    """Seconds for which a run goes on without a head, less than for which Ray's nodes do; 0 if what the head knows is
+    gone with it. Raises DeadlineError."""
     import ray
     from ray.experimental.internal_kv import _internal_kv_get
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -194,9 +197,10 @@ def _head_is_awaited_s(here: ActorPlace) -> float:
     there = NodeAffinitySchedulingStrategy(here.node, soft=False)
     call = ray.remote(_reconnect_s).options(num_cpus=0, scheduling_strategy=there)
     try:
-        return float(ray.get(call.remote(), timeout=ASKED_S))
+        nodes_s = float(ray.get(call.remote(), timeout=ASKED_S))
     except ray.exceptions.GetTimeoutError:
         raise DeadlineError(f"Ray's node on this machine does not answer within {ASKED_S:g} s") from None
+    return nodes_s - min(SAVE_S, nodes_s / 2)
 
 
 def _reconnect_s() -> float:

@@ -304,7 +304,7 @@ class Needed:
     responds: Callable[[], bool] = lambda: True
     """Asks it something, because what stands still may still listen. Whether it answered within TOUCH_S."""
     wait_s: float = 0.0
-    """Seconds for which Ray itself waits until it is back; 0 if it is gone for good."""
+    """Seconds for which a run goes on without it; 0 if it is gone for good."""
     silences: int = 0
     """Number of looks in a row without an answer."""
     answered: float = 0.0
@@ -390,7 +390,7 @@ class RayWatch:
             return
         one.silences += 1
         if one.silences == SILENCES and not _is_lost(one):
-            say("cluster", f"{one}; the run goes on without it, and Ray waits for it for up to {one.wait_s:g} s")
+            say("cluster", f"{one}; the run goes on without it for up to {one.wait_s:g} s")
 
 
 def _is_lost(one: Needed) -> bool:

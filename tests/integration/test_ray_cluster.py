@@ -243,7 +243,7 @@ def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_b
         kill_tree(cluster.nodes[0])
         began = time.monotonic()
         before = len(steps(tmp_path, "ray"))
-        assert command.wait_for("Ray's head .* the run goes on without it, and Ray waits for it for up to 300 s")
+        assert command.wait_for("Ray's head .* the run goes on without it for up to 180 s")
         wait_for(lambda: len(steps(tmp_path, "ray")) > before + 1, "a step without a head", 100)
         time.sleep(max(0.0, began + 30.0 - time.monotonic()))
         assert len(steps(tmp_path, "ray")) < 8
@@ -260,20 +260,20 @@ def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_b
 
 @NEEDS_ROOT
 @NEEDS_REDIS
-def test_a_run_whose_head_never_returns_ends_once_the_nodes_of_ray_wait_no_longer(exact, tmp_path, monkeypatch):
+def test_a_run_whose_head_never_returns_ends_before_the_nodes_of_ray_do(exact, tmp_path, monkeypatch):
     exact |= {"train.steps": 8, "reward.function": braked(tmp_path, 0)}
-    monkeypatch.setenv(ray_cluster_of.RECONNECT, "30")
+    monkeypatch.setenv(ray_cluster_of.RECONNECT, "120")
     with (
         redis_server() as redis,
         started_cluster(monkeypatch, [0, 3], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
         Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on(1)) as command,
     ):
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
-        slow_down(tmp_path, 30)
+        slow_down(tmp_path, 9)
         own = Tree(command.process.pid)
         kill_tree(cluster.nodes[0])
         began = time.monotonic()
-        assert command.wait_for("Ray's head .* the run goes on without it, and Ray waits for it for up to 30 s")
+        assert command.wait_for("Ray's head .* the run goes on without it for up to 60 s")
         assert command.process.wait(300) == 1, command.output
         print(f"the run ended after {time.monotonic() - began:.1f} s")
         assert own.left() == []
