@@ -34,7 +34,7 @@ from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
 from engine.wire.address import bracket_host, split_address
-from tasks.cluster.ray_following import Followed, RayWatch
+from tasks.cluster.ray_following import TOUCH_S, Followed, Needed, RayWatch
 from tasks.cluster.ray_models import PlacedModel
 from tasks.cluster.ray_parts import MODEL, RANKS, PlacedPart, await_start, begin, end, first_place, start_actor
 from tasks.cluster.ray_room import Growth, give_back, take_room
@@ -44,8 +44,13 @@ from tasks.fenced import run_folder
 PORTS = range(20_000, 30_000)
 """Ports from which one is chosen, below those of outgoing connections."""
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Ray ends this process without a word once its head is gone for so many seconds. Its own 60 are too few: `RayWatch`
-ends the run, and a checkpoint may take minutes."""
+"""Ray ends a process without a word once its head is gone for so many seconds. Here that never comes: `RayWatch` ends
+the run, and a checkpoint may take minutes."""
+OWN_RECONNECT_S = 60.0
+"""Ray's own number of them."""
+SAVE_S = 120.0
+"""Seconds, but at most half of those, by which a run ends before Ray's nodes do: their trainer ranks save a
+checkpoint."""
 LOST_S = 0.5
 """Seconds between two looks whether Ray is lost while it is asked to take room back."""
 ASKED_S = 60.0
@@ -153,20 +158,54 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
                     await_start(part, config, here)
                 say("cluster", f"{_told(parts)}; it took {time.monotonic() - began:.1f} s")
                 places = sorted({part.place.node for part in parts if part.place is not None})
-                followed = Followed(parts=parts, config=config, logs=logs, here=here, growth=growth)
+                followed = Followed(parts=parts, config=config, logs=logs, here=here, growth=growth, watch=watch)
                 with _environment({STORE_NODES: ",".join(places)}), followed:
                     yield PlacedRun(config, followed)
 
 
-def _needed(here: ActorPlace) -> dict[str, str]:
-    """Where `RayWatch` looks for the head and for the node of this machine."""
+def _needed(here: ActorPlace) -> list[Needed]:
+    """What `RayWatch` looks at: the head, and the node of this machine."""
     import ray
 
     (own,) = [node for node in ray.nodes() if node["NodeID"] == here.node]
-    return {
-        "Ray's head": ray.get_runtime_context().gcs_address,
-        "Ray's node on this machine": f"{bracket_host(own['NodeManagerAddress'])}:{own['NodeManagerPort']}",
-    }
+    return [
+        Needed("Ray's head", ray.get_runtime_context().gcs_address, _head_responds, _head_is_awaited_s(here)),
+        Needed("Ray's node on this machine", f"{bracket_host(own['NodeManagerAddress'])}:{own['NodeManagerPort']}"),
+    ]
+
+
+def _head_responds() -> bool:
+    import ray
+
+    try:
+        ray._private.worker.global_worker.gcs_client.check_alive([], timeout=TOUCH_S)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def _head_is_awaited_s(here: ActorPlace) -> float:
+    """Seconds for which a run goes on without a head, less than for which Ray's nodes do; 0 if what the head knows is
+    gone with it. Raises DeadlineError."""
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_get
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # the head writes this in any case; a report of usage would have it
+    if _internal_kv_get(b"extra_usage_tag_gcs_storage", namespace=b"usage_stats") in (None, b"memory"):
+        return 0.0
+    there = NodeAffinitySchedulingStrategy(here.node, soft=False)
+    call = ray.remote(_reconnect_s).options(num_cpus=0, scheduling_strategy=there)
+    try:
+        nodes_s = float(ray.get(call.remote(), timeout=ASKED_S))
+    except ray.exceptions.GetTimeoutError:
+        raise DeadlineError(f"Ray's node on this machine does not answer within {ASKED_S:g} s") from None
+    return nodes_s - min(SAVE_S, nodes_s / 2)
+
+
+def _reconnect_s() -> float:
+    """Runs on a node, in its environment."""
+    return float(os.environ.get(RECONNECT, OWN_RECONNECT_S))
 
 
 @contextmanager
@@ -193,7 +232,7 @@ def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path, watch: RayW
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[ActorPlace]:
     """Join the cluster during the body. Yields this machine's place in it."""
-    os.environ.setdefault(RECONNECT, "1800")
+    os.environ[RECONNECT] = "1000000"  # KubeRay sets that of the nodes for whoever runs there
     try:
         import ray
     except ImportError:

@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -52,7 +53,7 @@ ANSWER_S = 10.0
 TOUCH_S = 2.0
 """Seconds between two looks at Ray itself, and in which it must answer."""
 SILENCES = 10
-"""Number of looks in a row without an answer after which Ray is lost."""
+"""Number of looks in a row without an answer after which a part of Ray is silent, and lost if it can't come back."""
 SPARE_S = 60.0
 """Seconds that Ray has to find another node for lost trainer ranks before a run goes on with fewer
 (cluster.least_nodes)."""
@@ -69,6 +70,7 @@ class Followed:
         logs: Path,
         here: ActorPlace,
         growth: Growth,
+        watch: RayWatch,
     ) -> None:
         """`logs`: an existing folder."""
         self._parts = parts
@@ -76,6 +78,7 @@ class Followed:
         self._logs = logs
         self._here = here
         self._growth = growth
+        self._watch = watch
         self._unwritten: set[str] = set()
         """Logs that could not be written."""
         self._lock = threading.Lock()
@@ -104,7 +107,8 @@ class Followed:
         for part in list(self._parts):
             if not self._ended.is_set():
                 self._follow_part(part)
-        self._grow()
+        if not self._watch.waits:
+            self._grow()
 
     def _follow_part(self, part: PlacedPart) -> None:
         """Look at a part. One that can't be followed is lost, so that it is started again, unless it was refused."""
@@ -138,7 +142,7 @@ class Followed:
     def _look_at(self, part: PlacedPart) -> None:
         import ray
 
-        if part.again and time.monotonic() > part.again:
+        if part.again and time.monotonic() > part.again and not self._watch.waits:
             begin(part)
         if part.answer is None or not ray.wait([part.answer], timeout=0)[0]:
             return
@@ -292,20 +296,50 @@ class Followed:
         )
 
 
+@dataclass
+class Needed:
+    """A part of Ray that a run needs."""
+
+    name: str
+    address: str
+    """Where it listens: "host:port"."""
+    responds: Callable[[], bool] = lambda: True
+    """Asks it something, because what stands still may still listen. Whether it answered within TOUCH_S."""
+    wait_s: float = 0.0
+    """Seconds for which a run goes on without it; 0 if it is gone for good."""
+    silences: int = 0
+    """Number of looks in a row without an answer."""
+    answered: float = 0.0
+    """Monotonic time of the last answer."""
+
+    def answers(self) -> bool:
+        """Whether it answers now."""
+        host, port = split_address(self.address, "Ray's address")
+        try:
+            socket.create_connection((host, port), timeout=TOUCH_S).close()
+        except OSError as error:
+            return error.errno in NO_FILE  # which says nothing of Ray
+        return self.responds()
+
+    def __str__(self) -> str:
+        silent_s = time.monotonic() - self.answered
+        return f"{self.name} ({self.address}) has not answered {self.silences} times in {silent_s:.0f} s"
+
+
 class RayWatch:
     """A thread that looks whether what a run needs of Ray is there: the head, which knows all nodes, and the node of
     this machine. Without either Ray ends all of the run, or never starts anything again.
 
-    Once one of them is lost it sends SIGTERM to this process, which has one way to end from wherever it is, so that the
-    trainer saves a checkpoint. The body then raises MetronomeError. A process that is ending is left alone.
+    What is silent and can come back is waited for, as Ray does, and the run goes on: its processes need no Ray to talk
+    to each other. Once one of them is lost it sends SIGTERM to this process, which has one way to end from wherever it
+    is, so that the trainer saves a checkpoint. The body then raises MetronomeError. A process that is ending is left
+    alone.
     """
 
-    def __init__(self, watched: Mapping[str, str], note: Callable[[Exception], None] = lambda error: None) -> None:
-        """`watched`: addresses "host:port", by what listens there. `note` gets the error before it is raised. Only the
-        main thread may enter it."""
-        self._watched = watched
+    def __init__(self, needed: Sequence[Needed], note: Callable[[Exception], None] = lambda error: None) -> None:
+        """`note` gets the error before it is raised. Only the main thread may enter it."""
+        self._needed = needed
         self._note = note
-        self._silent = dict.fromkeys(watched, 0)
         self._entered = 0
         self._ends = False
         """Whether it has sent the signal."""
@@ -314,8 +348,15 @@ class RayWatch:
         self.lost = ""
         """What is lost; empty while nothing is."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is silent, so that Ray starts nothing."""
+        return any(one.silences >= SILENCES for one in self._needed)
+
     def __enter__(self) -> RayWatch:
         self._entered = threading.get_ident()
+        for one in self._needed:
+            one.answered = time.monotonic()
         self._thread.start()
         return self
 
@@ -331,27 +372,31 @@ class RayWatch:
 
     def _look_on(self) -> None:
         while not self._ended.wait(TOUCH_S):
-            for name, address in self._watched.items():
-                self._silent[name] = 0 if _answers(address) else self._silent[name] + 1
-            name = max(self._silent, key=self._silent.__getitem__)
-            if self._silent[name] >= SILENCES:
-                self.lost = (
-                    f"{name} ({self._watched[name]}) has not answered {SILENCES} times in {SILENCES * TOUCH_S:g} s"
-                )
+            for one in self._needed:
+                self._look_at(one)
+            silent = max(self._needed, key=lambda one: one.silences)
+            if any(_is_lost(one) for one in self._needed):
+                self.lost = str(silent)
                 if not is_stopping():
                     self._ends = True
                     say("cluster", f"{self.lost}; the run ends")
                     signal.pthread_kill(self._entered, signal.SIGTERM)
                 return
 
+    def _look_at(self, one: Needed) -> None:
+        if one.answers():
+            if one.silences >= SILENCES:
+                say("cluster", f"{one.name} ({one.address}) is back after {time.monotonic() - one.answered:.0f} s")
+            one.silences = 0
+            one.answered = time.monotonic()
+            return
+        one.silences += 1
+        if one.silences == SILENCES and not _is_lost(one):
+            say("cluster", f"{one}; the run goes on without it for up to {one.wait_s:g} s")
 
-def _answers(address: str) -> bool:
-    host, port = split_address(address, "Ray's address")
-    try:
-        socket.create_connection((host, port), timeout=TOUCH_S).close()
-    except OSError as error:
-        return error.errno in NO_FILE  # which says nothing of Ray
-    return True
+
+def _is_lost(one: Needed) -> bool:
+    return one.silences >= SILENCES and time.monotonic() - one.answered >= one.wait_s
 
 
 def _first_line(error: Exception) -> str:

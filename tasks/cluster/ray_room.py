@@ -29,9 +29,9 @@ SAY_S = 30.0
 """Seconds between two lines that say for what the run waits."""
 POLL_S = 0.2
 """Seconds between two questions whether a group has room."""
-HEAD_S = 60.0
-"""Seconds in which Ray's head must answer. One that is gone is noticed before (`tasks.cluster.ray_following.RayWatch`),
-one that stands still is not."""
+HEAD_S = 1800.0
+"""Seconds in which Ray's head must answer. One that is gone or stands still, and does not come back, is noticed before
+(`tasks.cluster.ray_following.RayWatch`)."""
 
 
 def take_room(

@@ -115,6 +115,8 @@ def test_kuberay_accepts_the_ray_clusters(folder, name):
     (cluster,) = rendered(folder / name)
     assert [f"{one.json_path}: {one.message}" for one in check.iter_errors(cluster)] == []
     assert list(check.iter_errors({**cluster, "spec": {**cluster["spec"], "workerGroups": []}}))
+    redis = {"gcsFaultToleranceOptions": {"redisAddress": "redis:6379"}}  # as docs/clusters.md has it
+    assert not list(check.iter_errors({**cluster, "spec": {**cluster["spec"], **redis}}))
 
 
 def test_the_pods_of_a_ray_cluster_are_pods_to_kubernetes(folder):

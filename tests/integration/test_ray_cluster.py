@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from engine.run.folder import RunFolder
 from engine.run.vllm_command import PYTHON
 from support.brake import braked, slow_down
 from support.ports import two_neighbours
-from support.ray_nodes import kill_node, kill_tree, node_without, ray_cluster, started_cluster
+from support.ray_nodes import kill_node, kill_tree, node_without, ray_cluster, redis_server, started_cluster
 from support.runs import ROOT, Tree, config_of, overrides, wait_for
 from support.transferqueue import ELSEWHERE, EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
@@ -25,6 +26,14 @@ from tasks.cluster.ray_parts import MODEL, PlacedPart, begin, end, first_place
 from tasks.cluster.ray_room import give_back, take_room
 
 pytestmark = MARKS
+NEEDS_ROOT = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-fp", "--mount-proc", "true"], check=False).returncode,
+    reason="only root may hide folders and processes from a process",
+)
+NEEDS_REDIS = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="no redis-server here (Debian's package of this name)"
+)
 
 
 @pytest.fixture
@@ -51,10 +60,12 @@ def on_cluster(cluster):
 class Command:
     """`metronome run` with its output so far."""
 
-    def __init__(self, folder, settings, *more):
+    def __init__(self, folder, settings, *more, before=()):
+        """`before`: what the command begins with."""
         self.file = folder / f"{settings['run.name']}.txt"
         sets = [part for override in overrides(settings) for part in ("--set", override)]
-        command = [sys.executable, "-m", "flows.cli", "run", "infra/recipes/quickstart.toml", *sets, *more]
+        command = [*before, sys.executable, "-m", "flows.cli", "run", "infra/recipes/quickstart.toml", *sets, *more]
+        self.layers = 1 + bool(before)
         with self.file.open("w") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
@@ -64,7 +75,8 @@ class Command:
     def __exit__(self, *_):
         if self.process.poll() is None:
             tree = Tree(self.process.pid)
-            self.process.kill()
+            for process in tree.processes[: self.layers]:
+                process.kill()
             self.process.wait()
             wait_for(lambda: tree.left() == [], "the end of all processes", 30)
 
@@ -198,6 +210,77 @@ def test_a_run_without_its_head_ends_with_one_error_and_resumes_on_another_clust
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
 
 
+def test_a_head_that_stands_still_does_not_answer(monkeypatch):
+    with ray_cluster(monkeypatch, [{"num_cpus": 1}]) as cluster:
+        (head,) = cluster.head_node.all_processes["gcs_server"]
+        with ray_cluster_of._connected(config_of(on_cluster(cluster)).cluster) as here:
+            needed = ray_cluster_of._needed(here)
+            assert [one.wait_s for one in needed] == [0.0, 0.0]  # it has no Redis
+            assert all(one.answers() for one in needed)
+            head.process.send_signal(signal.SIGSTOP)
+            try:
+                assert [one.answers() for one in needed] == [False, True]
+            finally:
+                head.process.send_signal(signal.SIGCONT)
+            wait_for(needed[0].answers, "an answer", 60)
+
+
+@NEEDS_ROOT
+@NEEDS_REDIS
+def test_a_run_goes_on_while_a_head_with_redis_dies_and_comes_back_and_has_the_bits_of_one_machine(
+    exact, tmp_path, monkeypatch
+):
+    exact |= {"train.steps": 8, "reward.function": braked(tmp_path, 0)}
+    run(exact | {"run.name": "alone"}, tmp_path)
+    monkeypatch.setenv(ray_cluster_of.RECONNECT, "300")
+    with (
+        redis_server() as redis,
+        started_cluster(monkeypatch, [0, 3], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
+        Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on(1)) as command,
+    ):
+        wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
+        slow_down(tmp_path, 5)
+        kill_tree(cluster.nodes[0])
+        began = time.monotonic()
+        before = len(steps(tmp_path, "ray"))
+        assert command.wait_for("Ray's head .* the run goes on without it for up to 180 s")
+        wait_for(lambda: len(steps(tmp_path, "ray")) > before + 1, "a step without a head", 100)
+        time.sleep(max(0.0, began + 30.0 - time.monotonic()))
+        assert len(steps(tmp_path, "ray")) < 8
+        cluster.start_head()
+        assert command.wait_for(r"Ray's head \S+ is back after (\d+) s")
+        served = [one for one in Tree(cluster.nodes[1].pid).processes if "engine.instance.embedded" in one.cmdline()]
+        served[0].kill()
+        assert command.wait_for(r"instance-(\d)-1 has joined")  # by an actor of which the new head knows
+        slow_down(tmp_path, 0)
+        command.ends()
+    assert "the previous attempt ended" not in command.output
+    assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
+
+
+@NEEDS_ROOT
+@NEEDS_REDIS
+def test_a_run_whose_head_never_returns_ends_before_the_nodes_of_ray_do(exact, tmp_path, monkeypatch):
+    exact |= {"train.steps": 8, "reward.function": braked(tmp_path, 0)}
+    monkeypatch.setenv(ray_cluster_of.RECONNECT, "120")
+    with (
+        redis_server() as redis,
+        started_cluster(monkeypatch, [0, 3], apart=True, RAY_REDIS_ADDRESS=redis) as cluster,
+        Command(tmp_path, on_ray(exact, cluster, "ray"), before=cluster.on(1)) as command,
+    ):
+        wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
+        slow_down(tmp_path, 9)
+        own = Tree(command.process.pid)
+        kill_tree(cluster.nodes[0])
+        began = time.monotonic()
+        assert command.wait_for("Ray's head .* the run goes on without it for up to 60 s")
+        assert command.process.wait(300) == 1, command.output
+        print(f"the run ended after {time.monotonic() - began:.1f} s")
+        assert own.left() == []
+    (told,) = re.findall(r"(?m)^error: .*", command.output)
+    assert re.search(r"Ray's head \(\S+\) has not answered \d+ times in \d+ s, .*: resume the run", told)
+
+
 def test_a_second_run_waits_for_the_room_of_the_first_and_both_have_the_bits_of_one_machine(
     exact, tmp_path, monkeypatch
 ):
@@ -263,10 +346,7 @@ def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, mon
     assert RunFolder(tmp_path / "ray").read_config().parallel.nodes == 1
 
 
-@pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0,
-    reason="only root may hide a folder from a process",
-)
+@NEEDS_ROOT
 def test_an_instance_that_sees_neither_model_nor_run_folder_has_the_bits_of_one_machine(
     exact, tmp_path, tmp_path_factory, tiny_model, monkeypatch
 ):

@@ -52,13 +52,45 @@ def ray_cluster(monkeypatch, nodes):
 class StartedCluster:
     """Nodes that `ray start` has started. This process joins none of them, so they may all die."""
 
-    def __init__(self, cpus):
-        """`cpus`: those of each node, the first of which is the head."""
+    def __init__(self, cpus, apart=False, **environment):
+        """`cpus`: those of each node, the first of which is the head. `apart`: whether each node sees its own processes
+        only, as on a machine of its own. `environment`: the head's."""
         self.address = f"127.0.0.1:{two_neighbours()}"
+        self._cpus = cpus[0]
+        self._before = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if apart else []
+        self._environment = environment
+        self.nodes = []
+        self.start_head()
+        self.nodes += [start_ray(number, ["--address", self.address], self._before) for number in cpus[1:]]
+
+    def start_head(self):
+        """Start the head, in the place of the one that died if there was one."""
         host, port = self.address.split(":")
-        self.nodes = [start_ray(cpus[0], ["--head", "--port", port, "--include-dashboard", "false"])]
+        arguments = ["--head", "--port", port, "--include-dashboard", "false"]
+        self.nodes[:1] = [start_ray(self._cpus, arguments, self._before, **self._environment)]
         wait_for(lambda: _listens(host, int(port)), "Ray's head", 120)
-        self.nodes += [start_ray(number, ["--address", self.address]) for number in cpus[1:]]
+
+    def on(self, number):
+        """What a command begins with that runs on a node of those that are `apart`."""
+        node = psutil.Process(self.nodes[number].pid)
+        wait_for(node.children, "the first process of the node", 60)
+        return ["nsenter", "--target", str(node.children()[0].pid), "--pid", "--mount"]
+
+
+@contextlib.contextmanager
+def redis_server():
+    """A Redis of this machine. Yields its address."""
+    folder = tempfile.mkdtemp()
+    port = two_neighbours()
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--save", ""]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: _listens("127.0.0.1", port), "Redis", 30)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder)
 
 
 def start_ray(cpus, arguments, before=(), **environment):
@@ -76,10 +108,10 @@ def _listens(host, port):
 
 
 @contextlib.contextmanager
-def started_cluster(monkeypatch, cpus):
+def started_cluster(monkeypatch, cpus, **keys):
     """A `StartedCluster`."""
     with ray_settings(monkeypatch):
-        found = StartedCluster(cpus)
+        found = StartedCluster(cpus, **keys)
         try:
             yield found
         finally:

@@ -39,7 +39,8 @@ def followed(parts, logs, growth=None, **keys):
     logs.mkdir(exist_ok=True)
     config = config_of({"cluster.engine": "ray"} | keys)
     growth = growth or ray_room.Growth(len(parts), 0, None, run="run")
-    return ray_following.Followed(parts=parts, config=config, logs=logs, here=HERE, growth=growth)
+    watch = SimpleNamespace(waits=False)
+    return ray_following.Followed(parts=parts, config=config, logs=logs, here=HERE, growth=growth, watch=watch)
 
 
 def actor(**answers):
@@ -413,26 +414,86 @@ def sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, capsys, sigterm):
+def needed(name, there, **more):
+    return ray_following.Needed(name, f"127.0.0.1:{there.getsockname()[1]}", **more)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch):
     monkeypatch.setattr(ray_following, "TOUCH_S", 0.05)
     monkeypatch.setattr(ray_following, "SILENCES", 3)
-    with socket.create_server(("127.0.0.1", 0)) as head, socket.create_server(("127.0.0.1", 0)) as node:
-        named = {
-            name: f"127.0.0.1:{there.getsockname()[1]}" for name, there in (("the head", head), ("the node", node))
-        }
-        said = re.escape(f"the node ({named['the node']}) has not answered 3 times in 0.15 s")
+
+
+def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, capsys, sigterm, quick_looks):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        head = needed("the head", one)
+        node = needed("the node", other)
+        said = rf"the node \({node.address}\) has not answered 3 times in \d s"
         began = time.monotonic()
-        threading.Timer(0.5, node.close).start()
-        with pytest.raises(MetronomeError, match=f"{said}, and .*: resume the run"), ray_following.RayWatch(named):
-            time.sleep(60.0)
+        threading.Timer(0.5, other.close).start()
+        with pytest.raises(MetronomeError, match=f"{said}, and .*: resume the run"):
+            with ray_following.RayWatch([head, node]):
+                time.sleep(60.0)
         assert 0.5 < time.monotonic() - began < 30.0
         assert re.search(f"{said}; the run ends", capsys.readouterr().out)
-        with pytest.raises(ValueError, match="its own"), ray_following.RayWatch({"the head": named["the head"]}):
+        with pytest.raises(ValueError, match="its own"), ray_following.RayWatch([head]):
             raise ValueError("its own")
         monkeypatch.setattr(interruption._command, "stops", True)  # it saves a checkpoint, which no signal may end
-        with ray_following.RayWatch({"the node": named["the node"]}) as watch:
+        with ray_following.RayWatch([node]) as watch:
             wait_for(lambda: watch.lost, "the loss", 30)
             time.sleep(0.2)
+
+
+def test_a_head_that_can_come_back_is_waited_for_with_a_word_before_and_after(capsys, sigterm, quick_looks):
+    there = threading.Event()
+    there.set()
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        head = needed("the head", one, responds=there.is_set, wait_s=600.0)
+        with ray_following.RayWatch([head]) as watch:
+            there.clear()
+            wait_for(lambda: watch.waits, "the silence", 30)
+            time.sleep(0.5)
+            there.set()
+            wait_for(lambda: not watch.waits, "the answer", 30)
+            time.sleep(0.2)
+            assert not watch.lost
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2
+    silent = rf"the head \({head.address}\) has not answered 3 times in \d s; the run goes on without it"
+    assert re.search(f"{silent} for up to 600 s", told[0])
+    assert re.search(rf"the head \({head.address}\) is back after \d s", told[1])
+
+
+def test_a_head_that_does_not_come_back_in_time_is_lost_and_it_is_the_one_that_is_named(capsys, sigterm, quick_looks):
+    """Ray's node gives up too, and ends."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        head = needed("the head", one, responds=lambda: False, wait_s=1.5)
+        node = needed("the node", other)
+        began = time.monotonic()
+        threading.Timer(0.5, other.close).start()
+        with pytest.raises(MetronomeError, match=r"the head \(\S+\) has not answered \d+ times"):
+            with ray_following.RayWatch([head, node]):
+                time.sleep(60.0)
+        assert time.monotonic() - began < 30.0
+        began = time.monotonic()
+        with pytest.raises(MetronomeError, match=r"the head \(\S+\) has not answered \d+ times in [12] s"):
+            with ray_following.RayWatch([head]):
+                time.sleep(60.0)
+        assert 1.5 <= time.monotonic() - began < 30.0
+
+
+def test_nothing_is_started_while_the_head_is_away(ray, monkeypatch, tmp_path):
+    begun = []
+    monkeypatch.setattr(ray_following, "begin", begun.append)
+    part = ray_parts.PlacedPart("instance-0", {}, "flows.cli", files={"a": ""}, again=1.0)
+    following = followed([part], tmp_path)
+    following._growth = SimpleNamespace(grown=lambda: begun.append("more"))
+    following._watch.waits = True
+    following._follow_all()
+    assert begun == []
+    following._watch.waits = False
+    following._follow_all()
+    assert begun == [part, "more"]
 
 
 def test_room_is_not_given_back_to_a_head_that_dies_as_the_run_ends(ray, monkeypatch, tmp_path):
@@ -476,13 +537,13 @@ def test_room_that_ray_does_not_take_back_does_not_end_the_following(ray, monkey
 
 def test_a_process_without_another_file_says_nothing_of_ray(ray):
     with socket.create_server(("127.0.0.1", 0)) as there:
-        address = f"127.0.0.1:{there.getsockname()[1]}"
+        node = needed("the node", there)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
-            answers = ray_following._answers(address)
+            answers = node.answers()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert answers
-        assert ray_following._answers(address)
-    assert not ray_following._answers(address)
+        assert node.answers()
+    assert not node.answers()
