@@ -103,10 +103,10 @@ GAP = "␣"
 """Stands between two numbers with a blank between them. Such a text is no formula: 5 6 is neither 56 nor 30."""
 _TAKES = r"[\^_]\s*-?|\\(?:[dtc]?frac|sqrt|[dt]?binom)\s*"
 """What takes the digits before a blank as its own."""
-_SPACED_NUMBERS = re.compile(rf"({_TAKES})?(?<![\d.,])(\d[\d.]*(?: +\d[\d.]*)+)(?:(?= */ *(\d+)(?! *\d))|(?!\d))")
+_SPACED_NUMBERS = re.compile(rf"({_TAKES})?(?<![\d.,])(\.?\d[\d.]*(?: +\d[\d.]*)+)(?:(?= */ *(\d+)(?! *\d))|(?!\d))")
 _GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?:\.\d+)?|(?:\d{1,3}(?: \d{3})*)?\.\d{3}(?: \d{3})*(?: \d{1,3})?")
 _SPACED_MIXED = re.compile(
-    r"(^|[=,;(\[{<>$&]|\\(?:le|leq|ge|geq|ne|neq|approx|in)(?![a-z])|\\text\s*\{ ?(?:and|or) ?\})"
+    r"(^|[=,;(\[{<>$&]|\\\\|matrix\}|\\(?:le|leq|ge|geq|ne|neq|approx|in)(?![a-z])|\\text\s*\{ ?(?:and|or) ?\})"
     r"(\s*[+-]?\d+) +(\d+)/(\d+)"
     r"(?=\s*(?:$|[,;)\]}<>=%&]|\\(?:text|cup|le|leq|ge|geq)(?![a-z])|\\[%\\}]|[a-zA-Z]{2}))"
 )
