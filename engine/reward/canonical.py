@@ -108,7 +108,7 @@ _GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?:\.\d+)?|(?:\d{1,3}(?: \d{3})*)?\.\d{
 _SPACED_MIXED = re.compile(
     r"(^|[=,;(\[{<>$&]|\\\\|matrix\}|\\(?:le|leq|ge|geq|ne|neq|approx|in)(?![a-z])|\\text\s*\{ ?(?:and|or) ?\})"
     r"(\s*[+-]?\d+) +(\d+)/(\d+)"
-    r"(?=\s*(?:$|[,;)\]}<>=%&]|\\(?:text|cup|le|leq|ge|geq)(?![a-z])|\\[%\\}]|[a-zA-Z]{2}))"
+    r"(?=\s*(?:$|[,;)\]}<>=%&]|\\(?:text|end|cup|le|leq|ge|geq)(?![a-z])|\\[%\\}]|[a-zA-Z]{2}))"
 )
 _SPACED_DIGITS = re.compile(rf"({_TAKES})?(\d+)\s+(?=\.?\d)")
 _WORDS = re.compile(r"(\\text\s*\{[^{}]*\})")
