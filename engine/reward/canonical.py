@@ -10,7 +10,7 @@ from functools import lru_cache
 from engine.reward.answers import strip_delimiters
 from engine.reward.structure import is_closed, split_parts
 
-_SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
+_SIZES = r"left|right|middle|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
 _SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
 _TEXT = re.compile(r"\\(?:mbox|emph|text(?:normal|rm|bf|it|sf|tt|sc|sl|up|md))(?=\s*\{)")
 _NESTED = re.compile(r"(\\text\s*\{[^{}]*)\\text\s*\{([^{}]*)\}")
@@ -91,16 +91,26 @@ _SIGNS = str.maketrans(
 _EARLY = re.compile(r"(?P<up>[⁰¹²³⁴-⁹⁺⁻ⁿ]+)|(?P<down>[₀-₉₊₋]+)|(?P<part>[¼-¾⅐-⅞])|(?P<set>[ℕℤℚℝℂ])|(?P<circle>º)")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-zA-Z]+))")
 _INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
-_IDEOGRAPHS = re.compile(r"(?<=[\d}%)])\s*([\u4e00-\u9fff]+)(?=\s*(?:$|[,;]|\\text\s*\{\s*(?:and|or)))")
-_JOINED = re.compile(r"\\text\s*\{\s*(或者?|并?且|和)\s*\}|(?<![\u4e00-\u9fff])(或者?|并?且|和)(?![\u4e00-\u9fff])")
-"""A word between two formulas, not inside other words."""
+_IDEOGRAPHS = re.compile(
+    r"(?<=[\d}%)])\s*([\u4e00-\u9fff]+(?:/[\u4e00-\u9fff]+)?)(?=\s*(?:$|[,;]|\\text\s*\{\s*(?:and|or)))"
+)
+_JOINED = re.compile(
+    r"\\text\s*\{\s*(或者?|并?且|和)\s*\}|(?<![\u4e00-\u9fff])(或者?|并?且|和)(?![\u4e00-\u9fff])|(或者?)(?=\s*[-+.\d])"
+)
+"""A word between two formulas, not inside other words. After a unit 或 joins two numbers, while 和 may be a sum."""
 _CONJUNCTIONS = {"或": "or", "且": "and", "并": "and", "和": "and"}
 GAP = "␣"
 """Stands between two numbers with a blank between them. Such a text is no formula: 5 6 is neither 56 nor 30."""
-_SPACED_THOUSANDS = re.compile(r"(?<![\d.,] )(?<![\d.,])\d{1,3}(?: +\d{3})+(?! *[\d.])")
-_SPACED_MIXED = re.compile(r"([+-]?\d+) +(\d+)/(\d+)")
-_SPACED_DIGITS = re.compile(r"([\^_]\s*-?|\\(?:[dtc]?frac|sqrt|[dt]?binom)\s*)?(\d+)\s+(?=\.?\d)")
-"""The first group: what takes the digits before the blank as its own."""
+_TAKES = r"[\^_]\s*-?|\\(?:[dtc]?frac|sqrt|[dt]?binom)\s*"
+"""What takes the digits before a blank as its own."""
+_SPACED_NUMBERS = re.compile(rf"({_TAKES})?(?<![\d.,])(\.?\d[\d.]*(?: +\d[\d.]*)+)(?:(?= */ *(\d+)(?! *\d))|(?!\d))")
+_GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?:\.\d+)?|(?:\d{1,3}(?: \d{3})*)?\.\d{3}(?: \d{3})*(?: \d{1,3})?")
+_SPACED_MIXED = re.compile(
+    r"(^|[=,;(\[{<>$&]|\\\\|matrix\}|\\(?:le|leq|ge|geq|ne|neq|approx|in)(?![a-z])|\\text\s*\{ ?(?:and|or) ?\})"
+    r"(\s*[+-]?\d+) +(\d+)/(\d+)"
+    r"(?=\s*(?:$|[,;)\]}<>=%&]|\\(?:text|end|cup|le|leq|ge|geq)(?![a-z])|\\[%\\}]|[a-zA-Z]{2}))"
+)
+_SPACED_DIGITS = re.compile(rf"({_TAKES})?(\d+)\s+(?=\.?\d)")
 _WORDS = re.compile(r"(\\text\s*\{[^{}]*\})")
 
 _FUNCTIONS = (
@@ -136,14 +146,24 @@ def canonical_latex(latex: str) -> str:
 
 def _parted(text: str) -> str:
     """Blanks between digits, outside words: 1 000 is a number, 5 1/2 a mixed one, and 5 6 none."""
-    text = _SPACED_THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
-    if mixed := _SPACED_MIXED.fullmatch(text):
-        return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    text = _SPACED_MIXED.sub(r"\1\2\\frac{\3}{\4}", _SPACED_NUMBERS.sub(_grouped, text))
     parts = _WORDS.split(text)
     parts[::2] = [
         _SPACED_DIGITS.sub(lambda match: match[0] if match[1] else match[2] + GAP, part) for part in parts[::2]
     ]
     return "".join(parts)
+
+
+def _grouped(match: re.Match[str]) -> str:
+    """Digits in groups of three as one number. 3 125/216 may be 3125/216 or a mixed number, so it is neither."""
+    taking, run, below = match.groups()
+    first, *rest = run.split()
+    if taking:
+        return f"{taking}{first} {_SPACED_NUMBERS.sub(_grouped, ' '.join(rest))}"
+    if not _GROUPS.fullmatch(" ".join((first, *rest))):
+        return match[0]
+    is_mixed = below and len(rest) == 1 and not rest[0].startswith("0") and int(rest[0]) < int(below)
+    return (GAP if is_mixed else "").join((first, *rest))
 
 
 def _typed(text: str) -> str:
@@ -152,7 +172,7 @@ def _typed(text: str) -> str:
         return text
     text = unicodedata.normalize("NFKC", _EARLY.sub(_early, text).replace("…", "\\dots "))
     text = "".join(map(_ascii, text.translate(_SIGNS)))
-    text = _JOINED.sub(lambda match: f"\\text{{ {_CONJUNCTIONS[(match[1] or match[2])[0]]} }}", text)
+    text = _JOINED.sub(lambda match: f"\\text{{ {_CONJUNCTIONS[(match[1] or match[2] or match[3])[0]]} }}", text)
     return _ROOT.sub(lambda match: f"\\sqrt{_INDEX[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
 
 

@@ -27,6 +27,7 @@ from engine.reward.structure import (
     RELATION,
     TURNED,
     bracketed_entries,
+    is_closed,
     is_list,
     read_interval,
     read_list,
@@ -44,9 +45,17 @@ km kilometer kilometre 千米 公里, yd yard, mi mile, mg milligram 毫克, g g
 oz ounce, s sec second 秒, min minute 分钟, h hr hour 小时, day 天, week 周 星期, month 个月, year 年, cent,
 dollar 美元, am, pm, euro 欧元, gallon, liter litre 升, ml milliliter millilitre 毫升, radian rad, C, F"""
 _KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
-_CHINESE = {"平方": " square ", "立方": " cubic ", "每": "/"}
-_UNSURE = re.compile("[一二三四五六七八九十百千万亿兆两半多余以上下内外左右约成折之的根不少或且和负正大小于至比方]")
+_CHINESE = {"平方": " square ", "立方": " cubic ", "每": "/", "个小时": "小时", "个星期": "星期"}
+_UNSURE = re.compile(
+    "[一二三四五六七八九十百千万亿兆两半多余以上下内外左右约成折之的根不少或且和负正大小于至比方]"
+    "(?<!千(?=[克米瓦卡焦帕伏牛赫]))"
+)
 """Characters of words that do not only name what is counted, unless the word is a known unit: 5多 is not 5."""
+_COUNTED = re.compile(
+    "(?:[个种名位条只张本件块组对双棵把道间层辆台支枚颗头匹座套人]|根(?!号)|次(?!方|幂))"
+    "(?![一二三四五六七八九十百千万亿兆两内外](?![角边面])|[多之])(?!.*(?:[半余以约或且和不少至比负]|左右|上下))"
+)
+"""A measure word and what it counts: 5种方法 is 5, and neither 5个半 nor 5个以上 is."""
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 _MEANING = re.compile(
@@ -58,7 +67,7 @@ _MEANING = re.compile(
 """Words that do not only name what is counted: `5\\text{ or more}` is not 5."""
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _CHINESE_SCALES = {"百": 10**2, "千": 10**3, "万": 10**4, "亿": 10**8}
-_SCALE = f"(?:(?:(?:{'|'.join(_SCALES)})s?(?![a-z])|百(?!分)|千(?![克米瓦卡])|[万亿]) ?)+"
+_SCALE = f"(?:(?:(?:{'|'.join(_SCALES)})s?(?![a-z])|百(?!分)|千(?![克米瓦卡焦帕伏牛赫])|[万亿]) ?)+"
 _SCALES |= _CHINESE_SCALES
 _SCALED = re.compile(rf"([^=,;]*?(?:[\d}}]|[a-z](?=\\text)))(\\text\{{)?({_SCALE})(?:of )?([^=,;]*)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
@@ -67,7 +76,7 @@ _NUMBER = re.compile(
     rf"\$?([+-]?)\$?(?:(?:({_DECIMAL})(?:E([+-]?\d{{1,4}})|\\cdot ?{_TEN})?|{_TEN})"
     r"|\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+)|\((-?\d+)\)/\(?(\d+)\)?)(%?)"
 )
-_MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
+_MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}(%?)")
 _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)(?:\\(?:overline|bar|dot) ?(?:\{(\d+)\}|(\d))|\((\d+)\))(%?)")
 
 
@@ -152,7 +161,7 @@ def _unit(text: str, before: str) -> dict[str, int] | None:
     for typed, word in _CHINESE.items():
         plain = plain.replace(typed, word)
     words = re.findall(r"/|\^-?\d|[^\s/^]+", re.sub(r"\bper\b", "/", plain.replace(".", "")))
-    if any(_UNSURE.search(word) and word not in _KNOWN for word in words):
+    if any(_UNSURE.search(word) and word not in _KNOWN and not _COUNTED.match(word) for word in words):
         return None
     if _MEANING.search(plain) or (words and words[0] in ("squared", "cubed")):
         return None
@@ -187,8 +196,8 @@ def _powers(words: list[str]) -> dict[str, int]:
 def _plain(bare: str) -> Number | None:
     """Like `read_number`, for a text without a unit."""
     if mixed := _MIXED.fullmatch(bare):
-        sign, whole, above, below = mixed.groups()
-        return _signed(sign, int(whole) + Fraction(int(above), int(below))) if int(below) else None
+        sign, whole, above, below, percent = mixed.groups()
+        return _signed(sign, int(whole) + Fraction(int(above), int(below)), percent) if int(below) else None
     if repeating := _REPEATING.fullmatch(bare):
         sign, whole, start, first, second, third, percent = repeating.groups()
         period = first or second or third
@@ -219,6 +228,8 @@ _SIDES = 6
 _BUILDER = re.compile(
     r"\\\{([a-zA-Z]|\([a-zA-Z](?:,[a-zA-Z])+\))(\\in(?![a-z])[^|:]*?)?(?:\\mid(?![a-z]) ?|\||:)(.+)\\\}", re.DOTALL
 )
+_REALS = re.compile(r"\\in ?(?:\\(?:mathbb|mathbf) ?(?:\{R\}|R)|\\R|R|\\text\{R\})")
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _MEMBER = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?)\\in(?![a-z]) ?(?=.)")
 _BASE = re.compile(r"(-?[0-9A-Z]+)_(?:\{(?:\\text\{)?(\w+)\}?\}|(\d))")
 _DIGITS = re.compile(r"-?[0-9A-Z]*\d[0-9A-Z]*")
@@ -269,19 +280,25 @@ def _sequences(one: str, other: str, depth: int) -> bool | None:
 def _builders(one: str, other: str, depth: int) -> bool | None:
     """Compare sets that a condition states, {x | x > 3}, by their variables and conditions. The condition on one number
     may stand alone, or as an interval."""
-    ours, theirs = map(_BUILDER.fullmatch, (one, other))
+    ours, theirs = (_BUILDER.fullmatch(text) if is_closed(text[2:-2]) else None for text in (one, other))
     if not (ours or theirs):
         return None
     if ours and theirs:
         kinds = [set(AND.findall(found[3])) for found in (ours, theirs)]
-        return ours.group(1, 2) == theirs.group(1, 2) and kinds[0] == kinds[1] and _same(ours[3], theirs[3], depth - 1)
+        alike = ours[2] == theirs[2] or (_is_plain(ours) and _is_plain(theirs))
+        return alike and ours[1] == theirs[1] and kinds[0] == kinds[1] and _same(ours[3], theirs[3], depth - 1)
     found, text = (ours, other) if ours else (theirs, one)
-    assert found is not None
-    name, domain, condition = found.groups()
-    plain = domain in (None, "\\in\\mathbb{R}") and all(
-        (stated := read_interval(part)).ends and stated.name == name for part in _alternatives(condition)
+    return found is not None and _is_plain(found) and _same(found[3], text, depth - 1)
+
+
+def _is_plain(builder: re.Match[str]) -> bool:
+    """Whether the condition of a set is one on real numbers that states an interval or a value."""
+    name, domain, condition = builder.groups()
+    return (domain is None or _REALS.fullmatch(domain) is not None) and all(
+        ((stated := read_interval(part)).ends and stated.name == name)
+        or (part.startswith(f"{name}=") and not _LETTER.search(part, len(name)))
+        for part in _alternatives(condition)
     )
-    return plain and _same(condition, text, depth - 1)
 
 
 def _options(one: str, other: str, depth: int) -> bool | None:
@@ -383,6 +400,8 @@ def _relations(one: str, other: str, depth: int) -> bool | None:
     if len(ours) == len(theirs) == 1 or any(
         AND.search(text) or len(split_parts(text, ",")) > 1 for text in ours + theirs
     ):
+        return None
+    if any(len(split_parts(text, ",", "\\cup")) > 1 for text in (one, other)):  # of sets, each with its relation
         return None
     if len(ours) > 1 and len(theirs) > 1:
         turned = [TURNED.get(part, part) for part in reversed(theirs)]
