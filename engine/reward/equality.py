@@ -43,8 +43,8 @@ _CURRENCIES = {"": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen"}
 _NAMES = """mm millimeter millimetre 毫米, cm centimeter centimetre 厘米, dm decimeter decimetre 分米, m meter metre 米,
 km kilometer kilometre 千米 公里, in inch inche, ft foot feet, yd yard, mi mile, mg milligram 毫克, g gram 克,
 kg kilogram 千克 公斤, jin 斤, ton tonne 吨, lb pound, oz ounce, s sec second 秒, min minute 分钟, h hr hour 小时,
-day 天, week 周 星期, month 个月, year 年, cent, dollar 美元, yen yuan 元, jiao 角, euro 欧元, am, pm, gallon, liter litre 升,
-ml milliliter millilitre 毫升, radian rad, C, F"""
+day 天, week 周 星期, month 个月, year 年, cent, dollar 美元, yen yuan 元, jiao 角, euro 欧元, am, pm, gallon,
+liter litre 升, ml milliliter millilitre 毫升, radian rad, C, F"""
 _KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
 _CHINESE = {"平方": " square ", "立方": " cubic ", "每": "/", "个小时": "小时", "个星期": "星期"}
 _UNSURE = re.compile(
