@@ -136,11 +136,9 @@ def _listed(path: str, store: Any) -> list[_Object]:  # noqa: ANN401
     """The files of a model on S3 that are copied, sorted by name. Raises BadInput if it is none."""
     folder = "/".join(_parts(path))
     found = store.ls(folder, detail=True, timeout=REACH_S)
-    there = {
-        one["name"].removeprefix(f"{folder}/"): one
-        for one in found
-        if one["type"] == "file" and one["name"] != folder  # a file is listed as itself
-    }
+    if any(one["type"] == "file" and one["name"] == folder for one in found):  # a file is listed as itself
+        raise BadInput(f"model {path}: a file on S3; expected the address of its folder, s3://bucket/folder")
+    there = {one["name"].removeprefix(f"{folder}/"): one for one in found if one["type"] == "file"}
     check_files(path, there, "on S3")
     return [
         _Object(key=one["name"], name=name, size=one["size"], etag=one["ETag"])

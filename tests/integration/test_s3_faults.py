@@ -4,18 +4,15 @@ what looks complete is complete, and the next try succeeds."""
 import hashlib
 import json
 import re
-from urllib.parse import urlsplit
 
 import fsspec
 import pytest
-import s3fs
 import xxhash
 
 from engine.errors import CheckpointError
 from engine.run import checkpoint_files as files
 from engine.run import checkpoint_store as store
-from support.s3_proxy import FAULTS, s3_proxy
-from support.s3_server import s3_server
+from support.s3_proxy import FAULTS, proxied_s3
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -30,14 +27,9 @@ CONTENT = {
 @pytest.fixture(scope="module")
 def proxy():
     """In front of a moto server; AWS_ENDPOINT_URL leads to it, and no client tries a request a second time."""
-    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
-        there = urlsplit(address)
-        with s3_proxy(there.hostname, there.port) as running:
-            patch.setenv("AWS_ENDPOINT_URL", running.url)
-            patch.setenv("AWS_MAX_ATTEMPTS", "1")
-            patch.setattr(s3fs.S3FileSystem, "retries", 1)
-            fsspec.filesystem("s3").mkdir("bucket")
-            yield running
+    with proxied_s3() as running:
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield running
 
 
 def a_checkpoint(folder, step, fill=b"", names=tuple(CONTENT)):

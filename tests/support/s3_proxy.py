@@ -5,6 +5,12 @@ import re
 import socket
 import threading
 from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
+
+import pytest
+import s3fs
+
+from support.s3_server import s3_server
 
 FAULTS = ("refuse", "cut", "cut body", "lose answer")
 """refuse: 500 instead of passing it on. cut: the connection ends before the request is passed on. cut body: after half
@@ -140,3 +146,17 @@ def s3_proxy(host, port):
         yield proxy
     finally:
         proxy.close()
+
+
+@contextmanager
+def proxied_s3():
+    """An S3 server behind a proxy, whose `behind` is the server's own address. AWS_ENDPOINT_URL leads to the proxy, and
+    no client tries a request a second time."""
+    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
+        there = urlsplit(address)
+        with s3_proxy(there.hostname, there.port) as running:
+            running.behind = address
+            patch.setenv("AWS_ENDPOINT_URL", running.url)
+            patch.setenv("AWS_MAX_ATTEMPTS", "1")
+            patch.setattr(s3fs.S3FileSystem, "retries", 1)
+            yield running

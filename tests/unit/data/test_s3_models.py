@@ -7,11 +7,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import boto3
 import pytest
-import s3fs
 from boto3.s3.transfer import TransferConfig
 
 from engine.config.recipe import load_config
@@ -22,8 +20,7 @@ from engine.errors import BadInput
 from engine.run.served_model import served_config
 from support.commands import metronome, sets
 from support.runs import ROOT
-from support.s3_proxy import FORBID, s3_proxy
-from support.s3_server import s3_server
+from support.s3_proxy import FORBID, proxied_s3
 from tasks.cluster.ray_models import find_digests
 from tasks.export import policy_folder
 from tasks.input_checks import with_model_folder
@@ -36,14 +33,9 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture(scope="module")
 def proxy():
     """In front of a server; AWS_ENDPOINT_URL leads to it, and no client tries a request a second time."""
-    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
-        there = urlsplit(address)
-        with s3_proxy(there.hostname, there.port) as running:
-            patch.setenv("AWS_ENDPOINT_URL", running.url)
-            patch.setenv("AWS_MAX_ATTEMPTS", "1")
-            patch.setattr(s3fs.S3FileSystem, "retries", 1)
-            running.client = boto3.client("s3", endpoint_url=address)
-            yield running
+    with proxied_s3() as running:
+        running.client = boto3.client("s3", endpoint_url=running.behind)
+        yield running
 
 
 @pytest.fixture
@@ -238,7 +230,9 @@ def test_why_a_model_cannot_be_had(put, proxy, tmp_path, monkeypatch):
     expected = "expected config.json, tokenizer files and *.safetensors (other weight formats are not read, pickle is"
     assert f"model s3://bucket/pickled: it has no *.safetensors on S3; {expected}" in told("s3://bucket/pickled")
     assert "model s3://bucket/bare: it has no config.json on S3; expected" in told("s3://bucket/bare")
-    assert "it has no config.json on S3" in told(f"{ADDRESS}/config.json")
+    assert f"model {ADDRESS}/config.json: a file on S3; expected the address of its folder" in told(
+        f"{ADDRESS}/config.json"
+    )
     for none in ("s3://bucket/nothing", "s3://nowhere/tiny"):
         assert told(none) == f"model {none}: no such file or folder on S3"
     for odd in ("s3://", "s3://bucket//tiny", "s3://bucket/../tiny"):
