@@ -104,12 +104,15 @@ GAP = "␣"
 _TAKES = r"[\^_]\s*-?|\\(?:[dtc]?frac|sqrt|[dt]?binom)\s*"
 """What takes the digits before a blank as its own."""
 _SPACED_NUMBERS = re.compile(rf"({_TAKES})?(?<![\d.,])(\.?\d[\d.]*(?: +\d[\d.]*)+)(?:(?= */ *(\d+)(?! *\d))|(?!\d))")
+"""Numbers with blanks between them, and the denominator after the last one."""
 _GROUPS = re.compile(r"\d{1,3}(?: \d{3})+(?:\.\d+)?|(?:\d{1,3}(?: \d{3})*)?\.\d{3}(?: \d{3})*(?: \d{1,3})?")
+"""One number whose digits blanks part by threes."""
 _SPACED_MIXED = re.compile(
     r"(^|[=,;(\[{<>$&]|\\\\|matrix\}|\\(?:le|leq|ge|geq|ne|neq|approx|in)(?![a-z])|\\text\s*\{ ?(?:and|or) ?\})"
     r"(\s*[+-]?\d+) +(\d+)/(\d+)"
     r"(?=\s*(?:$|[,;)\]}<>=%&]|\\(?:text|end|cup|le|leq|ge|geq)(?![a-z])|\\[%\\}]|[a-zA-Z]{2}))"
 )
+"""A whole number and a fraction, alone between its neighbours: 5 1/2."""
 _SPACED_DIGITS = re.compile(rf"({_TAKES})?(\d+)\s+(?=\.?\d)")
 _WORDS = re.compile(r"(\\text\s*\{[^{}]*\})")
 
