@@ -44,7 +44,7 @@ from engine.wire.access_token import (
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
-from engine.wire.connections import Connections, OneRequest, RareMessages
+from engine.wire.connections import SERVER_LOG, Connections, OneRequest, RareMessages
 from engine.wire.message import VALUE_BYTES, VALUES, Failure, Message, measure_values, pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -123,6 +123,7 @@ class Server:
         runner = web.AppRunner(
             self._application(),
             access_log=None,
+            logger=SERVER_LOG,
             shutdown_timeout=0.1,
             keepalive_timeout=KEEP_ALIVE_S,
             auto_decompress=False,
@@ -424,12 +425,16 @@ def _reason(error: OSError) -> str:
 
 
 async def _read(request: web.Request, size: int) -> bytearray:
-    """Return the body of `size` bytes. `request.read` would keep two copies of it."""
+    """Return the body of `size` bytes. `request.read` would keep two copies of it. Raises HTTPBadRequest, which nobody
+    reads, if the client has gone."""
     body = bytearray(size)
     at = 0
-    async for piece in request.content.iter_any():
-        body[at : at + len(piece)] = piece
-        at += len(piece)
+    try:
+        async for piece in request.content.iter_any():
+            body[at : at + len(piece)] = piece
+            at += len(piece)
+    except OSError as error:
+        raise web.HTTPBadRequest(reason="the body did not arrive") from error
     return body
 
 
@@ -441,10 +446,13 @@ def _decode(body: bytearray) -> AnyRequest:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    if (request.content_length or 0) > MAX_BODY:
-        raise web.HTTPRequestEntityTooLarge(MAX_BODY, request.content_length or 0)
+    size = request.content_length
+    if size is None:
+        raise web.HTTPLengthRequired
+    if size > MAX_BODY:
+        raise web.HTTPRequestEntityTooLarge(MAX_BODY, size)
     try:
-        body = json.loads(await request.content.read(MAX_BODY))
+        body = json.loads(await _read(request, size))
     except (ValueError, RecursionError):
         raise BadInput("the body is not JSON") from None
     if not isinstance(body, dict):

@@ -4,19 +4,20 @@ as they were sampled."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from engine.errors import BadInput, OutOfRoom
 from engine.wire.access_token import is_authorized, refuse_source
+from engine.wire.connections import SERVER_LOG
 
 MAX_BODY = 16 * 2**20
 """Largest body of a request in bytes."""
@@ -72,7 +73,7 @@ class Conversation(Protocol):
         ...
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def serve_conversation(chat: Conversation) -> AsyncIterator[tuple[str, str]]:
     """Listen on a loopback port of its own while the block runs. Yields base URL and API key.
 
@@ -81,7 +82,7 @@ async def serve_conversation(chat: Conversation) -> AsyncIterator[tuple[str, str
     server = _ConversationServer(chat)
     app = web.Application(middlewares=[server.guard], client_max_size=MAX_BODY)
     app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, auto_decompress=False)
+    runner = web.AppRunner(app, access_log=None, logger=SERVER_LOG, shutdown_timeout=0.1, auto_decompress=False)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -132,11 +133,15 @@ class _ConversationServer:
         """Sample the turn that the request asks for."""
         try:
             body = await request.json()
+        except (OSError, web.RequestPayloadError, ValueError, LookupError, RecursionError) as error:
+            # if the client has gone, nobody reads this
+            return _failed(400, str(error))
+        try:
             reply = await self._reply_to(body)
         except OutOfRoom as error:
             self.out_of_room = error
             return _failed(400, str(error), "context_length_exceeded")
-        except (BadInput, ValueError, TypeError, RuntimeError) as error:  # of json, tokenizer, template and `Chat`
+        except (BadInput, ValueError, TypeError, RuntimeError) as error:  # of tokenizer, template and `Chat`
             return _failed(400, str(error))
         if not body.get("stream"):
             return web.json_response(reply)
@@ -292,10 +297,11 @@ async def _stream(request: web.Request, reply: Mapping[str, Any], usage: bool) -
         parts.append({"choices": [], "usage": reply["usage"]})
     head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for part in parts:
-        await response.write(b"data: " + json.dumps(head | part).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
+    with contextlib.suppress(ConnectionError):  # the client has gone
+        await response.prepare(request)
+        for part in parts:
+            await response.write(b"data: " + json.dumps(head | part).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
     return response
 
 

@@ -6,10 +6,13 @@ A server calls `opened`, `expect_headers`, `stop_limit`, `trust` and `closed`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import time
 from collections import Counter
 from typing import Any
+
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.run.logs import log_error
 
@@ -118,6 +121,26 @@ class RareMessages:
             self(f"{context.get('message', 'error')}: {context['exception']}")
         else:
             loop.default_exception_handler(context)
+
+
+class _BadRequests(logging.Filter):
+    """Turns tracebacks of requests that are not HTTP into one line, printed rarely: anyone can send such a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._print = RareMessages()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let all other records pass."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            self._print(f"refused a request that is not valid HTTP: {' '.join(error.message.split()):.200}")
+        return not isinstance(error, HttpProcessingError)
+
+
+SERVER_LOG = logging.getLogger("metronome.server")
+"""The logger of aiohttp's servers."""
+SERVER_LOG.addFilter(_BadRequests())
 
 
 class OneRequest(asyncio.Protocol):

@@ -150,10 +150,12 @@ class PoolMachine(RuleBasedStateMachine):
         await self.ask(self.server._join, body)
 
     async def ask(self, route, body):
-        async def read(most):
-            return json.dumps(body).encode()
+        sent = json.dumps(body).encode()
 
-        return await route(SimpleNamespace(content_length=None, content=SimpleNamespace(read=read)))
+        async def pieces():
+            yield sent
+
+        return await route(SimpleNamespace(content_length=len(sent), content=SimpleNamespace(iter_any=pieces)))
 
     @precondition(lambda self: self.pool.instances)
     @rule(which=WHICH, how=st.sampled_from(["answer", "hang", "hang", "err", "refuse", "start again", "die"]))

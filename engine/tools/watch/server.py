@@ -19,7 +19,7 @@ from engine.tools.watch.run_view import RunView
 from engine.types import JsonObject
 from engine.wire.access_token import access_token, check_address, is_authorized, is_loopback, refuse_source
 from engine.wire.address import bracket_host
-from engine.wire.connections import Connections, OneRequest, RareMessages
+from engine.wire.connections import SERVER_LOG, Connections, OneRequest, RareMessages
 
 WHOLE_S = 60.0
 """Seconds that a request may take."""
@@ -162,7 +162,7 @@ def serve_page(
 
 
 async def _serve(page: WatchServer, host: str, port: int, say: Callable[[str], None]) -> None:
-    runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=0.1)
+    runner = web.AppRunner(page.application(), access_log=None, logger=SERVER_LOG, shutdown_timeout=0.1)
     await runner.setup()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(RareMessages().of_loop)

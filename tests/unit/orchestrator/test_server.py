@@ -1,6 +1,8 @@
 """The orchestrator's server: who may join, leave and ask, what is refused without effect, what is shown."""
 
+import asyncio
 import contextlib
+import json
 from types import SimpleNamespace
 
 import aiohttp
@@ -122,9 +124,25 @@ async def test_malformed_requests_are_refused_without_effect(tmp_path):
             assert (await call("POST", "/leave", data=raw))[0] == 400
         assert (await call("POST", "/leave", {"name": "nobody"}))[0] == 404
         assert (await call("POST", "/join", GOOD | {"padding": "x" * 100_000}))[0] == 413
+        assert (await call("POST", "/join", data=pieces(json.dumps(GOOD).encode())))[0] == 411
         assert (await call("GET", "/nothing"))[0] == 404
         assert (await call("GET", "/join"))[0] == 405
         assert pool.instances == []
+
+
+async def pieces(body):
+    for at in range(0, len(body), 30):
+        yield body[at : at + 30]
+        await asyncio.sleep(0.02)
+
+
+async def test_a_request_may_arrive_in_pieces(tmp_path):
+    async with running(tmp_path) as (pool, server, call):
+        for route, left in (("/join", 1), ("/leave", 0)):
+            body = json.dumps(GOOD).encode()
+            sent = authorization_headers(server.key) | {"Content-Length": str(len(body))}
+            assert (await call("POST", route, data=pieces(body), headers=sent))[0] == 200
+            assert len(pool.instances) == left
 
 
 @pytest.mark.parametrize(

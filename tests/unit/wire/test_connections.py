@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
+import unittest.mock
 
 import pytest
+from aiohttp import web
+from yarl import URL
 
 from engine.config import Config
 from engine.instance.embedded.server import EngineServer
@@ -16,8 +20,11 @@ from engine.instance.http import InstanceApp
 from engine.instance.protocol import RequestLimits
 from engine.orchestrator import server as orchestrator_server
 from engine.orchestrator.server import Server as OrchestratorServer
+from engine.tools.watch.server import WatchServer
+from engine.verifier.openai_server import serve_conversation
 from engine.wire import connections
-from engine.wire.connections import Connections, OneRequest, RareMessages, most_connections
+from engine.wire.connections import SERVER_LOG, Connections, OneRequest, RareMessages, most_connections
+from engine.wire.messages import PROTOCOL
 
 HEADERS_S = 0.5
 MOST = 8
@@ -53,6 +60,22 @@ async def instance(folder):
 async def orchestrator(folder):
     async with OrchestratorServer(Config()).listening(folder) as address:
         yield int(address.rpartition(":")[2])
+
+
+@contextlib.asynccontextmanager
+async def page(folder):
+    runner = web.AppRunner(WatchServer(folder, "127.0.0.1").application(), access_log=None, logger=SERVER_LOG)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield runner.addresses[0][1]
+    await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def conversation(folder):
+    with unittest.mock.patch("secrets.token_hex", return_value="right"):
+        async with serve_conversation(None) as (url, _):
+            yield URL(url).port
 
 
 SERVERS = {"instance": instance, "orchestrator": orchestrator}
@@ -217,6 +240,47 @@ async def test_idle_clients_without_the_token_do_not_keep_others_out(port, sent)
     finally:
         for _, writer in held:
             writer.close()
+
+
+HALF = b"POST %s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer right\r\n%s\r\n%s"
+ASKED = b"Content-Type: application/msgpack\r\nMetronome-Protocol: %d\r\n" % PROTOCOL
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+ROUTES = [b"/ask", b"/join", b"/leave", b"/v1/completions", b"/v1/chat/completions"]
+LEFT = [HALF % (route, b"Content-Length: 99\r\n" + ASKED, b"{") for route in ROUTES]
+LEFT += [HALF % (route, CHUNKED + ASKED, b"1\r\n{") for route in ROUTES]
+LEFT += [HALF % (route, CHUNKED, b"no number\r\n{") for route in ROUTES]
+LEFT += [
+    HALF % (route, b"Content-Length: 2\r\nContent-Type: application/json; charset=x\r\n", b"{}") for route in ROUTES
+]
+LEFT += [
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"no HTTP\r\n\r\n",
+    GET,
+    GET.replace(b"metrics", b"status"),
+    GET.replace(b"metrics", b"data"),
+]
+
+
+@pytest.mark.parametrize("reset", [True, False])
+async def test_a_client_that_goes_away_or_speaks_no_http_leaves_no_traceback(tmp_path, monkeypatch, caplog, reset):
+    """As one that is killed. Every server, each route that reads a body, and answers that nobody takes."""
+    told = []
+    monkeypatch.setattr(SERVER_LOG.filters[0], "_print", told.append)
+    monkeypatch.setenv("METRONOME_TOKEN", "right")
+    for server in [*SERVERS.values(), page, conversation]:
+        async with server(tmp_path) as port:
+            for sent in LEFT:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+                if reset:
+                    linger = struct.pack("ii", 1, 0)
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                writer.close()
+            await asyncio.sleep(0.1)
+    assert {line.partition(": ")[0] for line in told} == {"refused a request that is not valid HTTP"}
+    assert [record.getMessage() + str(record.exc_info) for record in caplog.records if record.exc_info] == []
 
 
 async def test_a_connection_that_is_kept_alive_may_be_idle_for_longer_than_headers_take(tmp_path, monkeypatch):
