@@ -79,8 +79,9 @@ class Instance:
     update.
 
     Places: one for each group in flight, with a slot for each of its responses. Only a serving instance gives places
-    (`take_place`), never with more slots than the limit, unless a single group has more responses. Each slot is freed when its response ends (`free_slot`), and
-    each place is given back exactly once (`give_back`), whatever the instance's state is by then.
+    (`take_place`), never with more slots than the limit, unless a single group has more responses. Each slot is freed
+    when its response ends (`free_slot`), and each place is given back exactly once (`give_back`), whatever the
+    instance's state is by then.
     """
 
     client: InstanceClient
