@@ -79,8 +79,8 @@ def _count(router: TopKRouter, inputs: Any, found: tuple[Tensor, Tensor]) -> Non
 
 
 def take_counts(model: GPTModel) -> dict[int, list[int]]:
-    """Return, by layer, the tokens of prompts and responses that this rank's part of the model has sent to each expert in training since the
-    last call. {} for a dense model."""
+    """Return, by layer, the tokens (no filler) that this rank's part of the model has sent to each expert in training
+    since the last call. {} for a dense model."""
     found: dict[int, list[int]] = {}
     for layer in model.decoder.layers:
         router: Any = getattr(layer.mlp, "router", None)
