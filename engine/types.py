@@ -264,8 +264,8 @@ class StepReport:
     skipped_updates_of_run: int | None = None
     """Number of updates that gradient control has skipped since the run began; absent without gradient control."""
     expert_load_max: float | None = None
-    """Largest number of tokens that one expert computed, divided by the mean of its layer's experts, in the layer where
-    that ratio is largest: 1 is perfect balance. Absent for dense models."""
+    """Largest number of tokens (no filler) that one expert computed, divided by the mean of its layer's experts, in the
+    layer where that ratio is largest: 1 is perfect balance. Absent for dense models."""
     prompts_used: int | None = None
     """Number of prompts up to the last one that was kept, with algorithm.dynamic_sampling; absent without it, and in a
     replay."""

@@ -193,6 +193,13 @@ class Layout:
         return torch.cat(ranks).argsort().to(self.token_ids.device)
 
     @cached_property
+    def real(self) -> Tensor:
+        """[S] bool, whether each row is a token of a prompt or response. The others are filler."""
+        sizes = torch.tensor([span.length for span in self.segments])
+        answered = torch.tensor([bool(span.responses) for span in self.segments])
+        return answered.repeat_interleave(sizes).to(self.rows.device)[self.rows]
+
+    @cached_property
     def membership(self) -> tuple[Tensor, Tensor]:
         """([row_size] index of each token's segment, [row_size] 0 for a prompt token, k for a token of the k-th
         response)."""

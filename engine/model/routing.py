@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from engine.model.layout import Layout
 from engine.model.shape import Experts
 
 
@@ -48,7 +49,8 @@ class ReplayedRoutes:
 
 
 def install_routing(model: GPTModel, experts: Experts) -> None:
-    """Make the routers of this rank's layers follow the routes of each layout, and count the tokens of each expert."""
+    """Make the routers of this rank's layers follow the routes of each layout, and count the tokens of each expert
+    (no filler)."""
     for layer in model.decoder.layers:
         if layer.layer_number - 1 in experts.layers:
             position = experts.layers.index(layer.layer_number - 1)
@@ -58,24 +60,27 @@ def install_routing(model: GPTModel, experts: Experts) -> None:
 
 def _give_routes(position: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:  # noqa: ANN401
     """`position`: index of the layer among those with experts."""
-    routes: Tensor | None = kwargs["packed_seq_params"].layout.routes
-    if routes is not None:
-        routes = routes[:, position]
-        if layer.config.sequence_parallel:
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            routes = routes.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    layout: Layout = kwargs["packed_seq_params"].layout
+    routes = None if layout.routes is None else layout.routes[:, position]
+    real = layout.real
+    if layer.config.sequence_parallel:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        routes = None if routes is None else routes.chunk(size)[rank]
+        real = real.chunk(size)[rank]
     layer.mlp.router.router_replay = None if routes is None else ReplayedRoutes(routes)
+    layer.mlp.router.real_tokens = real
 
 
 def _count(router: TopKRouter, inputs: Any, found: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
     if torch.is_grad_enabled():  # once per trained micro-batch: scoring, and a pass to be recomputed, run without grad
-        tokens = found[1].detach().sum(0)
+        tokens = (found[1].detach() & router.real_tokens[:, None]).sum(0)
         router.tokens_of_experts = getattr(router, "tokens_of_experts", 0) + tokens
 
 
 def take_counts(model: GPTModel) -> dict[int, list[int]]:
-    """Return, by layer, the tokens that this rank's part of the model has sent to each expert in training since the
-    last call. {} for a dense model."""
+    """Return, by layer, the tokens (no filler) that this rank's part of the model has sent to each expert in training
+    since the last call. {} for a dense model."""
     found: dict[int, list[int]] = {}
     for layer in model.decoder.layers:
         router: Any = getattr(layer.mlp, "router", None)

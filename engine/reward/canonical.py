@@ -29,6 +29,8 @@ _REPLACED = {
     "\\dfrac": "\\frac",
     "\\tfrac": "\\frac",
     "\\cfrac": "\\frac",
+    "\\dbinom": "\\binom",
+    "\\tbinom": "\\binom",
     "\\leq": "\\le",
     "\\geq": "\\ge",
     "\\leqslant": "\\le",
@@ -115,6 +117,29 @@ _SPACED_MIXED = re.compile(
 """A whole number and a fraction, alone between its neighbours: 5 1/2."""
 _SPACED_DIGITS = re.compile(rf"({_TAKES})?(\d+)\s+(?=\.?\d)")
 _WORDS = re.compile(r"(\\text\s*\{[^{}]*\})")
+_GREEK = (
+    "alpha|beta|gamma|delta|(?:var)?(?:epsilon|theta|phi|rho)|zeta|eta|iota|kappa|lambda|mu|nu|xi|pi|sigma|tau|chi|psi"
+    "|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega"
+)
+_TOKEN = rf" ?(\d|[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z]))"
+"""What an argument without braces is: \\frac12 is a half. Of several digits of \\binom or of a root with an index, TeX
+would take the first one, which is not what is meant: these are left as they are."""
+_ARGUMENTS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"\\(frac|binom(?! ?\d\d\d))(?![a-zA-Z]){_TOKEN}(?=.)", r"\\\1{\2}"),
+        (rf"(\\frac\{{[^{{}}]*\}}){_TOKEN}", r"\1{\2}"),
+        (rf"(\\binom\{{[^{{}}]*\}}){_TOKEN}(?!\d)", r"\1{\2}"),
+        (rf"(\\sqrt)(?![a-zA-Z]){_TOKEN}", r"\1{\2}"),
+        (rf"(\\sqrt\[[^\[\]{{}}]*\]){_TOKEN}(?!\d)", r"\1{\2}"),
+        (r"(\^|\\sqrt(?:\[[^\[\]{}]*\])?)(\\(?:frac|binom)\{[^{}]*\}\{[^{}]*\})", r"\1{\2}"),
+        (
+            r"(\\(?:vec|hat|bar|tilde|d?dot|(?:over|under)line|wide(?:hat|tilde)|overrightarrow|math(?:bb|cal|frak|scr))"
+            r"(?![a-zA-Z])) ?([a-zA-Z])(?!\w)",
+            r"\1{\2}",
+        ),
+    )
+)
 
 _FUNCTIONS = (
     "sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac|mod|arcsin|arccos|arctan|sinh|cosh|tanh|and|or|over|choose|times"
@@ -234,9 +259,8 @@ def _dense(text: str) -> str:
     text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~", text)  # \pi r is not \pir
     text = re.sub(r"(\^|(?<!\\log)_)\s*(-(?:\d+|[a-zA-Z])|\d+)", r"\1{\2}", text)  # 10^-5 is typed for 10^{-5}
     text = re.sub(r"\s+", "", text).replace("~", " ")
-    text = re.sub(r"\\frac ?(\d|[a-zA-Z]|\\pi(?![a-z]))(?=.)", r"\\frac{\1}", text)
-    text = re.sub(r"(\\frac\{[^{}]*\}) ?(\d|[a-zA-Z]|\\pi(?![a-z]))", r"\1{\2}", text)
-    text = re.sub(r"\\sqrt ?(\d|[a-zA-Z])", r"\\sqrt{\1}", text)
+    for pattern, replacement in _ARGUMENTS:
+        text = pattern.sub(replacement, text)
     text = re.sub(r"(?<=[\w)}])\*(?=[\w(\\{])", r"\\cdot ", text)
     text = re.sub(r"([\^_])\{(\w|\\circ)\}(?!\d)", r"\1\2", text)
     text = re.sub(r"\\cdot (?![a-zA-Z])", r"\\cdot", text)

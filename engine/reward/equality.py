@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from engine.reward.structure import (
     RELATION,
     TURNED,
     bracketed_entries,
+    chain_of,
     is_closed,
     is_list,
     read_interval,
@@ -285,7 +287,7 @@ def _builders(one: str, other: str, depth: int) -> bool | None:
     if not (ours or theirs):
         return None
     if ours and theirs:
-        kinds = [set(AND.findall(found[3])) for found in (ours, theirs)]
+        kinds = [set() if _chain(found[3]) else set(AND.findall(found[3])) for found in (ours, theirs)]
         alike = ours[2] == theirs[2] or (_is_plain(ours) and _is_plain(theirs))
         return alike and ours[1] == theirs[1] and kinds[0] == kinds[1] and _same(ours[3], theirs[3], depth - 1)
     found, text = (ours, other) if ours else (theirs, one)
@@ -298,7 +300,7 @@ def _is_plain(builder: re.Match[str]) -> bool:
     return (domain is None or _REALS.fullmatch(domain) is not None) and all(
         ((stated := read_interval(part)).ends and stated.name == name)
         or (part.startswith(f"{name}=") and not _LETTER.search(part, len(name)))
-        for part in _alternatives(condition)
+        for part in _alternatives(_chain(condition) or condition)
     )
 
 
@@ -395,8 +397,11 @@ def _members(one: str, other: str, depth: int) -> bool | None:
 
 
 def _relations(one: str, other: str, depth: int) -> bool | None:
-    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1 and (1, 3]. Two single relations in different forms are
-    left to SymPy."""
+    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1, (1, 3], and x > 1 and x <= 3. Two single relations in
+    different forms are left to SymPy."""
+    chains = [_chain(text) for text in (one, other)]
+    if any(chains) and not all(chains):
+        one, other = chains[0] or one, chains[1] or other
     ours, theirs = ([part.strip() for part in RELATION.split(text)] for text in (one, other))
     if len(ours) == len(theirs) == 1 or any(
         AND.search(text) or len(split_parts(text, ",")) > 1 for text in ours + theirs
@@ -414,6 +419,14 @@ def _relations(one: str, other: str, depth: int) -> bool | None:
     if not (first.ends and second.ends):
         return None
     return first.brackets == second.brackets and _in_order(first.ends, second.ends, depth)
+
+
+def _chain(text: str) -> str:
+    """The chain that two relations joined by "and" state (`chain_of`); empty if its numbers do not ascend. Then no
+    number is between them, and the word may stand for "or"."""
+    found = chain_of(text)
+    numbers = [number.value for side in RELATION.split(found)[::2] if (number := read_number(side.strip()))]
+    return found if all(low < high for low, high in pairwise(numbers)) else ""
 
 
 class _Equation(NamedTuple):

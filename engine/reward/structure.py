@@ -100,6 +100,27 @@ def read_interval(text: str) -> Range:
     return Range(parts[2], ("(" if parts[1] == "<" else "[") + (")" if parts[3] == "<" else "]"), parts[::4])
 
 
+def chain_of(text: str) -> str:
+    r"""The chain that two relations joined by "and" state: 1 < x < 3 for x > 1 \text{and} x < 3. Empty if they do not
+    meet in a common side."""
+    left, word, right = parts if len(parts := AND.split(text)) == 3 else ("", "", "")
+    chains = [_ascending(side) for side in (left, right)]
+    if word != "and" or not all(chains) or is_list(left) or is_list(right):
+        return ""
+    for first, second in (chains, chains[::-1]):
+        if first[-1] == second[0]:
+            return "".join(f"{part} " if part.startswith("\\") else part for part in (*first, *second[1:]))
+    return ""
+
+
+def _ascending(text: str) -> list[str]:
+    """Sides and signs of a chain of relations, from the smallest side; empty if it is none."""
+    parts = [part.strip() for part in RELATION.split(text)]
+    if parts[1:2] in (["\\ge"], [">"]):
+        parts = [TURNED.get(part, part) for part in reversed(parts)]
+    return parts if len(parts) > 1 and all(parts) and {*parts[1::2]} <= {"<", "\\le"} else []
+
+
 class Listed(NamedTuple):
     """The entries of a list, the words between them ("and", "or"), and the name given to them."""
 

@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,16 +148,24 @@ def die_on_close(pipe: int) -> None:
 def score_group(
     rewards: Sequence[RewardFunction], runner: asyncio.Runner, prompt: Prompt, responses: list[Response]
 ) -> list[Score]:
-    """Call each function of the reward and return one score for each response; `runner` runs async functions.
+    """Call each function of the reward in order and return one score for each response; `runner` then runs all async
+    functions at once.
 
-    Raises RewardError if a function raises, or does not return one finite number, Score or dict for each response.
+    Raises RewardError if a function raises, or does not return one finite number, Score or dict for each response. The
+    error is that of the first such function, and no function is called after one that fails before it awaits anything.
     """
-    found = []
+    found: list[Any] = []
     for reward in rewards:
         try:
-            found.append(_score_with(reward, runner, prompt, responses))
+            found.append(_score_with(reward, prompt, responses))
         except RewardError as error:
-            raise RewardError(f"{reward.name} {error}" if reward.name else str(error)) from None
+            found.append(error)
+            break
+    if any(map(inspect.iscoroutine, found)):
+        found = runner.run(_all_scores(found))
+    for reward, scores in zip(rewards, found, strict=False):
+        if isinstance(scores, RewardError):
+            raise RewardError(f"{reward.name} {scores}" if reward.name else str(scores))
     return [_weighted_sum(rewards, scores) for scores in zip(*found, strict=True)]
 
 
@@ -189,37 +197,55 @@ def _weighted_sum(rewards: Sequence[RewardFunction], scores: Sequence[Score | No
 
 
 def _score_with(
-    reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]
-) -> list[Score | None]:
-    """Call one function and check what it returns."""
-    result: object = None
+    reward: RewardFunction, prompt: Prompt, responses: list[Response]
+) -> list[Score | None] | Coroutine[Any, Any, list[Score | None]]:
+    """Call one function, for all responses if it takes one, and check what it returns: of an async one when the
+    coroutine that is returned is awaited."""
+    results: list[object] = []
     with UserCode(whatever=True) as attempt:  # a test harness that a reward runs may call sys.exit
-        result = _call_reward(reward, runner, prompt, responses)
-        if isinstance(result, Iterable) and not isinstance(result, NO_LISTS):
-            result = list(result)
+        results = [reward.call(prompt, given) for given in (responses if reward.per_response else [responses])]
+    if any(map(inspect.isawaitable, results)):
+        return _awaited_scores(reward, results, len(responses))
+    return _checked_scores(reward, results, attempt.error, len(responses))
+
+
+async def _awaited_scores(reward: RewardFunction, results: list[object], count: int) -> list[Score | None]:
+    with UserCode(whatever=True) as attempt:
+        results = await _all_results(results)
+    return _checked_scores(reward, results, attempt.error, count)
+
+
+def _checked_scores(
+    reward: RewardFunction, results: list[object], error: BaseException | None, count: int
+) -> list[Score | None]:
+    """Check what the calls of one function returned, or the error that one of them raised."""
+    values: object = None
+    with UserCode(whatever=True) as attempt:
+        if error is not None:
+            raise error
+        values = results if reward.per_response else results[0]
+        if isinstance(values, Iterable) and not isinstance(values, NO_LISTS):
+            values = list(values)
     if attempt.error is not None:
         raise RewardError(f"raised {describe_error(attempt.error, reward.file)}")
-    if not isinstance(result, list):
-        raise RewardError(f"returned {type(result).__name__}, expected a list of {len(responses)} scores")
-    values: list[object] = result
-    if len(values) != len(responses):
-        raise RewardError(f"returned {len(values)} scores for {len(responses)} responses")
+    if not isinstance(values, list):
+        raise RewardError(f"returned {type(values).__name__}, expected a list of {count} scores")
+    if len(values) != count:
+        raise RewardError(f"returned {len(values)} scores for {count} responses")
     return [
         None if value is None and reward.may_skip else _checked_score(value, index)
         for index, value in enumerate(values)
     ]
 
 
-def _call_reward(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> object:
-    """What the function returns, for all responses. An async function of one response waits for all of them at once."""
-    if not reward.per_response:
-        result = reward.call(prompt, responses)
-        return runner.run(_all_results([result]))[0] if inspect.isawaitable(result) else result
-    results = [reward.call(prompt, response) for response in responses]
-    return runner.run(_all_results(results)) if any(map(inspect.isawaitable, results)) else results
+async def _all_scores(found: list[Any]) -> list[Any]:
+    """Await the coroutines among `found` at once, and put their scores or errors in their places."""
+    ended = await asyncio.gather(*filter(inspect.iscoroutine, found), return_exceptions=True)
+    places = iter(ended)
+    return [next(places) if inspect.iscoroutine(one) else one for one in found]
 
 
-async def _all_results(results: list[Any]) -> list[object]:
+async def _all_results(results: list[object]) -> list[object]:
     """Await those of `results` that can be awaited, all at once. Raises the first error in their order, when all have
     ended: nothing of this call goes on in the next one."""
     ended = await asyncio.gather(*(_settled(result) for result in results))

@@ -125,9 +125,9 @@ def test_losses_of_batch_scope_are_the_same_in_every_layout(case, outcomes):
 def test_replayed_routes_are_the_same_in_every_layout(case, outcomes):
     """As on one rank; the unit tests compare that with a closed form."""
     (one,) = outcomes(replayed()[0]).ranks()
+    near = 1e-6 if case.budget == replayed()[0].budget else 0.1  # a group that is split computes its prompt again
     for rank in outcomes(case).ranks():
-        # the filler of rows and of replicas counts, too
-        assert rank["figures"]["expert_load_max"] == pytest.approx(one["figures"]["expert_load_max"], rel=0.1)
+        assert rank["figures"]["expert_load_max"] == pytest.approx(one["figures"]["expert_load_max"], rel=near)
         assert rank["figures"]["loss"] == pytest.approx(one["figures"]["loss"], rel=1e-4, abs=1e-6)
         for name, gradient in rank["gradients"].items():
             assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name

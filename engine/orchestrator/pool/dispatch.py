@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.errors import MetronomeError
-from engine.orchestrator.pool.instance import Instance, Place
+from engine.orchestrator.pool.instance import Instance, Place, has_room
 
 
 class InstanceLoad(Protocol):
@@ -30,11 +30,11 @@ One = TypeVar("One", bound=InstanceLoad)
 def soonest_instance(serving: Sequence[One], slots: int, size: int, avoid: Collection[One] = ()) -> One | None:
     """Return the instance with room for `size` responses that will probably finish them first; None if none has room.
 
-    Each has `slots`, one for a response. More responses than that go to an instance that has none. Instances in `avoid`
-    are used only if no others serve. One that has finished no group yet counts as fast as the fastest.
+    Each has `slots` (`has_room`). Instances in `avoid` are used only if no others serve. One that has finished no group
+    yet counts as fast as the fastest.
     """
     others = [instance for instance in serving if instance not in avoid] or serving
-    free = [instance for instance in others if instance.responses + size <= max(slots, size)]
+    free = [instance for instance in others if has_room(instance.responses, slots, size)]
     untried = min((instance.group_s for instance in serving if instance.group_s is not None), default=1.0)
     return min(free, key=lambda one: (one.responses + size) * (one.group_s or untried), default=None)
 

@@ -43,6 +43,12 @@ def smooth_average(average: float | None, newest: float) -> float:
     return newest if average is None else (1 - SMOOTHING) * average + SMOOTHING * newest
 
 
+def has_room(responses: int, slots: int, size: int) -> bool:
+    """Whether `size` responses may be sent to an instance with `slots` that has `responses` in flight: each needs a
+    slot. Of more responses than there are slots only one does, and the others wait on the instance."""
+    return responses + (size if size <= slots else 1) <= slots
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """A group's slots on an instance, one for each response that is not finished."""
@@ -73,8 +79,9 @@ class Instance:
     update.
 
     Places: one for each group in flight, with a slot for each of its responses. Only a serving instance gives places
-    (`take_place`), never with more slots than the limit. Each slot is freed when its response ends (`free_slot`), and
-    each place is given back exactly once (`give_back`), whatever the instance's state is by then.
+    (`take_place`), never with more slots than the limit, unless a single group has more responses. Each slot is freed
+    when its response ends (`free_slot`), and each place is given back exactly once (`give_back`), whatever the
+    instance's state is by then.
     """
 
     client: InstanceClient
@@ -248,8 +255,8 @@ class Instance:
         return sum(self._places.values())
 
     def take_place(self, slots: int, size: int) -> Place:
-        """Take a slot for each of `size` responses. The instance has `slots`; only if all are free, more are given."""
-        if not self.takes_prompts or self.responses + size > max(slots, size):
+        """Take a slot for each of `size` responses; the instance has `slots` (`has_room`)."""
+        if not self.takes_prompts or not has_room(self.responses, slots, size):
             raise RuntimeError(
                 f"instance {self.name}: no slots for {size} responses: {self._state}, {self.responses} in flight"
             )

@@ -152,18 +152,19 @@ class Pool:
         """Wait until every declared instance serves or has failed to start. The health monitor restarts the failed
         ones.
 
-        If all of them failed, or one refuses its input, the recipe is wrong: raises ProcessDied, DeadlineError or
-        BadInput with the name of the first one.
+        If all of them failed and none that joined lives, or if one refuses its input, the recipe is wrong: raises
+        ProcessDied, DeadlineError or BadInput with the name of the first one.
         """
         declared = self.processes.declared
         errors = await asyncio.gather(*(self._first_start(one) for one in declared))
         failed = [(one, error) for one, error in zip(declared, errors, strict=True) if error is not None]
+        left = len(declared) - len(failed) + sum(one.declared is None and one.counts for one in self.instances)
         for _, error in failed:
-            if isinstance(error, BadInput) or len(failed) == len(declared):
+            if isinstance(error, BadInput) or not left:
                 raise error
         for one, error in failed:
             self.note(one.name, str(error))
-            self._say("fails", f"{one.name} could not start: {error}")
+            self._say("fails", f"{one.name} could not start, the run goes on with {left} of its instances: {error}")
             self.failed_starts.put_nowait(one)
         self.connected.set()
 

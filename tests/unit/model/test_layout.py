@@ -44,6 +44,7 @@ groups = st.lists(
 @given(groups, st.booleans())
 def test_each_target_is_the_token_after_its_scored_position(groups, shared):
     row = make_layout(groups, shared)
+    assert row.real.all()
     assert sum(row.lengths) == row.targets.numel() == row.scored.numel()
     flat = [token for _, responses in groups for response in responses for token in response]
     assert row.targets.tolist() == flat
@@ -63,6 +64,7 @@ def test_aligned_adds_filler_that_nothing_sees(groups, shared, multiple):
     assert aligned.scored.tolist() == row.scored.tolist()
     assert aligned.targets.tolist() == row.targets.tolist()
     assert torch.equal(aligned.mask.sum(1), aligned.positions + 1)
+    assert aligned.real.tolist() == [True] * row.size + [False] * (aligned.size - row.size)
 
 
 def test_a_row_of_the_right_length_is_not_touched():
@@ -101,6 +103,7 @@ def test_shards_divide_the_rows_and_the_scored_tokens(groups, shared, size):
         assert torch.equal(shard.token_ids, row.token_ids[shard.rows])
         assert torch.equal(shard.positions, row.positions[shard.rows])
         assert torch.equal(shard.mask, row.mask[shard.rows])
+        assert torch.equal(shard.real, row.real[shard.rows])
 
 
 @given(groups, st.booleans(), st.integers(1, 3))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.trainer.micro_batches import micro_batches
+from engine.trainer.micro_batches import PackedWindows, micro_batches
 from support.policies import a_group, a_policy
 from support.tiny_models import save
 
@@ -120,6 +120,26 @@ def test_the_load_of_the_busiest_expert_is_reported(settings, folder):
     policy.accumulate([group])
     policy.reduce_gradients(len(LENGTHS))
     assert 1 <= policy.figures()["expert_load_max"] < 2.0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_filler_is_no_load_of_an_expert(settings, folder, recompute):
+    """Filler at the end of a row, and a row of a replica that has one less."""
+    group = a_group(LENGTHS, seed=2)
+    plain, _, routed = trained(settings, folder, group, train__recompute=recompute)
+    expected = [2.0 * passes[0][3].sum(0).max().item() / (9 + sum(LENGTHS)) for _, passes in sorted(routed.items())]
+    policy = a_policy(
+        settings, model__path=folder, train__ratio_gap_limit=0, algorithm__kl_coef=0.1, train__recompute=recompute
+    )
+    packing = replace(policy.packing, multiple=64, share=(0, 2))
+    policy._packed = PackedWindows(packing)
+    policy.start_step()
+    policy.accumulate([group])
+    policy._packed = PackedWindows(replace(packing, share=(1, 2)))
+    policy.accumulate([group])
+    for one in (plain, policy):
+        one.reduce_gradients(len(LENGTHS))
+        assert one.figures()["expert_load_max"] == pytest.approx(max(expected))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])

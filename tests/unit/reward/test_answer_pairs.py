@@ -58,6 +58,7 @@ def test_equality_of_answers_of_different_kinds_is_symmetric(one, data):
     assert same_answer(one, other) is same_answer(other, one)
 
 
+TURNED = {"<": ">", r"\le ": r"\ge "}
 RATIONALS = st.fractions(max_denominator=10**30).filter(bool)
 
 
@@ -102,6 +103,51 @@ def test_a_repeating_decimal_is_its_fraction(whole, start, period):
     above = int(whole + start + period) - int(whole + start)
     assert same_answer(rf"{whole}.{start}\overline{{{period}}}", rf"\frac{{{above}}}{{{below}}}")
     assert not same_answer(rf"{whole}.{start}\overline{{{period}}}", rf"\frac{{{above + 1}}}{{{below}}}")
+
+
+ENDS = st.integers(-4, 4)
+SIGNS = st.sampled_from([("<", "("), (r"\le ", "[")])
+INTERVALS = st.tuples(ENDS, ENDS, SIGNS, SIGNS)
+
+
+def interval_of(low, high, left, right):
+    """With the brackets that belong to the signs on its two sides."""
+    return f"{left[1]}{low},{high}{')' if right[1] == '(' else ']'}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(INTERVALS, INTERVALS, st.sampled_from(["且", r"\text{ and }"]), st.data())
+def test_two_relations_joined_by_and_are_an_interval_only_if_it_is_theirs(stated, others, word, data):
+    low, high, left, right = stated
+    pair = [data.draw(st.sampled_from([f"x{TURNED[left[0]]}{low}", f"{low}{left[0]}x"])), f"x{right[0]}{high}"]
+    joined = word.join(data.draw(st.permutations(pair)))
+    interval = interval_of(*stated)
+    another = interval_of(*others)
+    assert same_answer(joined, interval) is same_answer(interval, joined) is (low < high)
+    assert same_answer(joined, f"{low}{left[0]}x{right[0]}{high}") or low >= high
+    assert same_answer(joined, another) is (another == interval and low < high)
+    assert not same_answer(joined.replace("且", "或").replace("and", "or"), interval)
+    assert not same_answer(joined, interval.replace(",", ",9"))
+
+
+TOKENS = st.sampled_from([*"123456789xnk", r"\pi ", r"\alpha "])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([(r"\frac", 2), (r"\binom", 2), (r"\sqrt", 1), (r"\sqrt[3]", 1)]),
+    st.lists(TOKENS, min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_arguments_without_braces_are_those_with_braces_and_no_others(command, tokens, spaced):
+    name, count = command
+    mine = tokens[:count]
+    theirs = tokens[-count:]
+    terse = name + (" " if spaced or mine[0].isalpha() else "") + (" " if spaced else "").join(mine)
+    full, other = (name + "".join(f"{{{one.strip()}}}" for one in each) for each in (mine, theirs))
+    assert same_answer(terse, full)
+    assert same_answer(full, terse)
+    assert same_answer(terse, other) is same_answer(full, other)
 
 
 @pytest.mark.parametrize(("answer", "text"), LISTED)

@@ -1,6 +1,8 @@
 """The three signatures of a reward: what each is called with, and what a function of none is told."""
 
 import asyncio
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +90,40 @@ def test_an_async_function_of_one_response_waits_for_all_of_a_group_at_once(load
         assert [score.value for score in scores] == [1.0, 0.0]
         with pytest.raises(RewardError, match="no number"):
             score_group([reward], runner, prompt(), [response("x"), response("2")])
+
+
+def test_several_async_functions_wait_at_once_and_the_first_that_fails_is_named(tmp_path):
+    (tmp_path / "judges_of_one_reward.py").write_text(
+        "import asyncio\n"
+        "both, called = asyncio.Barrier(2), []\n"
+        "async def meet(text):\n"
+        "    await asyncio.wait_for(both.wait(), 10)\n"
+        "    if 'x' in text: raise ValueError('no number')\n"
+        "    return float(text)\n"
+    )
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "import judges_of_one_reward as judges\n"
+        "async def f(solution_str, ground_truth): return await judges.meet(solution_str)\n"
+        "async def g(completions): return [await judges.meet(completions[0].replace('y', 'x'))] * len(completions)\n"
+        "def h(solution_str, ground_truth):\n"
+        "    judges.called.append(solution_str)\n"
+        "    return 100 / len(solution_str.replace('y', ''))\n"
+    )
+    rewards = [replace(load_reward(f"{file}:{name}"), name=name + str(at)) for at, name in enumerate("fhgh")]
+    called = sys.modules["judges_of_one_reward"].called
+    with asyncio.Runner() as runner:
+        (score,) = score_group(rewards, runner, prompt(), [response("2")])
+        assert list(score.metrics.items()) == [("f0", 2.0), ("h1", 100.0), ("g2", 2.0), ("h3", 100.0)]
+        for text, error, count in (("x", r"f0 raised ValueError: no number", 4), ("1y", "f0 raised .* '1y'", 6)):
+            with pytest.raises(RewardError, match=error):
+                score_group(rewards, runner, prompt(), [response(text)])
+            assert len(called) == count
+        with pytest.raises(RewardError, match=r"g2 raised ValueError: no number"):
+            score_group([*rewards[1:3], rewards[2]], runner, prompt(), [response("1y")])
+        with pytest.raises(RewardError, match="h1 raised ZeroDivisionError"):  # those after it are not called
+            score_group([rewards[1], *rewards], runner, prompt(), [response("y")])
+        assert len(called) == 8
 
 
 @pytest.mark.parametrize(

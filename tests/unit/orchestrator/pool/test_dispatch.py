@@ -15,7 +15,7 @@ from engine.orchestrator.producer import Producer
 from engine.types import Prompt, Score
 from engine.wire.columns import open_group
 from support.pool_world import PROMPTS, ROLLOUT, worlds
-from support.scripted import Scores, Scripted, until
+from support.scripted import Scores, Scripted, tokens_of, until
 
 PARTIAL = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000, partial=True)
 
@@ -52,6 +52,33 @@ async def test_a_slot_is_free_when_a_response_ends_and_a_group_is_sent_once_it_h
             sent = [tuple(body["prompt"]) for body in a.asked]
             assert [sent.count(prompt.token_ids) for prompt in PROMPTS[:5]] == [4] * 5
             assert [len(set(sent[at : at + 4])) for at in range(0, 20, 4)] == [1] * 5  # each group at once
+        finally:
+            running.cancel()
+
+
+async def test_a_group_with_more_responses_than_slots_does_not_wait_for_the_slowest_of_the_one_before(world):
+    """As an evaluation with many samples has them: eight slots, eleven responses, of which one takes very long."""
+    async with world() as w:
+        w.producer = Producer(
+            pool=w.pool,
+            verifier=Scores(),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
+            group_size=11,
+            seed=0,
+            trace=w.trace,
+        )
+        a, one = await w.join("a")
+        slow = sampling_seed(0, 0, PROMPTS[0].id, 0)
+        a.takes = lambda body: 60.0 if body["seed"] == slow else 0.01
+        running = asyncio.create_task(w.run(PROMPTS[:4]))
+        try:
+            await until(lambda: len(w.groups) == 3, "the groups that do not wait for the slow response")
+            assert (one.groups, one.responses) == (1, 1)
+            assert a.most <= 7 + 11
+            for group in w.groups:
+                seeds = [sampling_seed(0, 0, group.prompt.id, number) for number in range(11)]
+                expected = [tokens_of(list(group.prompt.token_ids), seed) for seed in seeds]
+                assert [list(response.token_ids) for response in group.responses] == expected
         finally:
             running.cancel()
 

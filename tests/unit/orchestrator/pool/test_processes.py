@@ -16,10 +16,11 @@ from engine.orchestrator.pool import health
 from engine.orchestrator.pool import pool as pool_module
 from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.pool import InstanceProcesses, Pool
+from engine.orchestrator.run_events import RunEvents
 from engine.run import instance_process
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import signal_group
-from support.scripted import SERVES, Sync, until
+from support.scripted import SERVES, Scripted, Sync, until
 
 FAILS = "import sys; print('the device is busy', file=sys.stderr); sys.exit(1)"
 REFUSES = "import sys; print('instance-0: the model is bad\\nso it ends', file=sys.stderr); sys.exit(2)"
@@ -43,7 +44,10 @@ def declare(tmp_path, monkeypatch):
         monkeypatch.setattr(pool_module, "instance_command", command)
         monkeypatch.setattr(health, "BACKOFF_S", 0.05)
         settings = {"heartbeat_s": 0.6, "wait_s": 30, "timeout_s": 10, "restarts": 2, "instances": 1} | rollout
-        pool = Pool(Config(rollout=settings), tmp_path, tmp_path, synced=True)
+        told = []
+        notices = RunEvents(lambda stage, text: told.append(text))
+        pool = Pool(Config(rollout=settings), tmp_path, tmp_path, synced=True, notices=notices)
+        pool.told = told
         pool.sync = Sync(version=5)
         pool.spawn(settings["instances"])
         try:
@@ -128,6 +132,32 @@ async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(decl
         with pytest.raises(ProcessDied, match=r"(?s)instance-0 exited with 1; its log .*the device is busy"):
             await pool.connect_instances()
         assert len(started) == 1
+
+
+async def test_a_run_whose_own_instances_can_not_start_goes_on_while_one_that_joined_is_left(declare):
+    async with declare([FAILS], instances=2, restarts=1, wait_s=1.5) as (pool, started), Scripted().serving() as url:
+        guest = pool.enter("guest", url)
+        await until(lambda: guest.met, "its first answer")
+        await pool.connect_instances()
+        await until(lambda: pool.serving == 1 and len(started) == 4, "the guest, and the restarts of the others")
+        goes_on = "could not start, the run goes on with 1 of its instances"
+        assert [line.partition(";")[0] for line in pool.told if goes_on in line] == [
+            f"{name} {goes_on}: {name} exited with 1" for name in ("instance-0", "instance-1")
+        ]
+        async with pool.borrow(size=1) as place:
+            assert place.instance is guest
+        pool.leave(guest)
+        with pytest.raises(
+            ProcessDied, match=r"(?s)no rollout instance is left: .*instance-0 .*exited with 1.*guest left"
+        ):
+            await asyncio.wait_for(pool.wait_for_member(), 20)
+
+
+async def test_one_that_joined_and_never_answered_does_not_keep_a_run_whose_own_can_not_start(declare):
+    async with declare([FAILS]) as (pool, _):
+        pool.enter("guest", "http://127.0.0.1:9")
+        with pytest.raises(ProcessDied, match="instance-0 exited with 1"):
+            await pool.connect_instances()
 
 
 async def test_one_that_refuses_its_input_fails_the_run_with_its_own_words_and_is_not_started_again(declare, tmp_path):
