@@ -291,7 +291,7 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
 
 
 def run_advice(folder: Path) -> str:
-    """Return a line that says what the last steps of a run were bound by, and what a plan from them, if they are enough, would change.
+    """Return a line that says what the last steps of a run were bound by, and what a plan from them would change.
 
     Other layouts are not considered: a plan can compare them only if it knows the kind of device. Raises BadInput for a
     run that is too short to tell.
