@@ -15,7 +15,7 @@ from types import FrameType
 
 from engine.config import Config
 from engine.errors import counted
-from engine.run.checkpoint_files import latest_checkpoint, step_of
+from engine.run.checkpoint_files import DAMAGED, latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from tasks import console
@@ -123,11 +123,12 @@ def how_on() -> str:
     if not folder.config.exists():
         return ""
     checkpoint = latest_checkpoint(folder.checkpoints)
-    saved = (
-        f"{checkpoint}, after {step_of(checkpoint):,} of {counted(config.train.steps, 'step')}"
-        if checkpoint is not None
-        else "no checkpoint yet: training starts again at its first step"
-    )
+    if checkpoint is not None:
+        saved = f"{checkpoint}, after {step_of(checkpoint):,} of {counted(config.train.steps, 'step')}"
+    elif any(folder.checkpoints.glob(f"{DAMAGED}*")):
+        saved = "no whole checkpoint: without the damaged ones training starts again at its first step"
+    else:
+        saved = "no checkpoint yet: training starts again at its first step"
     return (
         f"\n  saved       {saved}\n  resume      {_resume_command(config, command)}\n  log         "
         f"{log if (log := folder.logs / 'orchestrator.log').exists() else folder.logs}"

@@ -21,7 +21,7 @@ from engine.run.progress import read_progress
 from engine.run.s3 import SCHEME
 from engine.types import JsonObject
 from tasks.cluster.prefect_api import post_json
-from tasks.console import REFUSED, format_duration, print_error, print_page
+from tasks.console import REFUSED, format_duration, own_program, print_error, print_page
 from tasks.finished_stages import Stages, count_resumes, registered_policy
 from tasks.tracking.evaluation_texts import describe_evaluation
 
@@ -97,11 +97,11 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
         "steps": f"{done} of {config.train.steps}",
         "now": progress.text if progress is not None else "",
         "time left": format_duration(left * mean(row["step_s"] for row in recent)) if recent and left and going else "",
-        "accuracy": _accuracy(folder, describe=True),
+        "evaluation": _accuracy(folder, describe=True),
         "champion": made.verdict if (made := registered_policy(folder)) is not None else "",
         "resumed": counted(resumed, "time") if resumed else "",
         "last failure": told[1] if told is not None else (whys[-1] if resumed else ""),
-        "logs": f"metronome logs {folder.path.name}",
+        "logs": f"{own_program('metronome')} logs {folder.path.name}",
     }
     return {name: text for name, text in rows.items() if text}
 

@@ -72,7 +72,7 @@ def _responses(steps: list[JsonObject]) -> dict[str, str]:
         return {}
     mean, p90, tail = (fmean(row[f"response_length_{name}"] for row in last) for name in ("mean", "p90", "tail"))
     text = f"mean {mean:,.0f} tokens, 90 % up to {p90:,.0f}, longest {longest:,}"
-    text += ": long-tailed" if tail > LONG_TAIL else ": of like length"
+    text += ": long-tailed" if tail > LONG_TAIL else ": of similar length"
     waited = sum(row["wait_s"] for row in last) / sum(row["step_s"] for row in last)
     if waited > WAITED:
         text += f"; the trainer waited {waited:.0%} of the time, and "

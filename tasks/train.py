@@ -92,7 +92,7 @@ class TrainingArtifacts:
                 linked = linked or bool(_link_page(self._config))
                 self._update(bar)
             except httpx.HTTPError as error:
-                say("warning", f"the Prefect server rejects the progress: {type(error).__name__}: {error}")
+                say("warning", f"the Prefect server does not take the progress: {type(error).__name__}: {error}")
             if last:
                 return
 

@@ -254,7 +254,8 @@ class _OrchestratorClient:
         if not self._met and not self._told:
             self._told = True
             limit, key = self._patience
-            self._say(f"{self._name} waits for the run at {self._address} to begin, for up to {limit:g} s ({key})")
+            what = f"the run at {self._address} to begin, or to be resumed if it has ended"
+            self._say(f"{self._name} waits for {what}, for up to {limit:g} s ({key})")
         if isinstance(answer, _Refused) and answer.status == 410:
             raise _Left
         if isinstance(answer, _Refused):

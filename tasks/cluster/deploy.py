@@ -220,7 +220,7 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
         "work pools": ", ".join(pools),
         "devices": limits,
         **rows,
-        "automations": ", ".join([*_triggers(tree), *watched]),
+        "automations": "; ".join([*_triggers(tree), *watched]),
         "start a worker": " and ".join(_worker_command(name, templates[name][0], choices) for name in pools),
     }
 

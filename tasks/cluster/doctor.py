@@ -254,7 +254,7 @@ def _run_folders() -> list[str]:
 def check_servers() -> list[str]:
     """Lines on the servers that this shell's commands use: which, and whether each answers within REACH_S."""
     servers = (
-        ("Prefect", "PREFECT_API_URL", "/health", "none: `metronome run` starts its own; `. runs/services/env`"),
+        ("Prefect", "PREFECT_API_URL", "/health", "`metronome run` starts its own; `. runs/services/env` sets it"),
         ("MLflow", "MLFLOW_TRACKING_URI", "/health", "the file mlflow.db in run.output"),
         ("S3", "AWS_ENDPOINT_URL", "", "Amazon's own, for paths s3://"),
     )

@@ -37,7 +37,7 @@ def name_flow_run(name: str, folder: Path | None = None) -> None:
             if folder is not None:
                 client.update_flow_run_labels(number, {FOLDER: str(folder.resolve())})
     except httpx.HTTPError as error:
-        print_error(f"warning: the Prefect server rejects the name {name}: {type(error).__name__}: {error}")
+        print_error(f"warning: the Prefect server does not take the name {name}: {type(error).__name__}: {error}")
 
 
 def name_of(folder: RunFolder) -> str:

@@ -446,8 +446,8 @@ class MirrorThread:
             if not self._away:
                 what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
                 print_error(
-                    f"warning: MLflow ({shown_store()}) rejects {what}: {first_line(error)}. The run continues; what "
-                    "MLflow lacks is written when it answers"
+                    f"warning: MLflow ({shown_store()}) does not take {what}: {first_line(error)}. The run continues; "
+                    "what MLflow lacks is written when it answers"
                 )
             self._away = True
             return False

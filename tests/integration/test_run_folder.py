@@ -61,6 +61,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exac
     log = (folder.logs / "trainer.log").read_text()
     assert f"step-000004: {file.name} does not match _SUCCESS.json" in log
     assert "skipped, and kept as damaged-step-000004" in log
+    assert any("kept as damaged-step-000004" in row["text"] for row in read_lines(folder.notices))
     kept = folder.checkpoints / "damaged-step-000004" / file.name
     assert kept.read_bytes() == bytes(data)
 

@@ -143,6 +143,8 @@ SENSITIVITY = (
 """Changes with which a plan is tried: (name, factor of lengths, of decoding, of training)."""
 ADVISED = 10
 """Number of steps that the advice reads, and of settings that it simulates."""
+FEWEST = 5
+"""Number of steps after the first from which the advice predicts: fewer say more of the machine's other load."""
 WORTHWHILE = 1.1
 """Minimum ratio of step times for which a setting is advised."""
 OFF_POLICY = ("one_step_off", "bounded")
@@ -304,6 +306,8 @@ def run_advice(folder: Path) -> str:
     shares = {name: sum(line[key] for line in run.steps for key in keys) / seconds for name, keys in parts.items()}
     bound = max(shares, key=lambda name: shares[name])
     found = f"{bound} ({shares[bound]:.0%} of a step)"
+    if len(run.steps) < FEWEST:
+        return found
     if run.config.algorithm.dynamic_sampling:
         return found  # the simulation does not know how many groups are tried
     if not run.config.rollout.instances + run.config.dry_run.joining:
@@ -313,7 +317,7 @@ def run_advice(folder: Path) -> str:
     if faster < WORTHWHILE:
         return f"{found}; no setting of this layout is predicted to be much faster"
     command = f"metronome plan --from {shlex.quote(str(folder))}"
-    return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} ({command})"
+    return f"{found}; predicted to be {faster:.2f} times as fast with {plan.best[0].candidate} ({command})"
 
 
 def _slower(costs_of: CostsOf, decoding: float, training: float) -> CostsOf:

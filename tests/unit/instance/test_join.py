@@ -141,7 +141,8 @@ async def test_it_may_be_started_long_before_its_orchestrator(tmp_path, guest):
     """And finds one that takes no instances yet."""
     task = guest()
     await until(lambda: guest.said, "it to say that it waits")
-    assert guest.said == [f"guest waits for the run at {tmp_path} to begin, for up to 10 s (rollout.timeout_s)"]
+    what = f"the run at {tmp_path} to begin, or to be resumed if it has ended"
+    assert guest.said == [f"guest waits for {what}, for up to 10 s (rollout.timeout_s)"]
     await asyncio.sleep(1.5 * CONFIG.rollout.wait_s)
     server = Server(CONFIG)
     async with server.listening(tmp_path):

@@ -123,4 +123,4 @@ def test_a_server_that_is_away_holds_up_nothing_and_is_said(tmp_path, monkeypatc
             tell(row(step))
     assert not server.pages
     assert asked
-    assert "the Prefect server rejects the progress: ConnectError: refused" in capsys.readouterr().out
+    assert "the Prefect server does not take the progress: ConnectError: refused" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def test_the_rows_of_a_training(tmp_path):
     ("tail", "wait_s", "said"),
     [
         (0.6, 1.0, "long-tailed; the trainer waited 50% of the time, and more instances help little"),
-        (0.12, 1.0, "of like length; the trainer waited 50% of the time, and more instances on further devices help"),
+        (0.12, 1.0, "similar length; the trainer waited 50% of the time, and more instances on further devices help"),
         (0.6, 0.1, "longest 900: long-tailed"),
     ],
 )

@@ -91,7 +91,7 @@ def test_what_an_absent_server_misses_is_written_once_when_it_is_back(config, qu
         add_steps(config, 3)
     assert history(run_id) == [(step, step / 10) for step in range(4)]
     told = capsys.readouterr().err
-    assert told.count("rejects") == told.count("is answering again") == 1
+    assert told.count("does not take") == told.count("is answering again") == 1
     assert ": nobody there. The run continues" in told
 
 

@@ -67,22 +67,24 @@ def test_what_is_no_run_or_too_short_is_refused(tmp_path):
 
 
 def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tmp_path, tiny_model):
-    slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
     told = planning.run_advice(slow)
     assert told.startswith("rollout (")
     assert "predicted" in told
     assert 'train.mode="periodic"' in told
     assert f"(metronome plan --from {slow})" in told
-    factor = float(re.search(r"predicted ([\d.]+) times", told)[1])
+    factor = float(re.search(r"predicted to be ([\d.]+) times as fast with ", told)[1])
     assert factor > 1.5
     good = read_run(slow, last=2)
     assert len(good.steps) == 2
+    short = simulated_run(with_model(config("short", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    assert re.fullmatch(r"rollout \(\d+% of a step\)", planning.run_advice(short))
     with pytest.raises(BadInput, match="no config.toml"):
         planning.run_advice(tmp_path / "nothing")
 
 
 def test_the_advice_of_a_run_whose_instances_all_joined_predicts_nothing(tmp_path, tiny_model):
-    folder = simulated_run(with_model(config("joined", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    folder = simulated_run(with_model(config("joined", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
     recipe = folder / "config.toml"
     text, count = re.subn(r"(?m)^instances = \d+$", "instances = 0", recipe.read_text())
     recipe.write_text(text)
