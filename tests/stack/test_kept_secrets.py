@@ -45,7 +45,7 @@ def arguments_while(command, secrets, **options):
     finally:
         process.kill()
         process.wait()
-    assert any("trainer.rank" in line for line in seen)  # the processes of the run were looked at
+    assert any("trainer.rank" in line for line in seen), output  # the processes of the run were looked at
     return process.returncode, output, [line for line in seen if any(secret in line for secret in secrets)]
 
 
