@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from engine.config import Config
+from engine.run.folder import RunFolder
 from support.runs import ROOT
 from tasks import interruption
 
@@ -50,3 +52,22 @@ def test_what_ends_it_at_once_is_called_by_what_came(monkeypatch, capsys, number
     monkeypatch.setattr(interruption._command, "signal", number)
     interruption.say_stopping(9.0)
     assert capsys.readouterr().err.endswith(f"for up to 9 s; {again} ends at once\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "saved"),
+    [
+        ([], "no checkpoint yet: training starts again at its first step"),
+        (["damaged-step-000002"], "no whole checkpoint: without the damaged ones training starts again"),
+    ],
+)
+def test_what_a_run_without_a_whole_checkpoint_has_saved(tmp_path, monkeypatch, names, saved):
+    config = Config(run={"output": str(tmp_path), "name": "night"})
+    folder = RunFolder(config.folder)
+    for name in names:
+        (folder.checkpoints / name).mkdir(parents=True)
+    monkeypatch.setattr(interruption._command, "run", (config, "run"))
+    assert interruption.how_on() == ""  # not begun
+    folder.config.parent.mkdir(parents=True, exist_ok=True)
+    folder.config.touch()
+    assert f"saved       {saved}" in interruption.how_on()
