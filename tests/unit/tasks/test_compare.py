@@ -94,7 +94,7 @@ def test_a_run_in_runs_is_named_as_in_status_and_watch(stored, tmp_path, monkeyp
 
 
 def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):
-    slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
     told = compare_runs([str(slow), str(stored[0])], tmp_path / "page.html").splitlines()
     (line,) = told[told.index("Bound by:") + 1 : told.index("Bound by:") + 2]
     assert line.startswith("slow  rollout (")
