@@ -124,6 +124,7 @@ _GREEK = (
 _TOKEN = rf" ?(\d|[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z]))"
 """What an argument without braces is: \\frac12 is a half. Of several digits of \\binom or of a root with an index, TeX
 would take the first one, which is not what is meant: these are left as they are."""
+_BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _ARGUMENTS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -132,10 +133,10 @@ _ARGUMENTS = tuple(
         (rf"(\\binom\{{[^{{}}]*\}}){_TOKEN}(?!\d)", r"\1{\2}"),
         (rf"(\\sqrt)(?![a-zA-Z]){_TOKEN}", r"\1{\2}"),
         (rf"(\\sqrt\[[^\[\]{{}}]*\]){_TOKEN}(?!\d)", r"\1{\2}"),
-        (r"(\^|\\sqrt(?:\[[^\[\]{}]*\])?)(\\(?:frac|binom)\{[^{}]*\}\{[^{}]*\})", r"\1{\2}"),
+        (rf"(\^|\\sqrt(?:\[[^\[\]{{}}]*\])?)(\\(?:frac|binom){_BRACES}{_BRACES})", r"\1{\2}"),
         (
             r"(\\(?:vec|hat|bar|tilde|d?dot|(?:over|under)line|wide(?:hat|tilde)|overrightarrow|math(?:bb|cal|frak|scr))"
-            r"(?![a-zA-Z])) ?([a-zA-Z])(?!\w)",
+            r"(?![a-zA-Z])) ?([a-zA-Z])(?![a-zA-Z\d])",
             r"\1{\2}",
         ),
     )

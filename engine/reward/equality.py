@@ -287,9 +287,11 @@ def _builders(one: str, other: str, depth: int) -> bool | None:
     if not (ours or theirs):
         return None
     if ours and theirs:
-        kinds = [set() if _chain(found[3]) else set(AND.findall(found[3])) for found in (ours, theirs)]
+        kinds = [set(AND.findall(found[3])) for found in (ours, theirs)]
+        loose = any(_chain(found[3]) for found in (ours, theirs)) and "or" not in kinds[0] | kinds[1]
         alike = ours[2] == theirs[2] or (_is_plain(ours) and _is_plain(theirs))
-        return alike and ours[1] == theirs[1] and kinds[0] == kinds[1] and _same(ours[3], theirs[3], depth - 1)
+        alike = alike and ours[1] == theirs[1] and (loose or kinds[0] == kinds[1])
+        return alike and _same(ours[3], theirs[3], depth - 1)
     found, text = (ours, other) if ours else (theirs, one)
     return found is not None and _is_plain(found) and _same(found[3], text, depth - 1)
 
@@ -391,14 +393,14 @@ def _members(one: str, other: str, depth: int) -> bool | None:
     names = [_MEMBER.match(text) for text in (one, other)]
     if not any(names):
         return None
-    stated = {name[1] for name in names if name} | {name for text in (one, other) if (name := read_interval(text).name)}
+    read = [read_interval(_chain(text) or text).name for text in (one, other)]
+    stated = {*filter(None, read), *(name[1] for name in names if name)}
     ours, theirs = (text[name.end() if name else 0 :] for name, text in zip(names, (one, other), strict=True))
     return len(stated) == 1 and _same(ours, theirs, depth - 1)
 
 
 def _relations(one: str, other: str, depth: int) -> bool | None:
-    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1, (1, 3], and x > 1 and x <= 3. Two single relations in
-    different forms are left to SymPy."""
+    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1, (1, 3], and x > 1 and x <= 3. SymPy does others."""
     chains = [_chain(text) for text in (one, other)]
     if any(chains) and not all(chains):
         one, other = chains[0] or one, chains[1] or other
@@ -422,11 +424,11 @@ def _relations(one: str, other: str, depth: int) -> bool | None:
 
 
 def _chain(text: str) -> str:
-    """The chain that two relations joined by "and" state (`chain_of`); empty if its numbers do not ascend. Then no
-    number is between them, and the word may stand for "or"."""
-    found = chain_of(text)
-    numbers = [number.value for side in RELATION.split(found)[::2] if (number := read_number(side.strip()))]
-    return found if all(low < high for low, high in pairwise(numbers)) else ""
+    """The chain that `chain_of` finds; empty if its ends do not ascend, because "and" may stand for "or" then."""
+    sides = RELATION.split(found := chain_of(text))[::2]
+    numbers = [number.value for side in sides if (number := read_number(side.strip()))]
+    falls = bool(found) and lies_within(f"({sides[0]})-({sides[-1]})", Fraction(0), Fraction(10**12))
+    return "" if falls or any(low >= high for low, high in pairwise(numbers)) else found
 
 
 class _Equation(NamedTuple):

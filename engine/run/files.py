@@ -9,6 +9,7 @@ writes have a checksum, and the values of lines are checked against `LINES`.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -214,6 +215,7 @@ def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:
     `sync`: also sync the file to the disk."""
     data = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the orchestrator and a rank may append at the same time
         size = cut_torn_line(path)
         try:
             while data:

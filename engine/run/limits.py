@@ -155,8 +155,11 @@ def open_files(config: Config, instances: int = 0) -> int:
     with `instances` if they are more. An evaluation during the run may sample more responses for each prompt."""
     expected = config.rollout.instances + config.dry_run.joining
     instances = max(1, instances, expected, config.cluster.most_instances)
-    in_flight = instances * config.groups_in_flight * max(config.rollout.group_size, config.evaluate.samples)
-    return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
+    samples = config.evaluate.samples
+    in_flight = config.groups_in_flight * max(config.rollout.group_size, samples)
+    if samples > config.slots:  # begins where a single slot is free
+        in_flight = max(in_flight, config.slots - 1 + samples)
+    return instances * in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
 
 
 def count_threads(config: Config) -> int:

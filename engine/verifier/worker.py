@@ -162,10 +162,14 @@ def score_group(
             found.append(error)
             break
     if any(map(inspect.iscoroutine, found)):
-        found = runner.run(_all_scores(found))
+        try:
+            found = runner.run(_all_scores(found))
+        except asyncio.CancelledError:
+            raise RewardError("an async function has cancelled tasks that are not its own") from None
     for reward, scores in zip(rewards, found, strict=False):
-        if isinstance(scores, RewardError):
-            raise RewardError(f"{reward.name} {scores}" if reward.name else str(scores))
+        if isinstance(scores, BaseException):
+            told = str(scores) if isinstance(scores, RewardError) else f"raised {describe_error(scores, reward.file)}"
+            raise RewardError(f"{reward.name} {told}" if reward.name else told)
     return [_weighted_sum(rewards, scores) for scores in zip(*found, strict=True)]
 
 
@@ -232,10 +236,17 @@ def _checked_scores(
         raise RewardError(f"returned {type(values).__name__}, expected a list of {count} scores")
     if len(values) != count:
         raise RewardError(f"returned {len(values)} scores for {count} responses")
-    return [
-        None if value is None and reward.may_skip else _checked_score(value, index)
-        for index, value in enumerate(values)
-    ]
+    scores: list[Score | None] = []
+    with UserCode(whatever=True) as attempt:  # numbers of their own classes
+        scores = [
+            None if value is None and reward.may_skip else _checked_score(value, index)
+            for index, value in enumerate(values)
+        ]
+    if attempt.error is not None and not isinstance(attempt.error, RewardError):
+        raise RewardError(f"returned a score that can't be read: {describe_error(attempt.error, reward.file)}")
+    if attempt.error is not None:
+        raise attempt.error
+    return scores
 
 
 async def _all_scores(found: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import Protocol
 import aiohttp
 
 from engine.config import Config
-from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.errors import BadInput, MetronomeError, ProcessDied, counted
 from engine.orchestrator.pool.dispatch import Dispatcher
 from engine.orchestrator.pool.instance import WORKING, Instance, Place
 from engine.orchestrator.pool.instance_client import InstanceClient
@@ -164,7 +164,7 @@ class Pool:
                 raise error
         for one, error in failed:
             self.note(one.name, str(error))
-            self._say("fails", f"{one.name} could not start, the run goes on with {left} of its instances: {error}")
+            self._say("fails", f"{one.name} could not start, the run goes on with {counted(left, 'other')}: {error}")
             self.failed_starts.put_nowait(one)
         self.connected.set()
 

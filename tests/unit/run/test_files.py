@@ -1,6 +1,8 @@
 """How state files and lines get to the disk, and on a disk that is full."""
 
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -8,6 +10,7 @@ from engine.errors import MetronomeError
 from engine.run.files import append_line, read_lines, write_atomically, write_json
 from engine.run.trace import Trace, read_spans
 from support.disk_order import disk_order
+from support.runs import ROOT
 
 
 def test_a_state_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_next_one(tmp_path, monkeypatch):
@@ -77,3 +80,21 @@ def test_a_number_that_json_has_no_word_for_is_refused_by_name_and_nothing_is_wr
     with pytest.raises(MetronomeError, match="a number in it is not finite"):
         write_json(tmp_path / "file.jsonl", [row])
     assert not list(tmp_path.iterdir())
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from engine.run.files import append_lines
+for number in range(2000):
+    append_lines(Path(sys.argv[1]), [f'{{"who": "{sys.argv[2]}", "number": {number}}}'])
+"""
+
+
+def test_two_processes_lose_no_line_of_each_other(tmp_path):
+    """As the orchestrator and a rank append to the notices."""
+    path = tmp_path / "lines.jsonl"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), who], cwd=ROOT) for who in "ab"]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    rows = list(read_lines(path))
+    assert [[row["number"] for row in rows if row["who"] == who] for who in "ab"] == [list(range(2000))] * 2

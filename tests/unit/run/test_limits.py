@@ -52,6 +52,8 @@ def test_instances_that_join_are_counted_and_samples_of_an_evaluation(monkeypatc
         limits.check_open_files(large)
     more = Config(evaluate=Evaluate(samples=1024))
     assert limits.open_files(more) > more.rollout.concurrency * 1024
+    one_group = Config(rollout=Rollout(concurrency=1, group_size=8, instances=100), evaluate=Evaluate(samples=64))
+    assert limits.open_files(one_group) > 100 * (7 + 64) + 100 * 4
     monkeypatch.setattr(limits, "reachable_limit", lambda: 1024)
     limits.check_open_files(Config())
 

@@ -1,6 +1,7 @@
 """The three signatures of a reward: what each is called with, and what a function of none is told."""
 
 import asyncio
+import re
 import sys
 from dataclasses import replace
 
@@ -148,3 +149,35 @@ def test_a_function_of_no_signature_is_refused_with_all_three(load, parameters):
 @pytest.mark.parametrize("parameters", ["p, rs", "prompt, responses, scale=1.0", "*arguments"])
 def test_metronomes_own_may_have_any_other_names(load, parameters):
     assert load(f"def f({parameters}): return 1.0").call(None, None) == 1.0
+
+
+ODD = """
+import asyncio
+class Odd:
+    def __float__(self):
+        raise ZeroDivisionError("no number")
+def plain(completions): return [Odd() for _ in completions]
+async def waits(completions): return plain(completions)
+async def cancels(completions):
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    return [1.0 for _ in completions]
+async def is_cancelled(completions): raise asyncio.CancelledError
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("plain", "r returned a score that can't be read: ZeroDivisionError: no number"),
+        ("waits", "r returned a score that can't be read: ZeroDivisionError: no number"),
+        ("cancels", "an async function has cancelled tasks that are not its own"),
+        ("is_cancelled", "r raised CancelledError"),
+    ],
+)
+def test_whatever_a_score_or_a_function_does_is_an_error_of_the_reward(tmp_path, name, told):
+    file = tmp_path / "odd.py"
+    file.write_text(ODD)
+    rewards = [replace(load_reward(f"{file}:{one}"), name=as_) for one, as_ in ((name, "r"), ("waits", "other"))]
+    with asyncio.Runner() as runner, pytest.raises(RewardError, match=re.escape(told)):
+        score_group(rewards, runner, prompt(), [response("1")])
