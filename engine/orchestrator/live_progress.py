@@ -17,7 +17,6 @@ from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.run_events import RunEvents
 from engine.run.checkpoint_files import partial_of
-from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.logs import log_line
 from engine.run.progress import Progress, folder_size, format_size, write_progress
@@ -79,12 +78,7 @@ class LiveProgress:
     def _append(self, stage: str, text: str) -> None:
         text = clean_line(text)
         log_line(f"{stage}: {text}")
-        if self._folder.fence.is_passed:
-            return
-        try:
-            append_line(self._folder.notices, {"stage": stage, "text": text, "at": time.time()})
-        except OSError as error:
-            log_line(f"{self._folder.notices} can't be written: {error}")
+        self._folder.add_notice(stage, text)
 
 
 def training_progress(found: Mapping[str, Any], steps: int) -> Progress:

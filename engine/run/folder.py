@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -15,10 +16,10 @@ import tomli_w
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.errors import BadInput, MetronomeError
+from engine.errors import BadInput, MetronomeError, clean_line
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
-from engine.run.logs import log_error
+from engine.run.logs import log_error, log_line
 from engine.run.user_code import name_code
 from engine.types import Group, JsonObject, Response, StepReport
 
@@ -153,6 +154,16 @@ class RunFolder:
         """Append one line to evaluations.jsonl. Raises TakenOver as `add_step` does."""
         self.fence.check_attempt()
         append_line(self.evaluations, row)
+
+    def add_notice(self, stage: str, text: str) -> None:
+        """Append one line to the notices, unless a newer orchestrator writes the run. A file that can't be written is
+        told in the log."""
+        if self.fence.is_passed:
+            return
+        try:
+            append_line(self.notices, {"stage": stage, "text": clean_line(text), "at": time.time()})
+        except OSError as error:
+            log_line(f"{self.notices} can't be written: {error}")
 
     def samples_of(self, step: int) -> Path:
         """The file with the response samples of a step."""

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from engine.config import Config
-from engine.errors import BadInput, CheckpointError, DeadlineError, MetronomeError, TakenOver, clean_line
+from engine.errors import BadInput, CheckpointError, DeadlineError, MetronomeError, TakenOver
 from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import (
@@ -62,7 +62,7 @@ from engine.run.checkpoint_files import (
 )
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
-from engine.run.files import append_line, write_json
+from engine.run.files import write_json
 from engine.run.folder import RunFolder, check_same_keys
 from engine.run.identity import read_run_id
 from engine.run.logs import log_line
@@ -375,13 +375,9 @@ class Checkpoints:
     def _tell(self, message: str) -> None:
         """Print it, and add it to the run's notices, which its console and its page show."""
         log_line(message)
-        if self._fence.is_passed:
-            return
-        notices = RunFolder(self._root.parent).notices
-        try:
-            append_line(notices, {"stage": "resume", "text": clean_line(message), "at": time.time()})
-        except OSError as error:
-            log_line(f"{notices} can't be written: {error}")
+        folder = RunFolder(self._root.parent)
+        folder.fence = self._fence
+        folder.add_notice("resume", message)
 
     def _check_same_model(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Raise BadInput if the checkpoint has other inputs, another model or another fixed key."""
