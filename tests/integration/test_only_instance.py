@@ -1,0 +1,141 @@
+"""The only instance dies in the middle of a step, in every mode and layout.
+
+It starts again, gets the weights, and the step goes on. `Job.end` checks that each response is trained exactly once.
+Where a step samples with its own weights, the final weights are those of a run that nothing happened to, bit for bit.
+In the modes that sample ahead, the policy may have moved on when it is back: what was lost is sampled by newer weights,
+of a version that the mode accepts, as after a resume.
+"""
+
+import contextlib
+import os
+import threading
+
+import httpx
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from docs.examples.hf_trainer import HuggingFaceTrainer
+from engine.client.service import ServiceClient
+from engine.run.progress import read_progress
+from engine.trainer.loop import Loop
+from engine.trainer.rollouts import LiveRollouts
+from support import elastic_job
+from support.elastic_job import Job
+from support.faults import kill
+from support.runs import config_of, launch, wait_for
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+STEPS = 5
+STALE = {"algorithm.old_policy": "rollout", "algorithm.kl_coef": 0}
+OFF = STALE | {"train.mode": "one_step_off"}
+BOUNDED = STALE | {"train.mode": "bounded", "train.max_staleness": 2}
+STAGED = {"weights.staged": True}
+SEVERAL = {"train.devices": []}
+CASES = {
+    "sync": ({"train.mode": "sync"}, 0),
+    "periodic": ({}, 0),
+    "updates": ({"train.updates": 4}, 0),
+    "one_step_off": (OFF, 1),
+    "one_step_off_staged": (OFF | STAGED, 1),
+    "bounded": (BOUNDED, 2),
+    "bounded_staged": (BOUNDED | STAGED, 2),
+    "exact_lag": (BOUNDED | {"train.exact_lag": True}, 2),
+    "replicas": (SEVERAL | {"parallel.data": 2}, 0),
+    "pipeline": (SEVERAL | {"parallel.pipeline": 2}, 0),
+    "evaluation": ({"evaluate.every": 1, "evaluate.problems": 40, "evaluate.samples": 4}, 0),
+}
+"""What a run has beside the recipe, and how many versions before the step's its responses may have."""
+EACH_TIME = ("sync", "periodic", "one_step_off", "exact_lag")
+ALONE = {"replicas", "pipeline", "updates"}
+"""Whose numbers are not those of `periodic`."""
+
+
+def recipe(settings, folder, more):
+    cores = sorted(os.sched_getaffinity(0))
+    return elastic_job.recipe(settings, folder, STEPS) | {
+        "train.consume": "prompt_order",
+        "train.devices": cores[:1],
+        "rollout.instances": 1,
+        "rollout.devices": cores[-1:],
+        "rollout.deterministic": True,
+        "rollout.heartbeat_s": 1.5,
+        "evaluate.max_new_tokens": 40,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model, problems, tmp_path_factory):
+    """Returns the final weights of a run that nothing happens to."""
+    from support.runs import base_settings
+
+    found = {}
+
+    def weights(name, more):
+        if name not in found:
+            folder = tmp_path_factory.mktemp(name)
+            code, output = launch(recipe(base_settings(tiny_model, problems, folder), folder, more), folder)
+            assert code == 0, output
+            found[name] = load_file(folder / "run/policy/model.safetensors")
+        return found[name]
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+)
+def test_the_only_instance_dies_in_the_middle_of_a_step(settings, tmp_path, undisturbed, name):
+    more, lag = CASES[name]
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Job(recipe(settings, tmp_path, more), tmp_path))
+        run.wait(lambda: run.steps() >= 2 and run.works("instance-0") and _is_there(run, name), "its work")
+        kill(run, "instance-0")
+        lines = run.end(lag)
+    assert lines[-1]["pool_size"] == 1
+    assert run.periods("instance-0").count("starting") == 2
+    if not lag:
+        expected = undisturbed(name if name in ALONE else "periodic", more if name in ALONE else {})
+        weights = load_file(run.folder / "policy/model.safetensors")
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[key], expected[key]) for key in weights)
+
+
+def _is_there(run, name):
+    progress = read_progress(run.folder / "logs/progress.json")
+    return name != "evaluation" or (progress is not None and "evaluating" in progress.text)
+
+
+@pytest.mark.nightly
+def test_the_only_instance_of_a_service_dies_in_the_middle_of_a_step(settings):
+    rows = []
+    exact = {"train.consume": "prompt_order", "rollout.deterministic": True, "rollout.concurrency": 1}
+    for name in ("undisturbed", "killed"):
+        rows.append([])
+        config = config_of(settings | exact | {"run.name": name, "rollout.max_new_tokens": 40})
+        with ServiceClient.init_engines(config) as service:
+            trainer = HuggingFaceTrainer(service.config)
+            report = lambda step, figures: rows[-1].append((step, figures["groups"], figures["grad_norm"]))  # noqa: E731
+            training = threading.Thread(
+                target=Loop(service.config, trainer, LiveRollouts.of(service), report).run, daemon=True
+            )
+            training.start()
+            if name == "killed":
+                wait_for(lambda: rows[-1] and _status(service)["instances"][0]["groups"], "work")
+                _instance_of(service).kill()
+            training.join(150)
+            assert not training.is_alive()
+    assert rows[0] == rows[1]
+    assert len(rows[1]) == settings["train.steps"]
+
+
+def _status(service):
+    address = (service.config.folder / "rollout.address").read_text().strip()
+    return httpx.get(f"http://{address}/status").json()
+
+
+def _instance_of(service):
+    processes = psutil.Process(service._child.pid).children(recursive=True)
+    return next(one for one in processes if "engine.instance.embedded" in " ".join(one.cmdline()))
