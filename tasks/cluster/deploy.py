@@ -32,12 +32,12 @@ from prefect.settings import get_current_settings
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import TypeAdapter, ValidationError
 
+from engine.config import Config
 from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
 from tasks.cluster import alerts, watchdog
-from tasks.cluster.all_or_nothing import Touched, all_or_nothing
 from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, visible_cuda_devices
 from tasks.cluster.prefect_api import CLIENT_AUTH
@@ -196,49 +196,47 @@ class Choices:
 
 def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
     """Update the server that PREFECT_API_URL names; returns rows for the console, with the schedules that the server
-    then has. Raises BadInput before anything is changed, and MetronomeError once what was changed is put back."""
+    then has. Raises BadInput before anything is changed. The same command repairs a deploy that failed midway, because
+    what a whole deploy sets does not depend on what is left of another."""
     tree = read_deployments(recipe, overrides, choices)
-    pools = sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     known = read_pools(choices.pools)
-    templates = {name: read_template(name, known) for name in pools}
+    templates = {
+        name: read_template(name, known) for name in sorted({one["work_pool"]["name"] for one in tree["deployments"]})
+    }
     config = load_config(recipe, list(overrides))
     server = _server()
     _keep_timezones(tree)
-    with all_or_nothing(_touched(tree, pools)):
-        _make_pools(templates)
-        limits = _set_limits(choices, templates[choices.pool][0])
-        _deploy(tree)
-        show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
-        rows = {one["name"]: _row(one) for one in tree["deployments"]}
-        watched = watchdog.install_automations()
-        if choices.notify:
-            watched += alerts.install_alerts(
-                choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
-            )
+    try:
+        return _change_server(tree, templates, config, choices, server)
+    except (httpx.HTTPError, MetronomeError) as error:
+        raise MetronomeError(f"{error}\nRepair: the same command once more, when the server answers") from error
+
+
+def _change_server(
+    tree: Mapping[str, Any],
+    templates: Mapping[str, tuple[str, JsonObject]],
+    config: Config,
+    choices: Choices,
+    server: str,
+) -> dict[str, str]:
+    _make_pools(templates)
+    limits = _set_limits(choices, templates[choices.pool][0])
+    _deploy(tree)
+    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
+    rows = {one["name"]: _row(one) for one in tree["deployments"]}
+    watched = watchdog.install_automations()
+    if choices.notify:
+        watched += alerts.install_alerts(
+            choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
+        )
     return {
         "Prefect server": server,
-        "work pools": ", ".join(pools),
+        "work pools": ", ".join(templates),
         "devices": limits,
         **rows,
         "automations": "; ".join([*_triggers(tree), *watched]),
-        "start a worker": " and ".join(_worker_command(name, templates[name][0], choices) for name in pools),
+        "start a worker": " and ".join(_worker_command(name, kind, choices) for name, (kind, _) in templates.items()),
     }
-
-
-def _touched(tree: Mapping[str, Any], pools: Sequence[str]) -> Touched:
-    """What a deploy makes or changes on the server."""
-    return Touched(
-        pools=pools,
-        limits=list(OPTIONS),
-        deployments=[_full_name(one) for one in tree["deployments"]],
-        queues=[
-            (one["work_pool"]["name"], one["work_pool"]["work_queue_name"])
-            for one in tree["deployments"]
-            if "work_queue_name" in one["work_pool"]
-        ],
-        automations=[*_triggers(tree), *(one.name for one in watchdog.build_automations()), *alerts.names()],
-        blocks=alerts.blocks(),
-    )
 
 
 def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:
