@@ -1,43 +1,34 @@
-"""Messages about runs to a webhook: a block of the Prefect server with the address, and automations that use it."""
+"""Messages about runs to a webhook: Prefect's Custom Webhook block with the address, and automations that use it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import EventTrigger, Posture
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_UI_URL
 from prefect.types import SecretDict
 
 from engine.errors import BadInput
-from tasks.cluster import events, watchdog
+from tasks.cluster import events
 from tasks.cluster.flow_names import FOLDER
-from tasks.cluster.signed_webhook import DINGTALK, FEISHU, KEY, SignedWebhook
 
 BLOCK = "metronome-alerts"
 """Name of the block on the server."""
-SIGNED_BLOCK = "metronome-signed-alerts"
-"""Its name if messages are signed."""
-_BLOCKS = ((BLOCK, CustomWebhookNotificationBlock), (SIGNED_BLOCK, SignedWebhook))
-SECRET = "METRONOME_NOTIFY_SECRET"
-"""Environment variable of a deploy: the secret with which a robot wants its messages signed."""
-SIGNED = (FEISHU, DINGTALK)
-"""The formats whose receivers know signatures."""
 OFF = "off"
 """The value of --notify that removes the alerts."""
 WAIT_MINUTES = 30
 """Minutes that a run may wait for a worker before a message says so."""
 CRASHED_S = 600.0
-"""Seconds within which a crashed run must be resumed; the watchdog takes two minutes at most."""
+"""Seconds within which the watchdog must resume a crashed run; it takes one minute."""
 
 _TEXT = "{{subject}}\n{{body}}"
 FORMATS: Mapping[str, dict[str, Any]] = {
@@ -58,23 +49,20 @@ HOSTS = {
 """The formats of known hosts; any other host gets plain JSON."""
 LONGEST = 500
 """Characters of a reason in a message to people: WeCom takes 2,048 bytes."""
-_SHORT = f"|string|truncate({LONGEST}, true)"
 _PLAIN = "|replace('<', '‹')"
-_SAFE: Mapping[str, str] = {
+_SAFE = {
     "slack": "|replace('&', '&amp;')|replace('<', '&lt;')|replace('>', '&gt;')",
-    "feishu": _PLAIN,
-    "dingtalk": _PLAIN,
-    "wecom": _PLAIN,
+    **dict.fromkeys(("feishu", "dingtalk", "wecom"), _PLAIN),
 }
 """Filters by format. The text of an error may be a model's, and <!channel> or <at user_id="all"> calls everybody."""
-
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.metronome"}
+_TAKEN = {f"prefect.flow-run.{state}" for state in ("Pending", "Submitting", "Running")}
+_OVER = {f"prefect.flow-run.{state}" for state in ("Cancelling", "Cancelled", "Completed", "Failed")}
 _WAITS = {"prefect.flow-run.Late", "prefect.flow-run.AwaitingRetry"}
 
 
-def choose_format(url: str, given: str = "", secret: str = "") -> str:
-    """The format of messages to an address: `given`, else the format of its host. Raises BadInput, also for a `secret`
-    to sign with that the receiver does not know."""
+def choose_format(url: str, given: str = "") -> str:
+    """The format of messages to an address: `given`, else the format of its host. Raises BadInput."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -83,92 +71,70 @@ def choose_format(url: str, given: str = "", secret: str = "") -> str:
         raise BadInput("--notify: expected the address of a webhook, https://HOST/PATH, or off")
     if given and given not in FORMATS:
         raise BadInput(f"--notify-format {given}: expected one of {', '.join(FORMATS)}")
-    kind = given or HOSTS.get(parts.hostname, "json")
-    if secret and kind not in SIGNED:
-        raise BadInput(f"{SECRET} is set, but only messages to {' and '.join(SIGNED)} are signed, not {kind}: unset it")
-    return kind
+    return given or HOSTS.get(parts.hostname, "json")
 
 
-def webhook_block(url: str, kind: str, secret: str = "") -> CustomWebhookNotificationBlock:
-    """The block that sends messages in the format `kind`, signed with the robot's `secret` if there is one. The address
-    is one of its secrets."""
-    if secret:
-        return SignedWebhook(
-            name="metronome",
-            robot=kind,
-            url="{{address}}",
-            json_data=FORMATS[kind],
-            secrets=SecretDict({"address": url, KEY: secret}),
-        )
+def webhook_block(url: str, kind: str) -> CustomWebhookNotificationBlock:
+    """The block that sends messages in the format `kind`. The address is one of its secrets."""
     return CustomWebhookNotificationBlock(
         name="metronome", url="{{address}}", json_data=FORMATS[kind], secrets=SecretDict({"address": url})
     )
 
 
-def install_alerts(url: str, kind: str, wait_minutes: float, secret: str = "") -> list[str]:
+def install_alerts(url: str, kind: str, wait_minutes: float) -> list[str]:
     """Create or update block and automations on the server that PREFECT_API_URL names; returns the names. `url` may be
-    `OFF`, which removes both. `secret`: see `webhook_block`. No other block of an earlier deploy keeps its secrets."""
+    `OFF`, which removes both."""
     if url == OFF:
-        for name in names():
-            try:
-                Automation.read(name=name).delete()
-            except (ValueError, ObjectNotFound):
-                continue
-        _delete_blocks()
+        remove_automations(one.name for one in build_alerts(UUID(int=0), ""))
+        with suppress(ValueError):  # there is none
+            CustomWebhookNotificationBlock.delete(BLOCK)
         return []
-    name = SIGNED_BLOCK if secret else BLOCK
-    block = webhook_block(url, kind, secret).save(name, overwrite=True)
-    installed = watchdog.install(build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes, kind))
-    _delete_blocks(keep=name)
-    return installed
+    block = webhook_block(url, kind).save(BLOCK, overwrite=True)
+    made = build_alerts(block, str(PREFECT_UI_URL.value() or ""), wait_minutes, kind)
+    with get_client(sync_client=True) as client:
+        for automation in made:
+            if there := client.read_automations_by_name(automation.name):
+                automation.id = there[0].id
+                automation.update()
+            else:
+                automation.create()
+    return [one.name for one in made]
 
 
-def names() -> list[str]:
-    """The names of all alerts."""
-    return [one.name for one in build_alerts(UUID(int=0), "")]
-
-
-def blocks() -> list[tuple[str, str]]:
-    """(slug of the type, name) of the blocks that alerts may use."""
-    return [(block.get_block_type_slug(), name) for name, block in _BLOCKS]
-
-
-def _delete_blocks(keep: str = "") -> None:
-    for name, block in _BLOCKS:
-        if name != keep:
-            with suppress(ValueError):  # there is none
-                block.delete(name)
+def remove_automations(names: Iterable[str]) -> None:
+    """Delete the automations that have these names, where there are any."""
+    with get_client(sync_client=True) as client:
+        for name in names:
+            for found in client.read_automations_by_name(name):
+                client.delete_automation(found.id)
 
 
 def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind: str = "json") -> list[Automation]:
     """The automations. `block`: id of the block that sends; `ui`: address of the Prefect UI, "" if unknown; a run waits
     for a worker for `wait_minutes` without a message. `kind`: format of the messages."""
     safe = _SAFE.get(kind, "")
-    short = _SHORT + safe if safe else ""
+    short = f"|string|truncate({LONGEST}, true){safe}" if safe else ""
     run = f"{{{{ flow_run.name{safe} }}}}"
-    flow = _body(
-        f"{{{{ flow_run.state.message{short} }}}}",
-        f"{ui}/runs/flow-run/{{{{ flow_run.id }}}}" if ui else "",
-        f"flow_run.labels['{FOLDER}']{safe}",
-    )
     own_run = f"{{{{ event.payload.run{safe} }}}}"
-    link = f"{ui}/runs/flow-run/{{{{ event.payload.flow_run }}}}" if ui else ""
-    own = _body(f"{{{{ event.payload.figures{short} }}}}", link, f"event.payload.folder{safe}")
-    flow_alerts = {
-        ("a run has failed", f"{run} has failed"): _follows("prefect.flow-run.Failed", "prefect.flow-run.*", _OURS),
-        ("a crashed run is not resumed", f"{run} crashed and is not resumed"): _missing(
-            {"prefect.flow-run.Crashed"}, watchdog.LEFT, CRASHED_S
+    champion = f"{{{{ event.payload.policy{safe} }}}}"
+    flow = _body(f"flow_run.state.message{short}", "flow_run.id", f"flow_run.labels['{FOLDER}']{safe}", ui)
+    own = _body(f"event.payload.figures{short}", "event.payload.flow_run", f"event.payload.folder{safe}", ui)
+    crashed = {"prefect.flow-run.Crashed"}
+    resumed = {*_TAKEN, *_OVER, "prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry"}
+    waiting = f"{run} has waited for a worker for {wait_minutes:g} minutes"
+    not_taken = _missing(_WAITS, _TAKEN | _OVER, 60.0 * wait_minutes)
+    alerts = (
+        ("a run has failed", f"{run} has failed", flow, _happens("prefect.flow-run.Failed", _OURS)),
+        (
+            "a crashed run is not resumed",
+            f"{run} crashed and is not resumed",
+            flow,
+            _missing(crashed, resumed, CRASHED_S),
         ),
-        ("a run waits for a worker", f"{run} has waited for a worker for {wait_minutes:g} minutes"): _missing(
-            _WAITS, watchdog.LEFT - _WAITS - {"prefect.flow-run.Scheduled"}, 60.0 * wait_minutes
-        ),
-    }
-    own_alerts = {
-        ("a run has finished", f"{own_run} has finished"): _follows(events.FINISHED, "metronome.run.*"),
-        ("a new champion", f"{{{{ event.payload.policy{safe} }}}} is the new champion"): _follows(
-            events.CHAMPION, "metronome.run.*"
-        ),
-    }
+        ("a run waits for a worker", waiting, flow, not_taken),
+        ("a run has finished", f"{own_run} has finished", own, _happens(events.FINISHED, {})),
+        ("a new champion", f"{champion} is the new champion", own, _happens(events.CHAMPION, {})),
+    )
     return [
         Automation(
             name=f"metronome alert: {name}",
@@ -176,24 +142,24 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
             trigger=trigger,
             actions=[SendNotification(block_document_id=block, subject=f"Metronome: {subject}", body=body)],
         )
-        for alerts, body in ((flow_alerts, flow), (own_alerts, own))
-        for (name, subject), trigger in alerts.items()
+        for name, subject, body, trigger in alerts
     ]
 
 
-def _body(what: str, link: str, folder: str) -> str:
-    """`folder`: the expression of the run's folder, which is empty before the run has one."""
+def _body(what: str, number: str, folder: str, ui: str) -> str:
+    """The reason, the link to the flow run, and a command. `folder`: the expression of the run's folder, which is empty
+    before the run has one."""
+    link = f"{ui}/runs/flow-run/{{{{ {number} }}}}" if ui else ""
     given = folder.partition("|")[0]
     logs = f'{{% if {given} %}}metronome logs "{{{{ {folder} }}}}"{{% else %}}metronome runs{{% endif %}}'
-    return "\n".join(filter(None, (what, link, logs)))
+    return "\n".join(filter(None, (f"{{{{ {what} }}}}", link, logs)))
 
 
-def _follows(event: str, resource: str, related: Mapping[str, str] = MappingProxyType({})) -> EventTrigger:
+def _happens(event: str, related: dict[str, str]) -> EventTrigger:
     """Fires at each event."""
     return EventTrigger(
         expect={event},
-        match={"prefect.resource.id": resource},
-        match_related=dict(related),
+        match_related=related,
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,

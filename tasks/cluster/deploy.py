@@ -226,9 +226,7 @@ def _change_server(
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
     watched = watchdog.install_automations()
     if choices.notify:
-        watched += alerts.install_alerts(
-            choices.notify, _notify_format(choices), choices.notify_wait, os.environ.get(alerts.SECRET, "")
-        )
+        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
     return {
         "Prefect server": server,
         "work pools": ", ".join(templates),
@@ -317,8 +315,7 @@ def _check(choices: Choices) -> None:
 
 def _notify_format(choices: Choices) -> str:
     told = choices.notify not in ("", alerts.OFF)
-    secret = os.environ.get(alerts.SECRET, "")
-    return alerts.choose_format(choices.notify, choices.notify_format, secret) if told else ""
+    return alerts.choose_format(choices.notify, choices.notify_format) if told else ""
 
 
 def _server() -> str:

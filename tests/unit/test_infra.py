@@ -98,7 +98,7 @@ def test_compose_volumes_and_mounts_are_there():
         assert source in tree["volumes"] or (COMPOSE.parent / source).exists(), source
 
 
-def test_compose_runs_prefect_with_our_blocks_and_its_database():
+def test_compose_runs_prefect_with_its_database():
     """In the image of the worker, so that both have one version."""
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     assert services["prefect"]["image"] == services["worker"]["image"]

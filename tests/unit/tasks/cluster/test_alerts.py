@@ -1,17 +1,12 @@
-import time
-import tomllib
 from uuid import UUID
 
 import pytest
-from apprise.plugins.dingtalk import NotifyDingTalk
 from prefect.server.utilities.user_templates import render_user_template_sync
 
 from engine.errors import BadInput
-from support.runs import ROOT
 from tasks.cluster import alerts
 from tasks.cluster.flow_names import FOLDER
 
-ROBOT = "SEC0123456789abcdef"
 SECRET = "https://hooks.example.com/services/T0/secret"
 
 
@@ -38,25 +33,6 @@ def test_a_bad_address_or_format_is_refused_without_repeating_the_address(url, g
     with pytest.raises(BadInput, match=said) as refused:
         alerts.choose_format(url, given)
     assert url not in str(refused.value)
-
-
-def test_messages_to_robots_are_signed_as_these_check_it(monkeypatch):
-    """DingTalk's signature against that of another implementation, Feishu's against one that openssl made."""
-    monkeypatch.setattr(time, "time", lambda: 1795770478.4)
-    block = alerts.webhook_block("https://oapi.dingtalk.com/robot/send?access_token=x", "dingtalk", ROBOT)
-    request = block._build_request_args("why", "who")
-    at, signed = NotifyDingTalk(token="x" * 64, secret=ROBOT).get_signature()
-    assert str(request["url"]).endswith(f"send?access_token=x&timestamp={at}&sign={signed}")
-    assert request["json"]["text"]["content"] == "who\nwhy"
-    block = alerts.webhook_block("https://open.feishu.cn/open-apis/bot/v2/hook/x", "feishu", "SECabc")
-    told = block._build_request_args("why", "who")["json"]
-    assert (told["timestamp"], told["sign"]) == ("1795770478", "Eyk7Ov3sH18I+1575g5wwbLRUz8Pwc9zkr6+D5sFZ80=")
-    assert told["content"]["text"] == "who\nwhy"
-    assert "SECabc" not in block.model_dump_json()
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert entries["prefect.collections"]["metronome"] == type(block).__module__  # the server finds the block by it
-    with pytest.raises(BadInput, match="METRONOME_NOTIFY_SECRET is set, but only messages to feishu and dingtalk"):
-        alerts.choose_format("https://hooks.slack.com/services/T/B/x", "", ROBOT)
 
 
 @pytest.mark.parametrize("kind", alerts.FORMATS)
