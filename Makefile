@@ -73,7 +73,7 @@ slow-test: $(VENV)/installed-dev  ## tests that take minutes each
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
 	$(BIN)/python -m pytest -n $(WORKERS) $(BY_FILE) -m "(slow or parallel or faults or stack) and not vllm and not nightly" $(call FILES,slow|parallel|faults|stack)
 
-npu: $(VENV)/python  ## both environments for Ascend NPUs: trainer and instances (docs/ascend.md)
+npu: $(VENV)/python  ## both environments for Ascend NPUs: trainer and instances (docs/hardware.md)
 	bash infra/trainer/install.sh $(BIN)/python
 	touch $(VENV)/installed
 	$(MAKE) vllm DEVICE=npu

@@ -20,4 +20,4 @@ def dry_run(config: Config) -> None:
         Tokenizer(model, config.rollout.stop)
     for title, rows in plan_sections(plan_run(config)).items():
         console.print_table(title, rows)
-    console.print_page("\nNothing was started. Memory is computed, not measured: docs/ascend.md says what it covers.")
+    console.print_page("\nNothing was started. Memory is computed, not measured: docs/hardware.md says what it covers.")

@@ -55,7 +55,7 @@ class DryRun(Table):
     """Settings of the dry run (`run.dry`)."""
 
     joining: int = Field(default=0, ge=0)
-    """Number of instances that will be started for the run on other nodes and join it (docs/clusters.md). The dry
+    """Number of instances that will be started for the run on other nodes and join it (docs/operate.md). The dry
     run, and the check of how many files the orchestrator may open, add them to the run's own."""
 
 

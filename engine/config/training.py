@@ -264,7 +264,7 @@ class Parallel(Table):
     experts. It must divide the number of experts; 1 for a dense model."""
     nodes: PositiveInt = 1
     """Machines that run trainer ranks, the same number of ranks on each. All must see the run folder
-    (docs/clusters.md)."""
+    (docs/operate.md)."""
     rendezvous: str = ""
     """Address host:port on the orchestrator's node at which the nodes meet; at the port after it the ranks reach the
     orchestrator, over TLS. Needed with nodes above 1, else empty. With cluster.engine = "ray" it may be "auto"; an
@@ -346,7 +346,7 @@ class Platform(Table):
 
 
 class Cluster(Table):
-    """What places the processes of a run that are not on its own node (docs/clusters.md)."""
+    """What places the processes of a run that are not on its own node (docs/operate.md)."""
 
     engine: Literal["pools", "ray"] = "pools"
     """"pools": Prefect's work pools for a deployed run; otherwise a person starts them. "ray": a running Ray cluster of

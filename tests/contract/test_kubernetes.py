@@ -115,7 +115,7 @@ def test_kuberay_accepts_the_ray_clusters(folder, name):
     (cluster,) = rendered(folder / name)
     assert [f"{one.json_path}: {one.message}" for one in check.iter_errors(cluster)] == []
     assert list(check.iter_errors({**cluster, "spec": {**cluster["spec"], "workerGroups": []}}))
-    redis = {"gcsFaultToleranceOptions": {"redisAddress": "redis:6379"}}  # as docs/clusters.md has it
+    redis = {"gcsFaultToleranceOptions": {"redisAddress": "redis:6379"}}  # as docs/operate.md has it
     assert not list(check.iter_errors({**cluster, "spec": {**cluster["spec"], **redis}}))
 
 
@@ -158,7 +158,7 @@ def test_ray_on_npus_gets_its_arguments_as_kuberay_quotes_them(folder, tmp_path)
 
 
 def test_the_folder_of_your_own_in_the_docs_is_rendered(folder):
-    page = (ROOT / "docs/clusters.md").read_text()
+    page = (ROOT / "docs/operate.md").read_text()
     (text,) = [one for one in re.findall(r"^```\n(.*?)^```", page, re.M | re.S) if one.startswith("resources:")]
     own = folder.parents[1] / "site"
     own.mkdir()

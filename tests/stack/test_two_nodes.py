@@ -43,7 +43,7 @@ with get_client(sync_client=True) as client:
     client.upsert_global_concurrency_limit_by_name("ascend-npus", 3)
 """
 ONE_RUN = ["-m", "prefect", "work-queue", "set-concurrency-limit", "default", "1", "--pool", POOL]
-"""Two nodes are enough for one run on two nodes (docs/clusters.md)."""
+"""Two nodes are enough for one run on two nodes (docs/operate.md)."""
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_it_is_chinese_and_there_are_pages():
-    assert len(PAGES) >= 3
+    assert len(PAGES) >= 1
     for page in PAGES:
         text = CODE.sub("", FENCE.sub("", page.read_text()))
         assert len(re.findall(r"[\u4e00-\u9fff]", text)) > 200, page.name

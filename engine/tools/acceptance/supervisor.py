@@ -48,7 +48,7 @@ class AcceptancePart:
 
 
 ACCEPTANCE = (
-    AcceptancePart("versions", 90.0, "install what the lines name; docs/platforms.md says which versions fit together"),
+    AcceptancePart("versions", 90.0, "install what the lines name; docs/hardware.md says which versions fit together"),
     AcceptancePart(
         "devices", 60.0, "no other process may use the device (nvidia-smi, npu-smi info); check driver and CUDA or CANN"
     ),

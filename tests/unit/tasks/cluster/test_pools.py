@@ -82,7 +82,7 @@ def test_a_list_of_ones_own_changes_pools_and_adds_some(tmp_path):
 
 
 def test_the_list_in_the_documentation_works(tmp_path):
-    page = (ROOT / "docs/clusters.md").read_text()
+    page = (ROOT / "docs/operate.md").read_text()
     [example] = [block for block in page.split("```\n") if block.startswith("[training] ")]
     pools = own(tmp_path, example)
     assert defaults(read_template("training", pools)[1])["resources"]["huawei.com/ascend-1980"] == 16
@@ -91,7 +91,7 @@ def test_the_list_in_the_documentation_works(tmp_path):
 
 
 def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path):
-    page = (ROOT / "docs/ascend.md").read_text()
+    page = (ROOT / "docs/hardware.md").read_text()
     [example] = [block for block in page.split("```\n") if block.startswith("[ascend-train.")]
     pools = own(tmp_path, example)
     for pool in ("ascend-train", "ascend-rollout"):
