@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,6 @@ from tasks import console
 
 Output = Annotated[Path, typer.Option("--output", help="folder of the runs (run.output)")]
 OneRun = Annotated[str, typer.Argument(metavar="[RUN]", help="name or folder of a run (default: the newest)")]
-AnyRun = Annotated[
-    str, typer.Argument(metavar="[RUN]", help="name, folder or s3:// address of a run (default: the newest)")
-]
 
 
 def runs(
@@ -39,7 +35,7 @@ def status(run: OneRun = "", output: Output = Path("runs")) -> None:
 
 
 def watch(
-    run: AnyRun = "",
+    run: OneRun = "",
     output: Output = Path("runs"),
     host: Annotated[
         str, typer.Option(help="address to listen on; any but loopback needs METRONOME_TOKEN")
@@ -47,35 +43,26 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = PORT,
 ) -> None:
     """Show a run on a page that follows it: curves, timeline, pool, conversations, warnings."""
-    from engine.run.s3 import SCHEME, copied_folder
     from engine.tools.watch.server import serve_page
     from tasks.run_reports import find_folder
 
-    def say(place: object) -> Callable[[str], None]:
-        return lambda address: console.say("watch", f"{place}: {address}")
-
-    if run.startswith(SCHEME):
-        with copied_folder(run, whole=False) as copies:
-            serve_page(copies.path, host=host, port=port, say=say(run), source=copies)
-    else:
-        folder = find_folder(run, output).path
-        serve_page(folder, host=host, port=port, say=say(folder))
+    folder = find_folder(run, output).path
+    serve_page(folder, host=host, port=port, say=lambda address: console.say("watch", f"{folder}: {address}"))
 
 
 def trace(
-    run: AnyRun = "",
+    run: OneRun = "",
     output: Output = Path("runs"),
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="file to write, gzipped with .gz (default: RUN/trace.json.gz; of an s3:// run ./NAME.trace.json.gz)",
+            help="file to write, gzipped with .gz (default: RUN/trace.json.gz)",
         ),
     ] = None,
     steps: Annotated[str, typer.Option(metavar="FIRST:LAST", help="only these steps, e.g. 10:19 (default: all)")] = "",
 ) -> None:
     """Write what every process of a run did as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    from engine.run.s3 import SCHEME, copied_folder
     from engine.tools.trace_events import write_trace
     from tasks.run_reports import find_folder
 
@@ -83,20 +70,13 @@ def trace(
     if steps and not (colon and first.isdigit() and last.isdigit()):
         raise BadInput(f"--steps {steps}: expected FIRST:LAST, for example 10:19")
     wanted = range(int(first), int(last) + 1) if steps else None
-    if run.startswith(SCHEME):
-        with copied_folder(run, whole=True) as copies:
-            target = out or Path(f"{copies.path.name}.trace.json.gz")
-            written = write_trace(copies.path, target, wanted)
-    else:
-        folder = find_folder(run, output).path
-        target = out or folder / "trace.json.gz"
-        written = write_trace(folder, target, wanted)
+    folder = find_folder(run, output).path
+    target = out or folder / "trace.json.gz"
+    written = write_trace(folder, target, wanted)
     profiled = f" and {written.profiled:,} events of profiles" if written.profiled else ""
     console.print_page(
         f"{target}: {written.spans:,} spans{profiled}; open it at ui.perfetto.dev, which keeps it in the browser"
     )
-    if run.startswith(SCHEME):
-        console.print_page("profiles are not read from S3: copy the run's folder for a trace that has them")
     for file in written.left_out:
         console.print_page(f"{file} is too large to be put in; open it by itself")
 

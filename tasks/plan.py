@@ -16,7 +16,7 @@ from engine.config.keys import flatten_keys, nest_keys
 from engine.config.recipe import HOME
 from engine.errors import BadInput, counted
 from engine.run.files import write_atomically
-from engine.run.limits import checkpoints_to_come, growth_to_come
+from engine.run.limits import checkpoint_size
 from engine.run.progress import format_size
 from engine.run.sizes import total_parameters
 from engine.tools.dry_run.roofline import DEVICES
@@ -165,7 +165,7 @@ def _portable(value: Any) -> Any:  # noqa: ANN401
 
 def _whole_run(plan: Planned, changes: Sequence[Sensitivity]) -> Iterator[list[str]]:
     """The rows of a table of the whole run: of the recipe as it is, and of the best setting."""
-    yield ["the whole run", "hours", "from", "to", "device-hours", "checkpoints", "other files"]
+    yield ["the whole run", "hours", "from", "to", "device-hours", "a checkpoint"]
     for name, one, field in (
         ("the recipe as it is", plan.today, "today"),
         ("the best setting", plan.best[0], "chosen"),
@@ -173,13 +173,11 @@ def _whole_run(plan: Planned, changes: Sequence[Sensitivity]) -> Iterator[list[s
         config = one.candidate.config
         seconds = [one.step_s, *(getattr(change, field).step_s for change in changes)]
         hours = [step * config.train.steps / 3600 for step in (one.step_s, min(seconds), max(seconds))]
-        count, each = checkpoints_to_come(config, total_parameters(plan.model.shape))
         yield [
             name,
             *(f"{each_h:.3g}" for each_h in hours),
             f"{hours[0] * one.devices:.3g}",
-            format_size(round(count * each)),
-            f"at most {format_size(round(growth_to_come(config)))}",
+            format_size(checkpoint_size(config, total_parameters(plan.model.shape))),
         ]
 
 

@@ -51,9 +51,7 @@ def find_folder(run: str, output: Path) -> RunFolder:
             raise BadInput(f"{output} has no run; name the folder of runs by --output")
         return folders[0]
     if run.startswith(SCHEME):
-        raise BadInput(
-            f"{run}: only metronome watch and metronome trace read s3://; copy the run folder, and name the copy"
-        )
+        raise BadInput(f"{run}: runs are not read from S3; copy the run folder (aws s3 sync), and name the copy")
     name = _FLOW_NAME.sub(r"\1", run)
     for path in (Path(run), output / name):
         if (path / "config.toml").is_file():

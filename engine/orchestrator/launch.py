@@ -45,7 +45,7 @@ from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.limits import saving_s
 from engine.run.lock import hold_lock
-from engine.run.logs import kept_small, log_error
+from engine.run.logs import log_error
 from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
 from engine.run.run_inputs import record_inputs
@@ -141,8 +141,7 @@ class _Orchestrator:
         self._stop_on_signals()
         self._beating = asyncio.create_task(self._beat())
         try:
-            async with kept_small(self.folder.logs):
-                await self._run()
+            await self._run()
         finally:
             self._beating.cancel()
             self._live.close()

@@ -27,7 +27,7 @@ from engine.orchestrator.weight_sync.place import weights_folder
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
-from engine.run.logs import kept_small, log_error, log_line
+from engine.run.logs import log_error, log_line
 from engine.run.open_files import raise_limit
 from engine.run.process import drop_lifeline, hold_lifeline, stop_all, watch_lifeline
 from engine.run.run_inputs import record_inputs
@@ -83,7 +83,7 @@ async def _serve(config: Config, folder: RunFolder, say: Say) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     server = Server(config)
-    async with kept_small(folder.logs), server.listening(folder.path) as address:
+    async with server.listening(folder.path) as address:
         serving = asyncio.create_task(_serve_plane(config, folder, server, lambda: say(_says(address))))
         ending = asyncio.create_task(stopped.wait())
         await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)

@@ -28,7 +28,6 @@ from engine.orchestrator.weight_sync.evaluated_weights import EvaluatedWeights
 from engine.orchestrator.weight_sync.probe import make_probe
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
-from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.progress import Progress
 from engine.run.run_inputs import check_evaluated
@@ -122,7 +121,6 @@ async def _evaluate(
     joined = meeting is not None
     config = with_evaluation_context(config)
     async with (
-        kept_small(folder.logs),
         rollout_service(
             config=config,
             model=model,

@@ -18,11 +18,9 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.checkpoint_files import all_complete
-from engine.run.folder import SAMPLED_GROUPS, SAMPLED_TOKENS, RunFolder
 from engine.run.open_files import reachable_limit
 from engine.run.process import SHARED_MEMORY
-from engine.run.progress import folder_size
+from engine.run.progress import format_size
 
 OWN_FILES = 200
 """Open files of the orchestrator other than connections: libraries, logs, pipes, its server. About 60 are used."""
@@ -31,21 +29,10 @@ OWN_THREADS = 16
 RANK_SHARED = 64 * 2**20
 """Bytes of shared memory per device process of a node that has several, for buffers of the device's collectives and of
 vLLM. An allowance, not measured; a container has 64 MiB in total by default."""
-RESPONSE_SPANS = 300
-"""Bytes of a response's spans in the orchestrator's trace (30.3 MB for 100 steps of 1,024 responses)."""
-RANK_SPANS = 23_000
-"""Bytes of a rank's spans of a step (of 1,024 responses)."""
-TOKEN_BYTES = 4
-"""Bytes of a token's text."""
-SAMPLED_TOKEN_BYTES = 18
-"""Bytes of a token of a sampled response that is kept one by one: its text and its log-probability, as JSON."""
-ROW_BYTES = 300
-"""Bytes of the other figures of a response in the samples or in an evaluation's table, with the names of all."""
-RECORD_BYTES = 9
-"""Bytes of a response's token in a record: its id, its log-probability and its mask."""
-PROBLEMS = 256
-"""Problems of a benchmark that is evaluated whole; the number of its file is not known yet."""
 UNDER_WAY_S = 20.0
+CHECKPOINTS = 2
+"""Number of checkpoints for which the disk must have room. A disk that fills up later ends the run with a DiskError,
+after which it can be resumed."""
 SLOW_DISK = 50 * 2**20
 """Bytes per second at which every disk is taken to write a checkpoint."""
 SLOW_READ = 100 * 2**20
@@ -82,7 +69,7 @@ class Limit:
         return "is no limit" if math.isinf(self.has) else f"are {self._told(self.has)}"
 
     def _told(self, amount: float) -> str:
-        return _readable(amount) if self.unit == "bytes" else f"{amount:,.0f}"
+        return format_size(amount) if self.unit == "bytes" else f"{amount:,.0f}"
 
 
 def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
@@ -106,19 +93,16 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
             remedy="give the container more (--shm-size)",
         )
     if parameters:
-        count, each = checkpoints_to_come(config, parameters)
-        beside = growth_to_come(config)
-        policy = parameters * SIZES[config.train.dtype]  # an older one goes once the new one is whole
+        each = checkpoint_size(config, parameters)
+        policy = parameters * SIZES[config.train.dtype]
         place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
         yield Limit(
             what=f"disk space at {config.run.output} (run.output)",
-            need=count * each + policy + beside,
+            need=CHECKPOINTS * each + policy,
             has=shutil.disk_usage(place).free,
             unit="bytes",
-            formula=f"{count} x {_readable(each)} of checkpoints, of which the oldest is deleted when a newer one is "
-            f"complete, {_readable(policy)} of the trained policy, and at most {_readable(beside)} of spans, samples, "
-            "tables of evaluations and the record",
-            remedy="free space, set run.output to another disk, or lower checkpoint.keep_last or run.keep_steps",
+            formula=f"{CHECKPOINTS} checkpoints of {format_size(each)}, {format_size(policy)} of the trained policy",
+            remedy="free space, or set run.output to another disk",
         )
 
 
@@ -180,43 +164,6 @@ def shared_memory(config: Config) -> int:
     return RANK_SHARED * (ranks + split)
 
 
-def checkpoints_to_come(config: Config, parameters: int) -> tuple[int, float]:
-    """Number of checkpoints that the run folder still needs room for, and the bytes of one."""
-    every = config.checkpoint.every
-    all_of_them = math.ceil(config.train.steps / every) if every else 1
-    best = config.checkpoint.keep_best
-    kept = min(all_of_them, config.checkpoint.keep_last + best + (2 if best else 1))  # one may await its evaluation
-    there = len(all_complete(config.folder / "checkpoints"))
-    return max(1, kept - there), checkpoint_size(config, parameters)
-
-
-def growth_to_come(config: Config) -> int:
-    """Bytes that spans, response samples, tables of evaluations and the record still take in the run folder, if every
-    response has its full length. Logs do not count: they are small unless something is wrong."""
-    steps = config.train.steps
-    kept = min(steps, config.run.keep_steps or steps)
-    size = config.rollout.group_size
-    responses = config.train.prompts_per_step * size
-    ranks = config.parallel.ranks + config.scorer_ranks
-    context = TOKEN_BYTES * config.rollout.max_context  # of a problem and its response
-    row = context + ROW_BYTES + SAMPLED_TOKEN_BYTES * min(config.rollout.max_new_tokens, SAMPLED_TOKENS)
-    if config.rollout.program:
-        row += TOKEN_BYTES * config.rollout.max_new_tokens + ROW_BYTES  # also turn by turn
-    most = min(steps, 2 * kept) * (RESPONSE_SPANS * responses + RANK_SPANS * ranks)
-    most += kept * SAMPLED_GROUPS * size * row
-    if config.train.record:
-        most += steps * responses * RECORD_BYTES * config.rollout.max_new_tokens
-    evaluate = config.evaluate
-    tables = (2 + (kept // evaluate.every if evaluate.every else 0)) * max(1, len(evaluate.benchmarks))
-    problem = context + evaluate.samples * (TOKEN_BYTES * evaluate.max_new_tokens + ROW_BYTES)
-    most += tables * (evaluate.problems or PROBLEMS) * problem
-    run = RunFolder(config.folder)
-    there = sum(map(folder_size, (run.trace, run.responses, run.path / "evaluations")))
-    recorded = run.path / "record.msgpack"
-    there += recorded.stat().st_size if recorded.is_file() else 0
-    return max(0, most - there)
-
-
 def checkpoint_size(config: Config, parameters: int) -> float:
     """Bytes of a checkpoint: the weights and Adam's two moments in fp32, and the old policy in the training's dtype."""
     old = SIZES[config.train.dtype] if config.algorithm.old_policy == "previous" else 0
@@ -247,10 +194,6 @@ def _parameters_of(path: Path) -> int:
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise BadInput(f"{path}: damaged safetensors file") from None
-
-
-def _readable(amount: float) -> str:
-    return f"{amount / 2**30:,.2f} GiB" if amount >= 2**30 else f"{amount / 2**20:,.1f} MiB"
 
 
 def _process_limit() -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel
 from engine.model.shape import ModelShape
+from engine.run.progress import format_size
 from engine.run.sizes import (
     Parameters,
     cheap_elements,
@@ -53,11 +54,6 @@ STATES = ("weights", "gradients", "optimizer", "frozen", "last gradient")
 """Names of the terms that stay in memory between two steps."""
 
 
-def readable_bytes(amount: float) -> str:
-    """An amount of bytes as text, in GiB, or in MiB if it is small."""
-    return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / 2**20:.1f} MiB"
-
-
 @dataclass(frozen=True)
 class Term:
     """One term of the sum."""
@@ -93,8 +89,8 @@ class Need:
 
     def summed(self) -> str:
         """The sum, written out in GiB."""
-        parts = " + ".join(f"{term.name} {readable_bytes(term.bytes)}" for term in self.terms)
-        return f"{parts} = {readable_bytes(self.total)}, and it has {readable_bytes(self.available)}"
+        parts = " + ".join(f"{term.name} {format_size(term.bytes)}" for term in self.terms)
+        return f"{parts} = {format_size(self.total)}, and it has {format_size(self.available)}"
 
 
 def trainer_need(shape: ModelShape, config: Config) -> Need:

@@ -43,6 +43,6 @@ def folder_size(folder: Path) -> int:
     return size
 
 
-def format_size(size: int) -> str:
+def format_size(size: float) -> str:
     """A number of bytes as text."""
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,5 +1,6 @@
 """What makes a run's numbers besides its settings and its prompts: the base model's weights, its tokenizer, and the
-user's own code. The run folder and each checkpoint have their hashes, and the run folder a copy of the code.
+files that the config names as the user's own code. The run folder and each checkpoint have their hashes, and the run
+folder a copy of the code.
 
 A resume, an evaluation and a registration compare them. A difference is refused by name, unless run.accept names it.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -61,7 +62,7 @@ def find_inputs(config: Config, model: Path, parts: Collection[str] = tuple(PART
         if part == "weights":
             found[part] = {"named": "", "hash": content_hash(model), "path": path}
         elif part == "tokenizer":
-            found[part] = {"named": "", "hash": _hash({name: model / name for name in TOKENIZER}), "path": path}
+            found[part] = {"named": "", "hash": _hash([model / name for name in sorted(TOKENIZER)]), "path": path}
         else:
             specs = _specs(config, part)
             found[part] = {"named": " ".join(map(name_code, specs)), "hash": _hash(_code(specs)), "path": ""}
@@ -84,9 +85,9 @@ def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
         check_inputs_kept(folder, config, now, read_inputs(folder))
     for part, one in now.items():
         target = folder / CODE / f"{part}-{one['hash'][:12]}"
-        for name, file in _code(_specs(config, part)).items() if not target.exists() else ():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, target / name)
+        for file in _code(_specs(config, part)) if not target.exists() else ():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
     write_json(folder / FILE, seal(now))
 
 
@@ -137,14 +138,14 @@ def _specs(config: Config, part: str) -> list[str]:
     return [spec for spec in named.get(part, []) if ":" in spec]
 
 
-def _code(specs: Collection[str]) -> dict[str, Path]:
-    return {name: file for spec in specs for name, file in find_code(spec).items()}
+def _code(specs: Collection[str]) -> list[Path]:
+    return [file for spec in specs if (file := find_code(spec)) is not None]
 
 
-def _hash(files: Mapping[str, Path]) -> str:
+def _hash(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    there = {name: file for name, file in sorted(files.items()) if file.is_file()}
-    for name, file in there.items():
-        digest.update(f"{name}\0".encode())
+    there = [file for file in files if file.is_file()]
+    for file in there:
+        digest.update(f"{file.name}\0".encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest() if there else ""

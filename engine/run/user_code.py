@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -65,54 +64,24 @@ def name_code(spec: str) -> str:
     return f"{Path(place).name}{colon}{function}" if place.endswith(".py") else spec
 
 
-def find_code(spec: str) -> dict[str, Path]:
-    """The Python files of a user's function, by their paths in its folder or in the folder of its package: its own and
-    those that it imports from there. Nothing is run. Empty if the file is missing."""
+def find_code(spec: str) -> Path | None:
+    """The Python file of a user's function, found without running anything; None if there is none."""
     from engine.config.recipe import find_file
 
     place = spec.rpartition(":")[0]
     if place.endswith(".py"):
-        first = find_file(place).resolve()
-        root = within = first.parent
-        files = [first] if first.is_file() else []
-    else:
-        first_name = place.partition(".")[0]
-        # the latter knows packages that `pip install -e` made known by a finder of its own
-        found = PathFinder.find_spec(first_name, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first_name)
-        places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
-        origin = next((Path(one).resolve() for one in places if one), None)
-        if origin is None:
-            return {}
-        within = origin.parent if origin.name == "__init__.py" else origin  # of a single file, only this file
-        root = within.parent
-        files = _files_of(root, place.split("."))
-    for file in files:
-        files += [one for one in _imported(file, root) if one not in files and one.is_relative_to(within)]
-    return {str(file.relative_to(root)): file for file in files}
+        return _first_file([find_file(place)])
+    first, *parts = place.split(".")
+    # the latter knows packages that `pip install -e` made known by a finder of its own
+    found = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
+    if found is None or not parts:
+        return _first_file([] if found is None or found.origin is None else [Path(found.origin)])
+    modules = [Path(folder).joinpath(*parts) for folder in found.submodule_search_locations or ()]
+    return _first_file([file for one in modules for file in (one.with_suffix(".py"), one / "__init__.py")])
 
 
-def _imported(file: Path, root: Path) -> list[Path]:
-    """The files below `root` that a Python file imports."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # loading it will say so
-        return []
-    names: list[tuple[Path, list[str]]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [(root, alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = [file, *file.parents][node.level] if node.level else root
-            module = node.module.split(".") if node.module else []
-            names += [(base, module), *((base, [*module, alias.name]) for alias in node.names)]
-    return [found for base, parts in names for found in _files_of(base, parts)]
-
-
-def _files_of(base: Path, parts: list[str]) -> list[Path]:
-    """The file of a module below `base`, and the `__init__.py` of each package on the way."""
-    places = [base.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
-    wanted = [place.with_suffix(".py") for place in places[-1:]] + [place / "__init__.py" for place in reversed(places)]
-    return [one for one in wanted if one.is_file()]
+def _first_file(places: Iterable[Path]) -> Path | None:
+    return next((place.resolve() for place in places if place.is_file()), None)
 
 
 def describe_error(error: BaseException, file: str = "") -> str:

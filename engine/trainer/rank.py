@@ -26,8 +26,9 @@ from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.run.fence import Fence
-from engine.run.memory import LOWERED_BY, Term, readable_bytes, trainer_need
+from engine.run.memory import LOWERED_BY, Term, trainer_need
 from engine.run.process import bind_cores, watch_lifeline
+from engine.run.progress import format_size
 from engine.run.trace import Trace
 from engine.types import StepFigures
 from engine.wire import messages
@@ -87,22 +88,22 @@ class MemoryWatch:
         expected = sum(term.bytes for term in states)
         if held > TOLERANCE * expected or self._held is None:
             when = "at the start of the step" if self._held is not None else "then"
-            return f"{readable_bytes(held)} were held {when}, where the dry run counts {self._listed(states)}"
+            return f"{format_size(held)} were held {when}, where the dry run counts {self._listed(states)}"
         if most > expected + sum(term.bytes for term in working):
             return (
-                f"{readable_bytes(most)} were needed, {readable_bytes(held)} of them at the start of the step, as the "
+                f"{format_size(most)} were needed, {format_size(held)} of them at the start of the step, as the "
                 f"dry run counts; for the work of a step it counts {self._listed(working)}"
             )
         return (
-            f"{readable_bytes(most)} were needed, no more than the dry run counts: the device has less, another "
+            f"{format_size(most)} were needed, no more than the dry run counts: the device has less, another "
             f"process uses it, or its memory is fragmented. It counts {self._listed((*states, *working))}"
         )
 
     def _listed(self, terms: Sequence[Term]) -> str:
         values = flatten_keys(self._config.model_dump())
         keys = dict.fromkeys(key for term in terms for key in LOWERED_BY[term.name])
-        parts = " + ".join(f"{term.name} {readable_bytes(term.bytes)}" for term in terms)
-        total = readable_bytes(sum(term.bytes for term in terms))
+        parts = " + ".join(f"{term.name} {format_size(term.bytes)}" for term in terms)
+        total = format_size(sum(term.bytes for term in terms))
         settings = ", ".join(f"{key} (now {json.dumps(values[key])})" for key in keys)
         return f"{parts} = {total}. Keys that lower it: {settings}{self._softer() if RECOMPUTE in keys else ''}"
 

@@ -28,7 +28,7 @@ from types import TracebackType
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.guard import guarded_command
-from engine.run.logs import log_error, rotate_logs
+from engine.run.logs import log_error
 from engine.run.process import Child, drop_lifeline, python_command, stop_all, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, post_json, server_environment
 
@@ -385,7 +385,6 @@ def _serve(services: Services, asked: threading.Event) -> None:
         print(f"\nCtrl-C ends them. In each other shell, first:\n\n. {shown}\n")
         print(f"Prefect's page asks for the user and password in {CLIENT_AUTH}, which that file sets.", flush=True)
         while not asked.wait(1.0):
-            rotate_logs(services.folder)
             for service in services.services.values():
                 service.check()
 

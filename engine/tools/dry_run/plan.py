@@ -12,7 +12,8 @@ from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.orchestrator.checks import check_layouts, unfit_rollouts
 from engine.run.limits import Limit, machine_limits
-from engine.run.memory import Need, Room, host_bytes, instance_need, readable_bytes, trainer_need
+from engine.run.memory import Need, Room, host_bytes, instance_need, trainer_need
+from engine.run.progress import format_size
 from engine.run.sizes import total_parameters
 from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.roofline import rows_of
@@ -190,13 +191,13 @@ def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _terms(need: Need) -> dict[str, str]:
-    rows = {term.name: f"{readable_bytes(term.bytes):>10}  {term.formula}" for term in need.terms}
-    return rows | {"sum": f"{readable_bytes(need.total):>10}  of {readable_bytes(need.available)}"}
+    rows = {term.name: f"{format_size(term.bytes):>10}  {term.formula}" for term in need.terms}
+    return rows | {"sum": f"{format_size(need.total):>10}  of {format_size(need.available)}"}
 
 
 def _host(made: RunPlan) -> dict[str, str]:
     held = host_bytes(made.shape, made.config)
-    return {"on the host": f"{readable_bytes(held):>10}  frozen models of one rank (train.offload)"} if held else {}
+    return {"on the host": f"{format_size(held):>10}  frozen models of one rank (train.offload)"} if held else {}
 
 
 def _cache(room: Room) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the page of a run shows, read from the run folder alone, which it leaves as it is, or from copies of one on S3.
+"""What the page of a run shows, read from the run folder alone, which it leaves as it is.
 
 Each part is JSON for the page's script (page.js). Files that grow are read from where the last reading ended, so a long
 run costs no more than a short one.
@@ -19,7 +19,6 @@ from engine.errors import BadInput, counted
 from engine.run.files import SpanLine, parse_line, read_json, read_lines
 from engine.run.lock import is_seen_held
 from engine.run.progress import read_progress
-from engine.run.s3 import CopiedFolder
 from engine.run.trace import last_spans
 from engine.tools.timeline import COLORS, content_of, whole_run
 from engine.types import JsonObject
@@ -28,8 +27,6 @@ RECENT = 20
 """Number of steps whose mean time predicts the time left."""
 BEAT_S = 30.0
 """An orchestrator that gave a sign of life within so many seconds is alive, also on another machine."""
-WRITTEN_S = 600.0
-"""A run folder on S3 with a file that is newer than this belongs to a run that goes on, unless it has ended."""
 LIVE_STEPS = 4
 """Number of newest steps on the timeline of a run that goes on."""
 NOTICES = 300
@@ -86,10 +83,8 @@ class GrowingLines:
 class RunView:
     """The parts of the page of one run."""
 
-    def __init__(self, folder: Path, source: CopiedFolder | None = None) -> None:
-        """`source`: what brings the folder up to date, which are copies from S3."""
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._source = source
         self.steps_file = GrowingLines(folder / "steps.jsonl")
         self._evaluations = GrowingLines(folder / "evaluations.jsonl")
         self._notices = GrowingLines(folder / "logs/notices.jsonl")
@@ -97,11 +92,6 @@ class RunView:
             GrowingLines(folder / f"trace/{name}.jsonl", b'"lane": "pool ')
             for name in ("orchestrator.earlier", "orchestrator")
         ]
-
-    def refresh(self) -> None:
-        """Look for what is new on S3, if the folder is there. Raises BadInput if S3 can't be read."""
-        if self._source is not None:
-            self._source.refresh()
 
     def state(self, live: bool = True) -> JsonObject:
         """What the run does now. `live`: whether a process may still hold the folder; without it, the run has ended.
@@ -122,7 +112,7 @@ class RunView:
         attempts = list(read_lines(self.folder / "attempts.jsonl"))
         return {
             "name": self.folder.resolve().name,
-            "folder": str(self.folder) if self._source is None else self._source.address,
+            "folder": str(self.folder),
             "state": word,
             "going": going,
             "text": progress.text if progress is not None and going else "",
@@ -153,7 +143,7 @@ class RunView:
         if file.exists():
             told = read_json(file, "why the run ended", "see the logs")
             failure = [str(told.get("error", "")), str(told.get("message", ""))]
-        if live and self._is_held(trained or failure is not None):
+        if live and self._is_held():
             if failure is not None:
                 return "ending", failure
             return ("running" if self.steps_file.rows else "starting"), None
@@ -161,12 +151,9 @@ class RunView:
             return "stopped" if failure[0] == "Stopped" else "failed", failure
         if trained or not self.steps_file.rows and not (self.folder / "config.toml").exists():
             return "finished", None
-        return "died" if live and self._source is None else "ended", None
+        return "died" if live else "ended", None
 
-    def _is_held(self, over: bool) -> bool:
-        """`over`: a run whose processes can't be seen has ended."""
-        if self._source is not None:
-            return not over and time.time() - self._source.newest < WRITTEN_S
+    def _is_held(self) -> bool:
         beat = self.folder / "logs/orchestrator.alive"
         beats = beat.exists() and time.time() - beat.stat().st_mtime < BEAT_S
         return is_seen_held(self.folder / "lock") or (beats and not (self.folder / "failure.json").exists())
@@ -181,11 +168,8 @@ class RunView:
     def rest(self) -> JsonObject:
         """Evaluations, warnings, the pool's history, and the steps with conversations."""
         rows = [row for row in self._evaluations.read() if "avg_at_k" in row]
-        if self._source is None:
-            files = [path.name for path in (self.folder / "responses").glob("step-*.jsonl")]
-        else:
-            files = self._source.names("responses/")
-        numbers = (name.removeprefix("step-").removesuffix(".jsonl") for name in files)
+        files = (self.folder / "responses").glob("step-*.jsonl")
+        numbers = (path.stem.removeprefix("step-") for path in files)
         return {
             "evaluations": [{key: row.get(key) for key in ACCURACY} for row in rows],
             "notices": [dict(row) for row in self._notices.read()[-NOTICES:]],
@@ -216,10 +200,7 @@ class RunView:
 
     def samples(self, step: int) -> list[JsonObject]:
         """The conversations of a step, as `RunFolder.add_samples` wrote them; none if they were deleted."""
-        name = f"responses/step-{step:06d}.jsonl"
-        if self._source is not None:
-            self._source.fetch(name)
-        return [dict(row) for row in read_lines(self.folder / name)]
+        return [dict(row) for row in read_lines(self.folder / f"responses/step-{step:06d}.jsonl")]
 
 
 def _facts(settings: JsonObject) -> JsonObject:

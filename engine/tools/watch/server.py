@@ -13,7 +13,6 @@ from pathlib import Path
 from aiohttp import web
 
 from engine.errors import BadInput
-from engine.run.s3 import CopiedFolder
 from engine.tools.watch.page import make_page
 from engine.tools.watch.run_view import RunView
 from engine.types import JsonObject
@@ -37,12 +36,12 @@ class WatchServer:
     """The routes of the page. On an address other than loopback, requests need METRONOME_TOKEN: as `Bearer`, or as the
     password for which a browser asks."""
 
-    def __init__(self, folder: Path, host: str, source: CopiedFolder | None = None) -> None:
-        """`source` as in `RunView`. Raises BadInput for an address that needs a token while there is none."""
+    def __init__(self, folder: Path, host: str) -> None:
+        """Raises BadInput for an address that needs a token while there is none."""
         token = access_token()
         check_address(host, token)
         self._token = None if is_loopback(host) else token
-        self._view = RunView(folder, source)
+        self._view = RunView(folder)
         self._reading = asyncio.Lock()
         """Held while the folder is read, in a thread."""
 
@@ -96,12 +95,8 @@ class WatchServer:
         return is_authorized(b"Bearer " + password, self._token)
 
     async def _read(self, read: Callable[[], object]) -> web.Response:
-        def refreshed() -> object:
-            self._view.refresh()
-            return read()
-
         async with self._reading:
-            found = await asyncio.to_thread(refreshed)
+            found = await asyncio.to_thread(read)
         return _json(found)
 
     async def _page(self, request: web.Request) -> web.Response:
@@ -153,12 +148,10 @@ def _number(request: web.Request, name: str) -> int:
     return int(text)
 
 
-def serve_page(
-    folder: Path, host: str, port: int, say: Callable[[str], None], source: CopiedFolder | None = None
-) -> None:
+def serve_page(folder: Path, host: str, port: int, say: Callable[[str], None]) -> None:
     """Serve the page of a run folder until the process is told to end. `port` 0: any free one. `say` gets the address.
-    `source` as in `RunView`. Raises BadInput if the server can't listen there."""
-    asyncio.run(_serve(WatchServer(folder, host, source), host, port, say))
+    Raises BadInput if the server can't listen there."""
+    asyncio.run(_serve(WatchServer(folder, host), host, port, say))
 
 
 async def _serve(page: WatchServer, host: str, port: int, say: Callable[[str], None]) -> None:

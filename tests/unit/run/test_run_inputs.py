@@ -13,7 +13,7 @@ from engine.run.run_inputs import FILE, check_evaluated, check_registered, read_
 from engine.run.user_code import find_code
 from support.runs import config_of
 
-REWARD = "import helper, math\nfrom tools import numbers\ndef reward(prompt, responses): return [helper.ONE]\n"
+REWARD = "def reward(prompt, responses): return [1.0]\n"
 FLIPPED = 100
 """A byte of the weights that is changed."""
 
@@ -24,13 +24,8 @@ def world(settings, tmp_path, tiny_model):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     code = tmp_path / "code"
-    (code / "tools").mkdir(parents=True)
+    code.mkdir()
     (code / "my.py").write_text(REWARD)
-    (code / "helper.py").write_text("ONE = 1.0\n")
-    (code / "unused.py").write_text("raise RuntimeError\n")
-    (code / "tools/__init__.py").write_text("")
-    (code / "tools/numbers.py").write_text("from . import more\n")
-    (code / "tools/more.py").write_text("raise RuntimeError('not run')\n")
     (code / "control.py").write_text("def control(step): return 1.0\n")
     keys = {
         "reward.function": f"{code / 'my.py'}:reward",
@@ -54,7 +49,7 @@ def change(folder: Path, part: str) -> None:
     elif part == "tokenizer":
         (folder / "model/chat_template.jinja").write_text("another")
     else:
-        file = folder / {"reward": "code/tools/more.py", "algorithms": "code/control.py"}[part]
+        file = folder / {"reward": "code/my.py", "algorithms": "code/control.py"}[part]
         file.write_text(file.read_text() + "# changed\n")
 
 
@@ -137,9 +132,7 @@ def test_the_run_folder_keeps_the_code_and_a_setting_that_names_other_code_is_no
     config, folder = world
     record_inputs(folder, config)
     (reward,) = folder.glob("code/reward-*")
-    kept = {str(file.relative_to(reward)) for file in reward.rglob("*.py")}
-    assert kept == {"my.py", "helper.py", "tools/__init__.py", "tools/numbers.py", "tools/more.py"}
-    assert (reward / "my.py").read_text() == REWARD
+    assert [(file.name, file.read_text()) for file in reward.iterdir()] == [("my.py", REWARD)]
     exact = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "exact"})})
     record_inputs(folder, exact)
     assert read_inputs(folder)["reward"]["hash"] == ""
@@ -152,21 +145,17 @@ def test_a_damaged_record_is_named(tmp_path):
             read_inputs(tmp_path)
 
 
-def test_the_code_of_a_package_is_its_own_files_alone(tmp_path, monkeypatch):
+def test_the_code_of_a_module_is_found_without_running_its_package(tmp_path, monkeypatch):
     (tmp_path / "mine/deep").mkdir(parents=True)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "mine/__init__.py").write_text("raise RuntimeError('imported')")
-    (tmp_path / "mine/deep/__init__.py").write_text("")
-    (tmp_path / "mine/deep/reward.py").write_text("import theirs\nfrom ..shared import x\nfrom mine import other\n")
-    for name in ("mine/shared.py", "mine/other.py", "mine/unused.py", "theirs/__init__.py"):
-        (tmp_path / name).write_text("")
+    for name in ("mine/__init__.py", "mine/deep/__init__.py", "mine/deep/reward.py"):
+        (tmp_path / name).write_text("raise RuntimeError('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    found = {"mine/__init__.py", "mine/deep/__init__.py", "mine/deep/reward.py", "mine/shared.py", "mine/other.py"}
-    assert set(find_code("mine.deep.reward:reward")) == found
-    assert find_code("nowhere.to.be.found:reward") == find_code(f"{tmp_path}/none.py:reward") == {}
+    assert find_code("mine.deep.reward:reward") == tmp_path / "mine/deep/reward.py"
+    assert find_code("mine.deep:reward") == tmp_path / "mine/deep/__init__.py"
+    assert find_code("nowhere.to.be.found:reward") is find_code(f"{tmp_path}/none.py:reward") is None
     (tmp_path / "mine/__init__.py").unlink()
-    assert set(find_code("mine.deep.reward:reward")) == found - {"mine/__init__.py"}
-    assert "json/decoder.py" in find_code("json:loads")
+    assert find_code("mine.deep.reward:reward") == tmp_path / "mine/deep/reward.py"
+    assert find_code("json:loads").name == "__init__.py"
 
 
 def test_the_code_of_a_package_that_is_installed_to_be_edited_is_found(tmp_path, monkeypatch):
@@ -180,4 +169,4 @@ def test_the_code_of_a_package_that_is_installed_to_be_edited_is_found(tmp_path,
         return spec_from_file_location(name, place / "__init__.py") if name == "edited" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_spec=find_spec)])
-    assert set(find_code("edited.reward:reward")) == {"edited/__init__.py", "edited/reward.py"}
+    assert find_code("edited.reward:reward") == place / "reward.py"

@@ -126,11 +126,11 @@ def test_what_another_process_writes_is_shown_as_it_is(tmp_path):
 def test_how_far_a_copy_is():
     done = [0]
     look = copied("uploaded", lambda: done[0], 4 * 2**30)
-    assert look() == Progress("uploaded: 0.0 MiB of 4.00 GiB", 0.0)
+    assert look() == Progress("uploaded: 0.0 MiB of 4.0 GiB", 0.0)
     done[0] = 300 * 2**20
-    assert look() == Progress("uploaded: 300.0 MiB of 4.00 GiB", 300 / 4096)
+    assert look() == Progress("uploaded: 300.0 MiB of 4.0 GiB", 300 / 4096)
     done[0] = 2**30
-    assert look() == Progress("uploaded: 1.00 GiB of 4.00 GiB", 0.25)
+    assert look() == Progress("uploaded: 1.0 GiB of 4.0 GiB", 0.25)
 
 
 def test_the_line_of_a_step_writes_both_of_its_numbers_alike(capsys):
