@@ -78,6 +78,8 @@ class LengthFigures(TypedDict):
 
 
 class _Further(TypedDict, total=False):
+    ended_s: float
+    """When the evaluation ended, in seconds since 1970; in every line (`RunFolder.add_evaluation`)."""
     seconds: float
     in_run: bool
     exposed_s: float

@@ -53,10 +53,10 @@ def _types(name: str, fields: Mapping[str, Any], required: Iterable[str] = ()) -
 _FIGURES = ("avg_at_k", "pass_at_k", "maj_at_k")
 _INTERVALS = [f"{prefix}ci_{end}" for prefix in ("", "pass_", "maj_") for end in ("low", "high")]
 LINES: Mapping[str, type[msgspec.Struct]] = {
-    "steps.jsonl": _types("StepLine", get_type_hints(StepReport), ["step"]),
+    "steps.jsonl": _types("StepLine", get_type_hints(StepReport) | {"ended_s": float}, ["step"]),
     "evaluations.jsonl": _types(
         "EvaluationLine",
-        dict.fromkeys([*_FIGURES, *_INTERVALS, "seconds", "exposed_s"], float)
+        dict.fromkeys([*_FIGURES, *_INTERVALS, "seconds", "exposed_s", "ended_s"], float)
         | dict.fromkeys(["step", "problems", "samples", "truncated", "context_cut", "partial_scores"], int)
         | dict.fromkeys(["benchmark", "model", "table"], str)
         | {"weight_version": int, "protocol": dict[str, Any], "in_run": bool, "against": ComparisonEntry},

@@ -94,6 +94,8 @@ class RunFolder:
         self.fence = Fence(path, 0)
         """The fence of the orchestrator or flow that writes through this object."""
         self._reserve = path / ".reserve"
+        self._ended: dict[Path, float] = {}
+        """Newest time of a line, by file of lines."""
 
     def create(self, config: Config, resume: bool) -> None:
         """Create the folder and write the resolved config. Raises BadInput if the folder has steps and `resume` is
@@ -132,6 +134,7 @@ class RunFolder:
         """Remove everything about steps from `step` on, because these steps are trained again."""
         self.fence.check_attempt()
         if self.steps.exists():
+            self._ended[self.steps] = _newest(self.steps)  # a step that is redone ends later than before
             kept = [line for line in read_lines(self.steps) if line["step"] < step]
             write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
         for found, sample in self.all_samples():
@@ -144,16 +147,25 @@ class RunFolder:
         return sorted(found)
 
     def add_step(self, report: StepReport) -> None:
-        """Append one line to steps.jsonl, in one write. Raises TakenOver if another orchestrator writes the run."""
+        """Append one line to steps.jsonl, in one write, with its time (`ended_s`). Raises TakenOver if another
+        orchestrator writes the run."""
         self.fence.check_attempt()
         line = asdict(report)
         line |= line.pop("reward_metrics") or {}
+        line["ended_s"] = self._end_time(self.steps)
         append_line(self.steps, {key: value for key, value in line.items() if value is not None})
 
     def add_evaluation(self, row: Mapping[str, object]) -> None:
-        """Append one line to evaluations.jsonl. Raises TakenOver as `add_step` does."""
+        """Append one line to evaluations.jsonl, with its time (`ended_s`). Raises TakenOver as `add_step` does."""
         self.fence.check_attempt()
-        append_line(self.evaluations, row)
+        append_line(self.evaluations, {**row, "ended_s": self._end_time(self.evaluations)})
+
+    def _end_time(self, file: Path) -> float:
+        """The time of a line that is appended to a file now: seconds since 1970 in whole milliseconds, and more than
+        in all lines before it, even if the clock was set back. Trackers tell the lines apart by it."""
+        before = self._ended[file] if file in self._ended else _newest(file)
+        self._ended[file] = round(max(time.time(), before + 0.001), 3)
+        return self._ended[file]
 
     def add_notice(self, stage: str, text: str) -> None:
         """Append one line to the notices, unless a newer orchestrator writes the run. A file that can't be written is
@@ -243,6 +255,10 @@ class RunFolder:
             return str(told["error"]), str(told["message"])
         except (BadInput, KeyError) as error:
             return MetronomeError.__name__, str(error)
+
+
+def _newest(file: Path) -> float:
+    return max((row.get("ended_s", 0.0) for row in read_lines(file)), default=0.0)
 
 
 def check_same_run(config: Config, before: Config) -> None:

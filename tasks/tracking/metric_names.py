@@ -9,14 +9,14 @@ from typing import Any
 
 
 def metric_values(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a row by metric name, without `step`.
+    """The figures of a row by metric name, without `step` and `ended_s`, which say where a figure belongs.
 
     A list of numbers gives NAME_min, NAME_max and NAME_count; a table of numbers gives NAME/KEY; true is 1. Text is
     left out.
     """
     found: dict[str, float] = {}
     for name, value in row.items():
-        if isinstance(value, int | float) and name != "step":
+        if isinstance(value, int | float) and name not in ("step", "ended_s"):
             found[name] = float(value)
         elif isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):
             found[f"{name}_count"] = float(len(value))

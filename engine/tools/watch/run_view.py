@@ -220,7 +220,9 @@ def _facts(settings: JsonObject) -> JsonObject:
 
 
 def _columns(rows: Sequence[JsonObject]) -> JsonObject:
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if _is_number(value))
+    names = dict.fromkeys(
+        name for row in rows for name, value in row.items() if name != "ended_s" and _is_number(value)
+    )
     return {name: [_number(row.get(name)) for row in rows] for name in names}
 
 
