@@ -104,7 +104,6 @@ NEEDED = {
 """What a page says around its TOML examples, or devices of this machine, without which they are refused."""
 ELSEWHERE = {
     "concepts.md": "the paper's loop, in names of the paper",
-    "service.md": "asks a service that runs",
     "serving.md": "asks a server that runs",
 }
 """Pages whose Python can only be compiled, by the reason."""
