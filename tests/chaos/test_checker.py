@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 
 from chaos import checker
-from chaos.progress import Progress
 from support.runs import ROOT
 
 STEPS = 6
@@ -139,37 +138,3 @@ def test_slow_recoveries():
 def test_slow_steps():
     assert checker.fast(throughput=0.6, least=0.6) == []
     assert "0.59" in checker.fast(throughput=0.59, least=0.6)[0]
-
-
-@pytest.fixture
-def progress(tmp_path):
-    return Progress(tmp_path / "steps.jsonl")
-
-
-def test_steps_that_are_trained_again_are_counted(progress, run):
-    write_steps(run, [])
-    progress = Progress(run / "steps.jsonl")
-    write_steps(run, range(3))
-    progress.look()
-    assert (progress.newest, progress.wasted) == (2, 0)
-    (run / "cut").write_text("")
-    rows = [json.dumps({"step": step, "second": True}) for step in (2, 3)]
-    (run / "cut").write_text("".join((run / "steps.jsonl").read_text().splitlines(keepends=True)[:2]))
-    (run / "cut").replace(run / "steps.jsonl")
-    progress.look()
-    assert progress.wasted == 0  # a resumed run keeps these lines
-    with (run / "steps.jsonl").open("a") as file:
-        file.write("\n".join(rows) + "\n")
-    progress.look()
-    assert (progress.newest, progress.wasted) == (3, 1)
-
-
-def test_the_recovery_is_the_end_of_the_longest_pause(progress):
-    progress.first = dict(enumerate([0, 1, 2, 3, 4, 5, 20, 21, 22, 40, 41, 42]))
-    faults = [1.5, 4.5, 22.5]
-    assert progress.recoveries(faults, end=42, ordinary_s=2) == [0.5, 15.5, 17.5]
-
-
-def test_a_fault_that_ends_the_run_has_no_recovery(progress):
-    progress.first = dict(enumerate([0, 1, 2]))
-    assert progress.recoveries([2.5], end=100, ordinary_s=2) == [float("inf")]
