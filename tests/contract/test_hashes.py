@@ -73,23 +73,3 @@ def file(name, python=None):
 )
 def test_files_that_a_container_may_install_are_taken(name, taken):
     assert (name in {one["filename"] for one in hashes.chosen([file(name)], "1.0")}) == taken
-
-
-def test_a_source_is_taken_only_where_there_is_no_wheel():
-    files = [file("one-1.0.tar.gz"), file("one-1.0-py3-none-any.whl")]
-    assert {one["filename"] for one in hashes.chosen(files, "1.0")} == {"one-1.0-py3-none-any.whl"}
-    files = [file("one-1.0.tar.gz"), file("one-1.0-cp311-cp311-manylinux_2_28_x86_64.whl")]
-    assert len({one["filename"] for one in hashes.chosen(files, "1.0")}) == 2
-
-
-def test_a_source_is_taken_where_one_python_has_no_wheel():
-    both = [f"manylinux_2_28_{machine}" for machine in ("x86_64", "aarch64")]
-    files = [file("one-1.0.tar.gz"), *(file(f"one-1.0-cp311-cp311-{platform}.whl") for platform in both)]
-    assert "one-1.0.tar.gz" in {one["filename"] for one in hashes.chosen(files, "1.0")}
-    files += [file(f"one-1.0-cp312-cp312-{platform}.whl") for platform in both]
-    assert "one-1.0.tar.gz" not in {one["filename"] for one in hashes.chosen(files, "1.0")}
-
-
-def test_a_wheel_that_a_python_must_not_install_is_not_its():
-    files = [file("one-1.0.tar.gz"), file("one-1.0-py3-none-any.whl", python=">=3.12")]
-    assert {one["filename"] for one in hashes.chosen(files, "1.0")} == {"one-1.0.tar.gz", "one-1.0-py3-none-any.whl"}

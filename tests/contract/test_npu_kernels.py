@@ -16,7 +16,7 @@ from engine.model.norm import RMSNorm, add_in_norm, add_to_made
 from engine.model.rotary import RotaryAtPositions, rotary_frequencies, rotate_positions
 from engine.model.swiglu import SwiGLU
 from engine.tools.acceptance import comparisons
-from support.attention_cases import CASES, HEADS, assert_near_in_bfloat16, assert_same, results, row_of, shards_of
+from support.attention_cases import CASES, HEADS, assert_near_in_bfloat16, assert_same, row_of, shards_of
 from support.npu_operators import define, published
 from support.torch_npu_wheel import torch_npu_wheel
 
@@ -85,10 +85,6 @@ def test_bfloat16_stays_near(case, on_npu):
         assert_near_in_bfloat16(npu.attend, row, (4, 2))
 
 
-def test_a_given_scale_is_used():
-    assert_same(npu.attend, row_of(CASES["ragged"]), (4, 2), scale=0.3)
-
-
 def test_more_sequences_than_a_call_takes(monkeypatch):
     row = row_of([(2, [1] * 1100)])
     called = []
@@ -125,21 +121,6 @@ def test_the_module_runs_on_it():
     expected = SegmentAttention.backend("reference")(None)(q, k, v, None, packed_seq_params=attention_params(row))
     assert found.shape == (row.size, 1, 32)
     torch.testing.assert_close(found, expected)
-
-
-def test_the_signature_is_binding(operators):
-    q = torch.zeros(1, 1, 16)
-    with pytest.raises(RuntimeError, match="actual_seq_q_len"):
-        operators.npu_fusion_attention(q, q, q, 1, "TND", actual_seq_q_len=[1], actual_seq_kvlen=[1])
-    with pytest.raises(RuntimeError, match="input_layout"):
-        operators.npu_fusion_attention(q, q, q, 1)
-
-
-@pytest.mark.parametrize("mode", [0, 2])
-def test_another_sparse_mode_would_be_noticed(mode, monkeypatch):
-    monkeypatch.setattr(npu, "RIGHT_DOWN_CAUSAL", mode)
-    with pytest.raises(AssertionError):
-        results(npu.attend, row_of(CASES["ragged"]), (4, 2))
 
 
 def differences(ours, plain, *inputs):

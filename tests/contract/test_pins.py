@@ -60,30 +60,6 @@ def test_a_new_conflict_is_told(known, pin, line, fault):
     assert (fault in wrong) if fault else (wrong == [])
 
 
-@pytest.mark.parametrize("where", ["any", "3.12 aarch64"])
-def test_a_version_that_there_is_not_is_told(known, where):
-    other = copy.deepcopy(known)
-    other[where]["einops==0.8.2"] = None
-    _, wrong = pins.report(other)
-    missing = [line for line in wrong if line.startswith("infra/trainer/npu.txt") and "einops" in line]
-    machines = [str(one) for one in MACHINES] if where == "any" else [where]
-    assert missing == [f"infra/trainer/npu.txt ({one}): einops 0.8.2: the index has no wheel" for one in machines]
-
-
-def test_an_allowance_that_nothing_needs_is_told(known, monkeypatch):
-    rule = pins.Allowed("constraints.txt", "torch", "left-over", "no reason")
-    monkeypatch.setattr(pins, "ALLOWED", (*pins.ALLOWED, rule))
-    _, wrong = pins.report(known)
-    assert wrong == ["constraints.txt: torch → left-over is allowed, but needs no allowance"]
-
-
-def test_a_pin_that_the_index_has_by_now_is_told(known):
-    other = copy.deepcopy(known)
-    other["any"]["triton-ascend==3.2.2"] = []
-    _, wrong = pins.report(other)
-    assert wrong == ["triton-ascend==3.2.2: the index has it now"]
-
-
 def test_trainer_and_instances_must_have_one_nccl(known):
     other = copy.deepcopy(known)
     other["any"]["torch==2.12.0"] = ['nvidia-nccl-cu13==2.28.0; platform_system == "Linux"']

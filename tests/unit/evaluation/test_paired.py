@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import BadInput
 from engine.evaluation.paired import compare_paired, sign_flip
 
 
@@ -39,18 +38,6 @@ def test_other_scores_are_flipped_at_random_close_to_enumeration():
     assert sign_flip(differences, 1) == sign_flip(differences, 1)
 
 
-def test_a_difference_that_no_flip_reaches_is_still_not_certain():
-    """The signs as they were observed count as one of the 50,001."""
-    assert sign_flip([0.1234 + number / 1e5 for number in range(40)], 1) == 1 / 50_001
-
-
-def test_equal_models_have_no_difference():
-    means = {"a": 0.5, "b": 0.0, "c": 1.0}
-    found = compare_paired(means, means, 8)
-    assert (found.difference, found.p_value, found.better, found.worse) == (0.0, 1.0, 0, 0)
-    assert not found.says_better
-
-
 def test_a_comparison_of_known_numbers():
     ours = {str(number): value for number, value in enumerate([1.0, 0.75, 0.5, 0.5, 0.25, 1.0])}
     theirs = {str(number): value for number, value in enumerate([0.5, 0.5, 0.5, 0.25, 0.0, 0.5])}
@@ -63,11 +50,6 @@ def test_a_comparison_of_known_numbers():
     assert not found.says_better  # p = 0.0625
     assert compare_paired(ours, theirs, 4, confidence=0.9).says_better
     assert not compare_paired(theirs, ours, 4, confidence=0.9).says_better
-
-
-def test_other_problems_are_refused():
-    with pytest.raises(BadInput, match="1 are in both, 2 in one only"):
-        compare_paired({"a": 1.0, "b": 0.0}, {"a": 1.0, "c": 0.0})
 
 
 def test_chance_alone_seldom_wins_and_a_real_difference_mostly_does():

@@ -59,14 +59,6 @@ async def test_the_drawn_majority_counts_silence_as_one_wrong_answer():
     assert (await voted(["#3", "", "#3"], "2", "exact")).bootstrap == 0.0
 
 
-async def test_nobody_votes():
-    assert await voted(["", "I don't know"], "2") == Majority("", 0, 0, 0.0)
-
-
-async def test_a_reward_whose_answers_cant_be_read_has_no_vote():
-    assert await majority_votes([], "mine.py:reward", None) is None
-
-
 async def test_the_worth_of_a_tie_is_the_mean_over_draws_among_the_tied():
     draw = random.Random(0)
     for _ in range(20):

@@ -8,7 +8,6 @@ import torch.nn.attention.flex_attention as flex
 from torch import multiprocessing
 from torch.distributed import TCPStore
 
-from engine.errors import BadInput
 from engine.model.attention import SegmentAttention, attention_params
 from engine.model.kernels import cpu, cuda
 from engine.model.kernels.reference import masked_attention
@@ -36,14 +35,6 @@ def test_the_plan_computes_nothing_hidden_if_calls_are_free():
     assert causal.queries.shape == (1, 14)  # the prompt with its first response
     assert behind.queries.shape == (2, 4)
     assert behind.mask.tolist() == [[True] * (11 + i) + [False] * (3 - i) for i in range(4)]
-
-
-def test_the_plan_prefers_few_calls_for_short_rows():
-    row = row_of([(3, [2, 4, 1]), (2, [3, 1]), (200, [150, 3])])
-    plans = [[tuple(batch.queries.shape) for batch in row.once(cpu.plan, cost).batches] for cost in (0, 1000, 10**9)]
-    assert plans[0] == [(2, 5), (1, 4), (1, 1), (1, 1), (1, 350), (1, 3)]
-    assert plans[1] == [(1, 16), (1, 350), (1, 3)]  # both short groups under one mask, the long one in parts
-    assert plans[2] == [(1, row.size)]
 
 
 @pytest.fixture
@@ -86,12 +77,6 @@ def test_the_block_mask_is_that_of_the_whole_mask(case):
         assert row.once(cuda.block_mask) is ours  # made once for all layers
 
 
-def test_whole_blocks_are_found():
-    mask = row_of([(256, [256])]).once(cuda.block_mask)
-    assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3]
-    assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1]
-
-
 def test_the_module_takes_megatrons_arguments():
     row = row_of(CASES["several groups"])
     q, k, v = (torch.randn(row.size, 1, heads, 8) for heads in (4, 2, 2))
@@ -99,11 +84,6 @@ def test_the_module_takes_megatrons_arguments():
     for name in ("cpu", "reference"):
         module = SegmentAttention.backend(name)(config=None, layer_number=1, attn_mask_type=None, softmax_scale=0.2)
         torch.testing.assert_close(module(q, k, v, None, packed_seq_params=attention_params(row)), expected)
-
-
-def test_an_unknown_backend_is_refused():
-    with pytest.raises(BadInput, match="tpu.*cpu, cuda, npu, reference"):
-        SegmentAttention.backend("tpu")
 
 
 PARALLEL = {

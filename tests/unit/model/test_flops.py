@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.model.flops import PEAKS, flop_utilisation, forward_flops, micro_step, peak_of, training_flops
+from engine.model.flops import forward_flops, micro_step, peak_of, training_flops
 from engine.model.layout import Segment
 from engine.model.shape import Experts
 from engine.tools.acceptance import plain_model
@@ -62,13 +62,3 @@ def test_of_experts_those_count_that_compute_a_token():
 )
 def test_peaks_by_the_devices_name(name, tera):
     assert peak_of(name) == (None if tera is None else tera * 1e12)
-
-
-def test_a_longer_name_comes_before_its_beginning():
-    names = list(PEAKS)
-    assert not [(a, b) for n, a in enumerate(names) for b in names[n + 1 :] if a in b]
-
-
-def test_utilisation_is_the_share_of_the_peak():
-    assert flop_utilisation(989e12, 4.0, "NVIDIA H100 80GB HBM3") == pytest.approx(0.25)
-    assert flop_utilisation(1e12, 1.0, "CPU") is None

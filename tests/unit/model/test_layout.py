@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from engine.model.kernels import cpu
 from engine.model.kernels.reference import masked_attention
-from engine.model.layout import make_layout, split_responses
+from engine.model.layout import make_layout
 
 
 def test_the_papers_example():
@@ -65,12 +65,6 @@ def test_aligned_adds_filler_that_nothing_sees(groups, shared, multiple):
     assert aligned.targets.tolist() == row.targets.tolist()
     assert torch.equal(aligned.mask.sum(1), aligned.positions + 1)
     assert aligned.real.tolist() == [True] * row.size + [False] * (aligned.size - row.size)
-
-
-def test_a_row_of_the_right_length_is_not_touched():
-    row = make_layout([([1, 2], [[3, 4]])])
-    assert row.aligned(4) is row
-    assert row.shard(0, 1) is row
 
 
 def test_ranks_take_an_early_and_a_late_chunk():
@@ -138,22 +132,3 @@ def test_uneven_cuts_are_refused():
         row.aligned(6).shard(0, 3).aligned(4)
     with pytest.raises(ValueError, match="in 2 shards"):
         row.aligned(8).shard(0, 2).shard(0, 2)
-
-
-def test_to_moves_all_tensors():
-    shard = make_layout([([1, 2], [[3, 4]])]).aligned(8).shard(1, 2)
-    moved = shard.to(torch.device("meta"))
-    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 6
-    assert all(tensor.is_meta for tensor in tensors)
-    assert moved.parts == shard.parts
-    assert shard.to(torch.device("cpu")) is shard
-
-
-@given(st.integers(1, 50), st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(10, 200), st.booleans())
-def test_split_keeps_order_and_budget(prompt, lengths, budget, shared):
-    parts = split_responses(prompt, lengths, budget, shared)
-    assert [index for part in parts for index in part] == list(range(len(lengths)))
-    for part in parts:
-        cost = sum(lengths[i] for i in part) + prompt * (1 if shared else len(part))
-        assert cost <= budget or len(part) == 1

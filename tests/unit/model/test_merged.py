@@ -23,16 +23,6 @@ def test_the_parts_together_equal_the_mask_and_its_gradients(case, heads):
         assert_same(plain, row, heads)
 
 
-def test_without_the_shared_prompt_there_is_no_prompt_part():
-    row = row_of(CASES["several groups"], shared=False)
-    assert row.once(merged.plan).prompt is None
-    assert_same(plain, row, (4, 2))
-
-
-def test_a_given_scale_is_used():
-    assert_same(plain, row_of(CASES["ragged"]), (4, 2), scale=0.3)
-
-
 GROUPS = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=3)
 
 
@@ -159,15 +149,6 @@ def test_flash_attention_is_called_for_what_it_takes(dtype, width, capability, t
         assert not cuda.flash_takes(OnGpu)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert not cuda.flash_takes(OnGpu)
-
-
-def test_sequences_are_split_into_calls():
-    parts = list(Sequences((1, 2, 3), (4, 5, 6), causal=False, device=torch.device("cpu")).split(2))
-    assert [(rows, keys, some.queries, some.keys) for rows, keys, some in parts] == [
-        (slice(0, 3), slice(0, 9), (1, 2), (4, 5)),
-        (slice(3, 6), slice(9, 15), (3,), (6,)),
-    ]
-    assert parts[0][2].query_offsets.tolist() == [0, 1, 3]
 
 
 def test_results_are_finite_for_far_scores():

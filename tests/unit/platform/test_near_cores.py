@@ -33,11 +33,6 @@ def test_a_list_of_cores_is_read_as_linux_writes_it(cores):
     assert cores_of(f"{text}\n") == ordered
 
 
-@pytest.mark.parametrize("text", ["", "N/A", "0-", "0-3,", "a-b", "-1", "0 1"])
-def test_other_text_is_no_list(text):
-    assert cores_of(text) == []
-
-
 @given(st.lists(CORES, min_size=1, max_size=3), st.integers(1, 8), CORES, st.integers(0, 12))
 def test_a_share_is_near_allowed_and_large_enough(nodes, devices, allowed, least):
     near = [nodes[device % len(nodes)] for device in range(devices)]
@@ -48,21 +43,6 @@ def test_a_share_is_near_allowed_and_large_enough(nodes, devices, allowed, least
         assert len(set(found)) == len(found)
         assert not found or len(found) >= least
         assert found or len(mine) < max(1, least) or mine == allowed
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 20))
-def test_devices_of_a_node_share_its_cores_without_rest(nodes, devices, each):
-    near = [range(64 * node, 64 * node + devices * each) for node in range(nodes) for _ in range(devices)]
-    allowed = set().union(*near, {999})
-    shares = [choose_cores(device, near, allowed, 1) for device in range(nodes * devices)]
-    assert all(len(one) == each for one in shares)
-    assert set().union(*shares) == allowed - {999}
-
-
-def test_a_core_and_its_second_thread_stay_together():
-    found = [choose_cores(device, HYPERTHREADS, range(64), 4) for device in range(4)]
-    assert found[0] == [*range(8), *range(32, 40)]
-    assert found[3] == [*range(24, 32), *range(56, 64)]
 
 
 def test_where_a_part_is_too_small_all_near_cores_are_taken_or_none():

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ranks.packing import FILLER, Packing, join_windows, tensor_of
-from engine.wire.numbers import FLAGS, Numbers
+from engine.ranks.packing import FILLER, Packing, join_windows
 from support.policies import a_group
 
 LENGTHS = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -73,12 +72,6 @@ def test_a_group_that_is_split_has_its_prompt_in_each_row():
     rows = Packing(10).rows([group])
     assert [[part.numbers for part in row.parts] for row in rows] == [[(0,)], [(1,)], [(2,)]]
     assert all(row.layout.token_ids[:5].tolist() == list(group.prompt.token_ids) for row in rows)
-
-
-def test_any_byte_of_a_mask_but_zero_is_one():
-    """A program outside may write other numbers, and torch would train a token with the weight 2."""
-    assert tensor_of(Numbers(b"\x02\x00\x01\xff", FLAGS), torch.float32).tolist() == [1.0, 0.0, 1.0, 1.0]
-    assert tensor_of(Numbers(b"\x02\x00\x01", FLAGS)[::-1], torch.float32).tolist() == [1.0, 0.0, 1.0]
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))

@@ -1,6 +1,5 @@
 """The comparison of kernels with their references: right ones pass, and one made wrong is named."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,9 @@ import torch
 from engine import platform
 from engine.model.kernels import KERNELS
 from engine.model.kernels.reference import masked_attention
-from engine.model.norm import RMSNorm
 from engine.tools.acceptance import device_parts
-from engine.tools.acceptance.comparisons import Comparison, compare_attention, compare_operations
-from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartSkipped, PartTask
+from engine.tools.acceptance.comparisons import compare_attention, compare_operations
+from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartTask
 
 HOST = torch.device("cpu")
 
@@ -28,10 +26,6 @@ def test_attention_and_the_fused_operations_are_right(dtype):
     assert [one for one in found if not one.right] == []
     assert {name for one in found for name in one.errors} == {"output", "dq", "dk", "dv", "dx", "dweight"}
     assert max(max(one.errors.values()) for one in found) > 0
-
-
-def test_not_a_number_is_wrong():
-    assert not Comparison("attention", "float32", {"output": 0.0, "dq": math.nan}, 1e-4).right
 
 
 def test_a_kernel_that_is_wrong_is_named_and_the_others_are_compared(task, monkeypatch):
@@ -92,15 +86,6 @@ def test_where_only_fp32_is_wrong_it_is_said_what_that_means(task, monkeypatch, 
     assert e.value.remedy.startswith(said) if said else not e.value.remedy
 
 
-def test_a_wrong_gradient_is_found(monkeypatch):
-    forward = RMSNorm.forward
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: forward(self, x.detach() + 0.5 * (x - x.detach())))
-    norm = next(compare_operations(HOST, torch.float32))
-    assert norm.errors["output"] < norm.limit
-    assert norm.errors["dx"] == pytest.approx(0.5, abs=1e-3)
-    assert not norm.right
-
-
 def test_a_kernel_that_raises_is_named(task, monkeypatch):
     def absent(*arguments):
         raise NotImplementedError("no such operator\nC++ trace")
@@ -116,11 +101,3 @@ def test_a_device_that_computes_wrongly_is_named(task, monkeypatch):
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     with pytest.raises(PartFailed, match="device 0: MetronomeError: cpu: 0 of 1048576 entries"):
         device_parts.devices(task)
-
-
-def test_one_device_has_nobody_to_broadcast_to(task, monkeypatch):
-    cuda = platform.PLATFORMS["cuda"]
-    monkeypatch.setattr(device_parts, "chosen_platform", lambda name: cuda)
-    monkeypatch.setattr(device_parts, "device_count", lambda machine: 1)
-    with pytest.raises(PartSkipped, match="nccl needs two devices"):
-        device_parts.broadcast(task)

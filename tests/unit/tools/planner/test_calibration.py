@@ -35,11 +35,6 @@ def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
         assert predicted == pytest.approx(real, rel=0.04)
 
 
-def test_an_update_costs_what_one_of_a_steps_updates_takes(tmp_path):
-    found = fit_costs([read_run(simulated_run(config("a", tmp_path, updates=4)))])
-    assert found.update == pytest.approx(COSTS.update)
-
-
 def test_one_run_predicts_itself(tmp_path):
     made = config("a", tmp_path)
     found = fit_costs([read_run(simulated_run(made))])
@@ -83,15 +78,6 @@ def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tm
         planning.run_advice(tmp_path / "nothing")
 
 
-def test_the_advice_of_a_run_whose_instances_all_joined_predicts_nothing(tmp_path, tiny_model):
-    folder = simulated_run(with_model(config("joined", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
-    recipe = folder / "config.toml"
-    text, count = re.subn(r"(?m)^instances = \d+$", "instances = 0", recipe.read_text())
-    recipe.write_text(text)
-    assert count == 1
-    assert re.fullmatch(r"rollout \(\d+% of a step\)", planning.run_advice(folder))
-
-
 def test_the_advice_of_a_long_run_rests_on_its_last_steps_alone(tmp_path, tiny_model, monkeypatch):
     """Neither the figures of the steps before them nor their spans, of which a long run has gigabytes."""
     monkeypatch.setattr(planning, "ADVISED", 3)
@@ -121,12 +107,3 @@ def test_ranks_that_share_a_units_tokens_count_them_once(tmp_path):
     found = fit_costs([shared])
     for name in ("window", "micro_batch", "token", "square"):
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6)
-
-
-def test_a_run_whose_prompts_take_all_the_time_still_has_decode_steps(tmp_path):
-    """Least squares may say that decoding costs nothing; then nothing could be simulated."""
-    made = config("prompts", tmp_path)
-    costs = replace(COSTS, decode_step=1e-9, decode_response=0.0, decode_context=0.0, prefill_token=1e-3)
-    found = fit_costs([read_run(simulated_run(made, costs))])
-    assert found.decode_step >= found.prefill_token > 0
-    assert simulate_run(made, found, LENGTHS).step_s > 0

@@ -1,6 +1,5 @@
 """The search, and the command on top of it."""
 
-import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -15,10 +14,8 @@ from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.page import write_plan
 from engine.tools.planner.planning import (
     StepModel,
-    best_off_policy,
     find_plan,
     on_cores,
     plan_sensitivity,
@@ -212,12 +209,6 @@ def test_on_shared_cores_each_layout_is_compared_and_a_trainer_that_works_alone_
     assert "parallel.data=2 rollout.instances=2" in str(best[2, 2, "off"].candidate)
 
 
-def test_borrowing_gains_nothing_where_rollouts_bound_the_step(monkeypatch, tiny_model):
-    plan = shared_cores(monkeypatch, tiny_model, decode_step=0.05, token=1e-5)
-    ranked = {core_layout(one.candidate.config): one.step_s for one in reversed(plan.best)}
-    assert ranked[1, 1, "auto"] > 0.95 * ranked[1, 1, "off"]
-
-
 def test_costs_measured_with_borrowed_cores_are_those_of_both(monkeypatch):
     monkeypatch.setattr("engine.config.tree.usable_cores", lambda: {0, 1})
     alone, borrows, crowded = (
@@ -229,23 +220,6 @@ def test_costs_measured_with_borrowed_cores_are_those_of_both(monkeypatch):
     made = on_cores(costs, alone, crowded)
     assert (made.token, made.train_slowdown, made.rollout_slowdown) == (1.0, 4.0, 2.0)
     assert on_cores(made, crowded, alone).train_slowdown == 2.0
-
-
-def test_a_plan_without_an_instance_is_refused(recipe):
-    none = change_config(recipe, {"rollout.instances": 0, "dry_run.joining": 0})
-    with pytest.raises(BadInput, match="rollout.instances = 0: a plan needs at least one instance"):
-        find_plan(prior_model(none, DEVICES["910b"], LENGTHS), 16)
-
-
-def test_what_a_plan_needs_is_said():
-    config = load_config(RECIPE)
-    nothing = {"count": 0, "out": None, "page": None}
-    with pytest.raises(BadInput, match="--from RUN .* or --device .* and --lengths MEAN,P99"):
-        make_plan(config, [], kind="", lengths="", **nothing)
-    with pytest.raises(BadInput, match="--device 910d: unknown; known are 910b, 910c, a100, h100, h20, h200"):
-        make_plan(config, [], kind="910d", lengths="", **nothing)
-    with pytest.raises(BadInput, match="--lengths long: give two numbers"):
-        make_plan(config, [], kind="910b", lengths="long", **nothing)
 
 
 @pytest.mark.slow
@@ -287,34 +261,3 @@ def test_the_plan_says_what_it_rests_on_and_what_else_would_be_best(recipe):
     assert min(one.gain for one in found.values()) >= 1
     assert found["responses twice as long"].today.step_s > plan.today.step_s
     assert found["trainer 20 % faster"].today.step_s <= plan.today.step_s
-
-
-def test_modes_that_are_not_on_policy_are_shown_apart_with_their_best_setting_or_why_not(recipe):
-    large = change_config(recipe, {"platform.memory_gib": 200.0})
-    plan = find_plan(prior_model(large, DEVICES["910b"], LENGTHS), 2, kept=1)
-    assert plan.best[0].candidate.config.train.mode in ("sync", "periodic")
-    found = dict(best_off_policy(plan, 2))
-    assert list(found) == ["one_step_off", "bounded"]
-    for mode, best in found.items():
-        assert best.candidate.changes["train.mode"] == best.candidate.config.train.mode == mode
-        assert best.candidate.config.weights.staged  # a transfer that nobody waits for is never slower
-        assert best.step_s <= plan.best[0].step_s
-    off = replace(plan.model, config=change_config(large, {"train.mode": "one_step_off"}))
-    assert not list(best_off_policy(replace(plan, model=off), 2))
-    none = dict(best_off_policy(plan, 1))  # no device is left for an instance
-    assert [reason.startswith("--devices 1: none") for reason in none.values()] == [True, True]
-
-
-def test_the_page_has_the_table_the_bars_and_the_timelines(recipe, tmp_path):
-    plan = find_plan(prior_model(recipe, DEVICES["910b"], LENGTHS), 16, kept=2)
-    changes = list(plan_sensitivity(plan))
-    page = write_plan(plan, plan.best[0], changes, tmp_path).read_text()
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert [one["name"] for one in data["changes"]] == [one.name for one in changes]
-    seconds = [[bar["seconds"] for bar in one["bars"]] for one in data["changes"]]
-    assert seconds == [[one.today.step_s, one.chosen.step_s, one.best.step_s] for one in changes]
-    assert data["settings"][1][0] == f"{plan.best[0].step_s:.3g} s"
-    for name in ("recipe", "best"):
-        assert f'href="{name}/timeline.html"' in page
-        assert "instance-0" in (tmp_path / name / "timeline.html").read_text()
-    assert "prior, 910b" in page

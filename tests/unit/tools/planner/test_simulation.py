@@ -79,11 +79,6 @@ def test_a_slow_generation_bounds_periodic_by_its_last_group():
     assert found.bound_by == "rollout"
 
 
-def test_more_instances_and_replicas_share_the_work():
-    both = simulate_run(config(instances=2, parallel={"data": 2}), COSTS, EQUAL)
-    assert both.step_s == pytest.approx(GENERATION / 2 + PROMPTS / 2 * WINDOW + REST)
-
-
 def test_one_step_off_generates_the_next_batch_meanwhile():
     found = simulate_run(config("one_step_off"), COSTS, EQUAL, steps=6)
     assert found.mean("wait_s") == 0
@@ -132,12 +127,6 @@ def test_no_mode_is_slower_than_sync_nor_faster_than_its_busiest_side():
     periodic = simulate_run(config("periodic"), COSTS, UNEQUAL)
     assert periodic.step_s <= sync.step_s
     assert periodic.step_s >= max(periodic.mean("train_s"), periodic.mean("rollout_s"))
-
-
-def test_a_orchestrator_that_is_full_is_named():
-    found = simulate_run(config("periodic"), replace(COSTS, orchestrator_token=0.01), EQUAL)
-    assert found.bound_by == "orchestrator"
-    assert found.step_s >= PROMPTS * 400 * 0.01
 
 
 def test_work_on_the_same_cores_slows_both_sides():
