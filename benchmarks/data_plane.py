@@ -372,24 +372,17 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
 
 
 def replica_group(arguments: argparse.Namespace) -> None:
-    """Lease all windows of a step, fetch their bodies where they lie in TransferQueue, and acknowledge them."""
+    """Lease all windows of a step, and acknowledge them."""
     from engine.client.connection import Connection
-    from engine.client.stored_bodies import StoredBodies
     from engine.wire.address import ADDRESS_FILE
     from engine.wire.messages import EndOfStep, Lease
 
     at = (arguments.folder / ADDRESS_FILE).read_text().strip()
     older = {"ours": True} if "ours" in inspect.signature(Connection).parameters else {}  # of an older checkout
     client = Connection(f"http://{at}", os.environ["METRONOME_TOKEN"], "replica group 0", 600.0, **older)
-    bodies = StoredBodies("replica group 0", 120.0) if arguments.store != "orchestrator" else None
     asked = {"replica_group": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
-    asked |= {"fetches": True} if bodies is not None else {}
     done: tuple[int, ...] = ()
     while not isinstance(reply := client.ask(Lease(**asked, done=done)), EndOfStep):
-        if bodies is not None and getattr(reply, "store", None) is not None:
-            bodies.begin_fetching(reply)
-            while bodies.wait_briefly() is None:
-                pass
         done = (reply.lease,) if hasattr(reply, "lease") else ()
 
 

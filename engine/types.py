@@ -114,19 +114,6 @@ class Group:
     "reference_logprobs"."""
 
 
-@dataclass(frozen=True)
-class FinishedResponse:
-    """A response whose group is not complete yet, with the data that early scoring needs."""
-
-    step: int
-    group: int
-    """Index of its group."""
-    number: int
-    """The response's number in the group."""
-    prompt: Sequence[int]
-    token_ids: Sequence[int]
-
-
 class OptionalFigures(TypedDict, total=False):
     """Figures that not every run has. The keys are those of `StepReport`; a key is absent if nothing was measured."""
 

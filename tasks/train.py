@@ -34,6 +34,7 @@ from engine.errors import (
     MetronomeError,
     ProcessDied,
     Stopped,
+    StoreError,
     TakenOver,
     TransferError,
     WeightSyncError,
@@ -151,7 +152,7 @@ STORAGE_S = (60.0, 180.0, 420.0)
 written or read. Together they outlast a storage outage of ten minutes."""
 
 
-PASSING = (ProcessDied, Stopped, DeadlineError, TransferError, CheckpointError, WeightSyncError)
+PASSING = (ProcessDied, Stopped, DeadlineError, TransferError, CheckpointError, WeightSyncError, StoreError)
 """Errors that may be transient."""
 
 

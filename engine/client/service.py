@@ -24,7 +24,7 @@ from engine.run.process import Child
 from engine.types import Group, Prompt, Response
 from engine.wire.access_token import access_token, folder_token
 from engine.wire.address import ADDRESS_FILE, orchestrator_address, split_address
-from engine.wire.columns import SCORES, Row, open_group, open_response, pack_group, pack_ids, pack_values
+from engine.wire.columns import SCORES, Row, open_group, open_response, pack_ids, pack_values
 from engine.wire.message import Answer, Done, Request
 from engine.wire.messages import (
     TRAIN,
@@ -35,7 +35,6 @@ from engine.wire.messages import (
     Lease,
     PromptData,
     PutPrompts,
-    PutRow,
     SampleResponses,
     Window,
     WriteColumns,
@@ -166,21 +165,9 @@ class ServiceClient:
         due.
         """
         data = None if prompts is None else tuple(map(_prompt_data, prompts))
-        return self._put(PutPrompts(step=step, prompts=data), f"the prompts of step {step}")
-
-    def put_experience_data(self, group: Group | Row, wait_s: float | None = None) -> bool:
-        """Put a group that was sampled and scored outside. The recipe must set data.pushed = true.
-
-        Return False if the same group is already there. While the service is full, waits up to `wait_s` seconds (None:
-        `Config.transfer_timeout_s`), then raises DeadlineError. Raises BadInput for a damaged or incomplete group,
-        StaleRolloutError if a token's weight version is not accepted for the step, and ServiceConflict if another group
-        has the same place.
-        """
-        row = group if isinstance(group, Row) else pack_group(group)
-        return self._put(PutRow(row=row), f"group {row.index} of step {row.step}", wait_s)
-
-    def _put(self, request: PutPrompts | PutRow, what: str, wait_s: float | None = None) -> bool:
-        return self._until_room(lambda: self.ask(request), f"for room in the service for {what}", wait_s).new
+        request = PutPrompts(step=step, prompts=data)
+        what = f"for room in the service for the prompts of step {step}"
+        return self._until_room(lambda: self.ask(request), what).new
 
     def get_experience_data(
         self,
@@ -306,15 +293,14 @@ class ServiceClient:
                 raise MetronomeError(f"{error}; the service {self._child.how_it_ended()}") from None
             raise
 
-    def _until_room(self, ask: Callable[[], Found], what: str, wait_s: float | None = None) -> Found:
-        limit_s = self._timeout_s if wait_s is None else wait_s
-        deadline = time.monotonic() + limit_s
+    def _until_room(self, ask: Callable[[], Found], what: str) -> Found:
+        deadline = time.monotonic() + self._timeout_s
         while True:
             try:
                 return ask()
             except ServiceFull as full:
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"waited {limit_s:g} s {what}: {full}") from None
+                    raise DeadlineError(f"waited {self._timeout_s:g} s {what}: {full}") from None
                 time.sleep(FULL_S)
 
 

@@ -121,9 +121,6 @@ class Data(Table):
     decontaminate: list[str] = Field(default_factory=lambda: ["benchmark"])
     """Problem sets whose problems are left out of the training. "benchmark" stands for the held-out problems and those
     of `evaluate.benchmark`. Empty: nothing is left out."""
-    pushed: bool = False
-    """Whether programs outside put the groups of each step (docs/service.md), instead of the run sampling responses to
-    the prompts of `train`."""
     prompt_template: str = "{problem}"
     """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around the row's
     messages, or around the problem as one user message. `{NAME}` in a text stands for another column of the row, unless

@@ -240,38 +240,11 @@ def _check_profile(config: Tree) -> None:
         )
 
 
-def _check_early_scores(config: Tree) -> None:
-    if config.train.score_early and config.train.consume == "prompt_order":
-        raise ValueError(
-            'train.score_early needs train.consume = "arrival": which responses are scored together depends on when '
-            "they arrive, and so does the last bit of their log-probabilities"
-        )
-    if config.train.score_early and config.parallel.lockstep > 1:
-        raise ValueError(
-            "train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
-            "replicas that share experts must compute together"
-        )
-    if config.train.score_early and config.algorithm.routing_replay:
-        raise ValueError(
-            "algorithm.routing_replay can't be combined with train.score_early: single responses are scored without "
-            "their routes"
-        )
-
-
 def _check_dynamic_sampling(config: Tree) -> None:
-    if config.algorithm.dynamic_sampling and config.train.score_early:
-        raise ValueError(
-            "algorithm.dynamic_sampling can't be combined with train.score_early: whether a response is trained at "
-            "all, and in which group, is not known when it arrives"
-        )
     if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
         raise ValueError(
             "algorithm.dynamic_sampling needs a rollout.group_size of at least 2: the scores of a group of one are "
             "all equal"
-        )
-    if config.algorithm.dynamic_sampling and config.data.pushed:
-        raise ValueError(
-            "algorithm.dynamic_sampling can't be combined with data.pushed: the run samples no groups to select from"
         )
     if config.algorithm.dynamic_sampling and config.reward_weights:
         weighted = [f"stages.{name}.reward_weight" for name, stage in config.stages.items() if stage.reward_weight]
@@ -494,26 +467,11 @@ def _check_store(config: Tree) -> None:
             f"{key} has no passwords: {who} can read and change the groups, and run code as the user of the storage "
             "units. To allow that, set queue.unauthenticated = true"
         )
-    if config.algorithm.dynamic_sampling:
-        raise ValueError(
-            f"{key} can't be combined with algorithm.dynamic_sampling: a lost group is generated again, and might "
-            "then not be selected"
-        )
-    if config.algorithm.advantage in BATCH_SCOPE and not config.rollout.deterministic:
-        raise ValueError(
-            f'{key} with algorithm.advantage = "{config.algorithm.advantage}" needs rollout.deterministic: a lost '
-            "group is generated again, and the statistics of the batch must stay true"
-        )
-    if config.stages and not config.rollout.deterministic:
-        raise ValueError(
-            f"{key} with [stages.{next(iter(config.stages))}] needs rollout.deterministic: a lost group is generated "
-            "again, and what the stage has computed for its tokens must stay true"
-        )
 
 
 RULES: tuple[Callable[[Tree], None], ...] = (
     _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_profile,
-    _check_learning_rate, _check_early_scores, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial,
+    _check_learning_rate, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial,
     _check_ratio, _check_template,
     _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_cluster,
     _check_store,

@@ -62,7 +62,7 @@ class Train(Table):
     above it is split, and its prompt is computed once per part; a single response above it stands alone."""
     prefetch: Literal["auto", "on", "off"] = "auto"
     """Lease, open and pack the next window in a thread while one is trained; the numbers are the same. "auto": on
-    devices, not on a CPU. Not with train.score_early, nor where leaders fetch columns from TransferQueue."""
+    devices, not on a CPU."""
     learning_rate: PositiveFloat = 1e-6
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
     3e-4."""
@@ -102,9 +102,6 @@ class Train(Table):
     are copied there for each window."""
     distributed_optimizer: bool = False
     """Split the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
-    score_early: bool = False
-    """While the trainer waits for groups, score single responses that have arrived: compute their log-probabilities
-    under old policy and reference. Needs consume = "arrival"."""
     ratio_gap_limit: float = Field(default=1e-3, ge=0)
     """Largest max_ratio_gap of a step (max |π_trainer / π_rollout − 1| over its tokens) in modes "sync" and "periodic".
     A step above it fails the run, because the weights or the numerics of trainer and instances differ. 0 only reports

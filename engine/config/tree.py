@@ -96,16 +96,9 @@ class Tree(Table):
         return self.train.micro_batch_tokens * self.parallel.lockstep * (self.parallel.pipeline - 1)
 
     @property
-    def leaders_fetch(self) -> bool:
-        """Whether the leaders of the trainer's replica groups fetch the bodies of columns from the store themselves:
-        from the nodes of a cluster, or from loopback where all ranks are on the orchestrator's node."""
-        return self.queue.store != "orchestrator" and (bool(self.queue.address) or self.parallel.nodes == 1)
-
-    @property
     def store_timeout_s(self) -> float:
-        """Seconds that a call to TransferQueue may take, far less than a step: the orchestrator looks for what the
-        trainer could not fetch in time. After its own call a storage unit counts as lost: its groups are generated
-        again. If the controller does not answer either, the run fails."""
+        """Seconds that a call to TransferQueue may take, far less than a step. After that the run ends with the name of
+        what did not answer, and can be resumed."""
         return self.train.timeout_s / 20
 
     @property

@@ -13,6 +13,7 @@ from statistics import fmean
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, MetronomeError
+from engine.orchestrator.column_store import ColumnStore
 from engine.orchestrator.dynamic_sampling import MOST_BATCHES, DynamicSampling
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.rollout_service import RolloutService
@@ -20,7 +21,7 @@ from engine.orchestrator.table import RowTable
 from engine.run.folder import SAMPLED_GROUPS
 from engine.run.logs import log_line
 from engine.types import Prompt
-from engine.wire.columns import PackedFinished, Row, open_scores
+from engine.wire.columns import Row, open_scores
 from engine.wire.rollout_messages import Acknowledged, InstanceRequest, StartProfile, StopProfile
 
 
@@ -32,8 +33,6 @@ class Batch:
     table: RowTable
     before: Batch | None = None
     """With dynamic sampling: the batch that must be generated before this one, if any."""
-    prompts: Sequence[tuple[int, Prompt]] = ()
-    """(epoch, prompt) of each group; empty with dynamic sampling, and where groups come from outside."""
     samples: list[Row] = field(default_factory=list)
     """The first groups, which the run folder keeps for people to read."""
     prompts_used: int | None = None
@@ -46,7 +45,7 @@ class Batch:
     rollout_s: float = 0.0
     """Seconds from the start of generation until the last group arrived."""
     task: asyncio.Task[None] | None = None
-    """The task that generates the batch; None before it starts, and where groups come from outside."""
+    """The task that generates the batch; None before it starts."""
 
     @property
     def expected(self) -> int:
@@ -124,15 +123,14 @@ class BatchGenerator:
         loader: PromptLoader,
         service: RolloutService,
         table: RowTable,
+        store: ColumnStore,
         notify: Callable[[], Awaitable[None]],
     ) -> None:
         """`notify` is called whenever there is something new to lease."""
-        self.keep: Callable[[Row], Awaitable[Row]] | None = None
-        """Called with each row that has new columns. Returns the row without the bodies of these columns, for the
-        table."""
         self.replica_groups = config.parallel.replica_groups
         """Number of the trainer's replica groups that take windows independently."""
         self._table = table
+        self._store = store
         self._config = config
         self._loader = loader
         self._service = service
@@ -140,15 +138,6 @@ class BatchGenerator:
         self._profile = RolloutProfile(service, config.train.profile)
         self._position = 0
         self._previous: Batch | None = None
-
-    @property
-    def _scores_early(self) -> bool:
-        """Whether the trainer can score responses before their group is complete."""
-        algorithm = self._config.algorithm
-        train = self._config.train
-        return (
-            train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
-        )
 
     @property
     def fingerprint(self) -> str:
@@ -217,7 +206,7 @@ class BatchGenerator:
         known = self._table.find_row(row.step, row.index)
         if known is not None:
             row = row.only(row.names - known.names)
-        kept = row if self.keep is None else await self.keep(row)
+        kept = await self._store.put_columns(row)
         if known is None:
             self._table.add_row(kept)
         else:
@@ -233,26 +222,7 @@ class BatchGenerator:
     ) -> None:
         """Generate a group for each prompt. Responses enter the table before they are scored, so that stages that do
         not need the scores can begin."""
-        batch.prompts = prompts
-
-        async def on_finished(finished: PackedFinished) -> None:
-            self._table.ledger(batch.step).add_finished(finished)
-            await self._notify()
-
-        await self._service.producer.run(
-            step=batch.step,
-            prompts=prompts,
-            put=put,
-            on_finished=on_finished if self._scores_early else None,
-            sampled=self._put,
-        )
-
-    async def generate_again(self, batch: Batch | None, index: int) -> Row:
-        """Generate again a group of a batch in progress whose columns a store has lost. Dynamic sampling is off
-        here."""
-        assert batch is not None, "lost columns of a step that is over are not asked for"
-        epoch, prompt = batch.prompts[index]
-        return await self._service.producer.run_again(batch.step, index, epoch, prompt)
+        await self._service.producer.run(step=batch.step, prompts=prompts, put=put, sampled=self._put)
 
     async def _generate_selected(
         self, batch: Batch, put: Callable[[Row], Awaitable[None]], prompts: Sequence[tuple[int, Prompt]] | None

@@ -26,7 +26,8 @@ class BatchesInFlight:
 
     def start_batch(self, batch: Batch, generate: Callable[[], Awaitable[None]]) -> None:
         """Keep a batch, and generate it in the background."""
-        self.keep_batch(batch)
+        self._by_step[batch.step] = batch
+        self._failed.pop(batch.step, None)
         batch.task = asyncio.create_task(self._generate(batch.step, generate))
 
     async def _generate(self, step: int, generate: Callable[[], Awaitable[None]]) -> None:
@@ -53,11 +54,6 @@ class BatchesInFlight:
         """Raise the error for which a step was dropped, if it was."""
         if step in self._failed:
             raise self._failed[step]
-
-    def keep_batch(self, batch: Batch) -> None:
-        """Keep a batch whose groups come from outside."""
-        self._by_step[batch.step] = batch
-        self._failed.pop(batch.step, None)
 
     def get_batch(self, step: int) -> Batch | None:
         """Return the batch of a step; None if it has not started, or is over."""

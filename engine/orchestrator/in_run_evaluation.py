@@ -39,7 +39,6 @@ from engine.run.folder import RunFolder
 from engine.run.logs import log_line
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject
-from engine.wire.columns import PackedFinished
 
 Notify = Callable[[], Awaitable[None]]
 """Wakes the coroutines that wait until weights may be published."""
@@ -202,7 +201,7 @@ class InRunEvaluation:
         if not todo:
             return
 
-        async def on_finished(finished: PackedFinished) -> None:
+        async def on_finished(index: int, number: int) -> None:
             one.finished += 1
             if one.finished == one.expected:
                 one.generated = time.monotonic()

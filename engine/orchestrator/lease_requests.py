@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from msgspec.structs import replace
 
 from engine.config import Config
-from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
+from engine.errors import ServiceConflict, StoreError
 from engine.orchestrator.batches_in_flight import BatchesInFlight
+from engine.orchestrator.column_store import ColumnStore
 from engine.orchestrator.liveness import Liveness
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import StageWatch
-from engine.orchestrator.stored_columns import StoredColumns
 from engine.orchestrator.table import Held, RowTable
 from engine.wire import messages
 from engine.wire.messages import TRAIN, EndOfRun, EndOfStep, StillWaiting
@@ -30,6 +29,7 @@ class LeaseRequests:
         config: Config,
         run_state: RunState,
         table: RowTable,
+        store: ColumnStore,
         watch: StageWatch,
         batches: BatchesInFlight,
         liveness: Liveness,
@@ -39,33 +39,21 @@ class LeaseRequests:
         self._config = config
         self._run_state = run_state
         self._table = table
+        self._store = store
         self._watch = watch
         self._batches = batches
         self._liveness = liveness
         self._version = version
-        self.stored: StoredColumns | None = None
-        """The columns whose bodies are outside the table; None if there are none."""
         self.recorder: RecordWriter | None = None
         """Records what the trainer's replica groups are given (train.record)."""
         self.is_over = False
         """Whether the last step is trained, so that no stage has work left."""
         self._positions: dict[int, int | None] = {}
         """For the step that ended last: the position at which the prompts of the next step begin."""
-        self._opening: dict[str, asyncio.Task[None]] = {}
-        """By consumer: the task that fetches its leased window from the store."""
-        self._opened: dict[str, messages.Window] = {}
-        """By consumer: its leased window, once it has been fetched from the store."""
 
     def end_step(self, step: int, prompt_position: int | None) -> None:
         """End a step. `prompt_position`: where the prompts of the next step begin, with dynamic sampling."""
         self._positions = {step: prompt_position}
-        self._opened = {who: window for who, window in self._opened.items() if window.step != step}
-
-    async def close(self) -> None:
-        """Cancel the fetches in progress."""
-        for task in self._opening.values():
-            task.cancel()
-        await asyncio.gather(*self._opening.values(), return_exceptions=True)
 
     async def lease_window(self, request: messages.Lease) -> messages.Work:
         """Acknowledge what a stage has finished, and reply with what it does next."""
@@ -75,24 +63,14 @@ class LeaseRequests:
         await self._acknowledge(request)
         if not request.budget:
             return StillWaiting()
-        if request.unfetched is not None:
-            self._open_unfetched(request, request.unfetched)
         found: messages.Work | None = await self._run_state.wait_briefly(
             partial(self._next_work, request, self._watch.restarts(stage.name))
         )
+        if isinstance(found, messages.Window):
+            found = await self._opened(found)
         if request.replica_group is not None and request.stage == TRAIN:
             self._note_given(request.replica_group, found)
         return found or StillWaiting()
-
-    def _open_unfetched(self, request: messages.Lease, number: int) -> None:
-        """Fetch the bodies of a lease's columns for a replica group that could not. It is done once, however often the
-        replica group asks."""
-        if self.stored is None:
-            raise BadInput(f"lease {number}: the bodies of its columns are not in a store")
-        held = self._table.held(number)
-        consumer = _consumer(request)
-        if self._table.is_held(number) and consumer not in self._opening and consumer not in self._opened:
-            self._begin_to_open(consumer, self._window(held, request.columns))
 
     async def _acknowledge(self, request: messages.Lease) -> None:
         for number in request.done:
@@ -100,8 +78,6 @@ class LeaseRequests:
             if held.stage != request.stage:
                 raise ServiceConflict(f"lease {number} is one of the stage {held.stage!r}, not of {request.stage!r}")
             done = self._table.acknowledge_lease(number)
-            if self.stored is not None and held.stage == TRAIN:
-                self.stored.trained(held.step, done)
             ledger = self._table.ledger(held.step, held.stage)
             if done and ledger.is_over:
                 last = held.stage == TRAIN and held.step == self._config.train.steps - 1
@@ -113,11 +89,11 @@ class LeaseRequests:
     def _note_given(self, replica_group: int, given: messages.Work | None) -> None:
         if isinstance(given, EndOfStep):
             self._liveness.expect_no_more(replica_group)
-        elif isinstance(given, (messages.Window, messages.EarlyResponses)) and self.recorder is not None:
-            self.recorder.add_work(replica_group, given)
+        elif isinstance(given, messages.Window) and self.recorder is not None:
+            self.recorder.add_window(replica_group, given)
 
     def _next_work(self, request: messages.Lease, restarts: int) -> messages.Work | None:
-        """Return the end of step or run, else a window, else responses to score early, else None.
+        """Return the end of step or run, else a window, else None.
 
         `restarts`: restarts of the stage's ranks when the request arrived. Ranks that have gone since get nothing.
         """
@@ -127,11 +103,7 @@ class LeaseRequests:
             return end
         self._run_state.check_failure()  # a run that is stopping gives no more leases
         self._batches.check_step(request.step)
-        consumer = _consumer(request)
-        opened = self._opened.pop(consumer, None)
-        if opened is not None and self._table.is_held(opened.lease) and request.step in (None, opened.step):
-            return opened
-        if consumer in self._opening or (request.step is not None and request.step not in self._table.steps):
+        if request.step is not None and request.step not in self._table.steps:
             return None
         held = self._table.lease_window(
             stage=request.stage,
@@ -142,12 +114,7 @@ class LeaseRequests:
             now=time.monotonic(),
             ahead=request.ahead,
         )
-        if held is not None:
-            return self._given(self._window(held, request.columns), request)
-        if request.early and request.step is not None:
-            finished = self._table.ledger(request.step).take_early(request.replica_group or 0, request.budget)
-            return messages.EarlyResponses(tuple(finished)) if finished else None
-        return None
+        return None if held is None else self._window(held, request.columns)
 
     def _end_for(self, request: messages.Lease) -> EndOfStep | EndOfRun | None:
         step = request.step
@@ -161,7 +128,7 @@ class LeaseRequests:
         ended = step in self._positions or (version is not None and step < version)
         return EndOfStep(self._positions.get(step)) if ended else None
 
-    def _window(self, held: Held, columns: Sequence[str]) -> messages.Window:
+    def _window(self, held: Held, columns: tuple[str, ...]) -> messages.Window:
         rows = self._table.given_rows(held, columns)
         return messages.Window(
             step=held.step,
@@ -173,31 +140,16 @@ class LeaseRequests:
             generated=all(batch.generated for batch in self._batches.values()),
         )
 
-    def _given(self, window: messages.Window, request: messages.Lease) -> messages.Window | None:
-        """Return a leased window for its consumer; None if the orchestrator must fetch its bodies first."""
-        if self.stored is None:
-            return window
-        if request.fetches and self.recorder is None and (store := self.stored.where(window.rows)) is not None:
-            return replace(window, store=store)
-        self._begin_to_open(_consumer(request), window)
-        return None
-
-    def _begin_to_open(self, consumer: str, window: messages.Window) -> None:
-        assert self.stored is not None
-        self._opening[consumer] = asyncio.create_task(self._open(self.stored, consumer, window))
-
-    async def _open(self, stored: StoredColumns, consumer: str, window: messages.Window) -> None:
-        """Fetch the bodies of a leased window, and wake the consumer's request."""
+    async def _opened(self, window: messages.Window) -> messages.Window | StillWaiting:
+        """Return a leased window with the bodies of its columns. A store that has lost one stops the run, unless the
+        step is over by now."""
         try:
-            self._opened[consumer] = replace(window, rows=tuple(await stored.open(window.rows)))
-        except MetronomeError as error:
-            if window.step in self._table.steps:
-                await self._run_state.stop_run(error)
-        except OSError as error:  # a store that can't be restarted: nobody awaits this task
-            await self._run_state.stop_run(StoreError(f"the columns of lease {window.lease} can't be opened: {error}"))
-        finally:
-            self._opening.pop(consumer, None)
-            await self._run_state.notify()
+            return replace(window, rows=tuple(await self._store.get_columns(window.rows)))
+        except StoreError as error:
+            if window.step not in self._table.steps:
+                return StillWaiting()
+            await self._run_state.stop_run(error)
+            raise
 
     async def write_columns(self, request: messages.WriteColumns) -> messages.Taken:
         """Write a stage's columns for the rows of a lease."""
@@ -210,8 +162,3 @@ class LeaseRequests:
         self._watch.note_written(stage.name, time.monotonic())
         await self._run_state.notify()
         return messages.Taken(new)
-
-
-def _consumer(request: messages.Lease) -> str:
-    """Return who leases: a replica group of a stage, or an external program."""
-    return f"{request.stage} {request.replica_group if request.replica_group is not None else request.consumer!r}"

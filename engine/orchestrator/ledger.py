@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.wire.columns import PackedFinished
-
 
 @dataclass(frozen=True)
 class Windows:
@@ -53,11 +51,6 @@ class Ledger:
         """By index: number of the mini-batch (update) in which the row is trained."""
         self._given: set[int] = set()
         self._done: set[int] = set()
-        self._finished: dict[tuple[int, int], PackedFinished] = {}
-        """Responses of rows that are not ready, which no replica group has taken for early scoring; by (index,
-        number)."""
-        self._early_replica_group: dict[int, int] = {}
-        """By index: the replica group that holds the row's early scores."""
         self._ordered: list[list[int]] = []
         """Windows in prompt order, as far as they are known."""
         self._window_of: dict[int, int] = {}
@@ -75,31 +68,10 @@ class Ledger:
         self._mini_batches[index] = place // self._mini_batch
         self._ready.append(index)
         self._tokens[index] = tokens
-        self._finished = {key: finished for key, finished in self._finished.items() if finished.group != index}
 
     def mini_batch(self, index: int) -> int:
         """Return the number of the mini-batch (update) in which a ready row is trained."""
         return self._mini_batches[index]
-
-    def add_finished(self, finished: PackedFinished) -> None:
-        """Add a response of a row that is not ready yet."""
-        self._finished[finished.group, finished.number] = finished
-
-    def take_early(self, replica_group: int, budget: int) -> list[PackedFinished]:
-        """Return responses that a replica group scores early while no window is available for it.
-
-        They have at most `budget` tokens with their prompts, but one response is always returned if there is any. All
-        responses of a group go to the same replica group.
-        """
-        taken: list[PackedFinished] = []
-        for finished in list(self._finished.values()):
-            if self._early_replica_group.get(finished.group, replica_group) == replica_group:
-                budget -= finished.tokens
-                if budget < 0 and taken:
-                    break
-                taken.append(self._finished.pop((finished.group, finished.number)))
-                self._early_replica_group[finished.group] = replica_group
-        return taken
 
     def take_window(self, replica_group: int, budget: int, ahead: bool = False) -> list[int]:
         """Give the next window to a replica group: rows of at most `budget` tokens in total, but at least one row.
@@ -123,18 +95,10 @@ class Ledger:
         return window
 
     def _arrived_window(self, replica_group: int, budget: int, ahead: bool) -> list[int]:
-        """Return the next window in arrival order. Rows that this replica group scored early come first, and rows that
-        another replica group scored early come last."""
+        """Return the next window in arrival order."""
         free = [index for index in self._ready if index not in self._given]
         mini_batch = min((self._mini_batches[index] for index in free), default=0)
         free = [index for index in free if self._mini_batches[index] == mini_batch]
-        if self._early_replica_group:
-            free.sort(
-                key=lambda index: (
-                    self._early_replica_group.get(index) != replica_group,
-                    index in self._early_replica_group,
-                )
-            )
         if (
             ahead
             and self._windows.replica_groups > 1
@@ -270,7 +234,6 @@ class Ledger:
         self._windows = windows or self._windows
         self._given.clear()
         self._done.clear()
-        self._early_replica_group.clear()
         self._ordered.clear()
         self._window_of.clear()
         self._taken = [0] * self._windows.replica_groups

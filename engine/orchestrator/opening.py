@@ -66,7 +66,7 @@ async def serving_plane(
             trace=trace,
             loader=loader,
             service=service,
-            store=await store if store is not None else None,
+            store=await store,
             weights=weights,
             trains=trains,
         )

@@ -15,14 +15,13 @@ from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError, ServiceConflict
 from engine.orchestrator.batches import Batch, BatchGenerator
 from engine.orchestrator.batches_in_flight import BatchesInFlight
-from engine.orchestrator.column_store import ColumnStore
+from engine.orchestrator.column_store import ColumnStore, MemoryStore
 from engine.orchestrator.experience import Experience
 from engine.orchestrator.lease_requests import LeaseRequests
 from engine.orchestrator.liveness import Liveness
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import StageWatch, stages_of
-from engine.orchestrator.stored_columns import StoredColumns
 from engine.orchestrator.table import RowTable
 from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
@@ -62,7 +61,7 @@ class Plane:
     ) -> None:
         """Without `loader` and `service` (a replay), only requests that need no instances are answered.
 
-        `store`: where the bodies of columns are kept; None keeps them in the table. `weights`: folder for weights on
+        `store`: where the bodies of columns are kept; None: the orchestrator's memory. `weights`: folder for weights on
         their way to the instances. `trains`: whether the run has its own trainer, rather than an external program.
         """
         self.config = config
@@ -82,11 +81,12 @@ class Plane:
         """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
         self._is_ready = False
         self._replayed_by: dict[int, set[int]] = {}
-        self._stored: StoredColumns | None = None
+        self._store = store or MemoryStore()
         self._leases = LeaseRequests(
             config=config,
             run_state=self._run_state,
             table=self.table,
+            store=self._store,
             watch=self.watch,
             batches=self._batches,
             liveness=self._liveness,
@@ -97,22 +97,19 @@ class Plane:
         self._publishing: PublishRequests | None = None
         self._experience: Experience | None = None
         if loader is not None and service is not None:
-            self._use_instances(loader, service, store)
+            self._use_instances(loader, service)
         self._answers = self.answers()
 
-    def _use_instances(self, loader: PromptLoader, service: RolloutService, store: ColumnStore | None) -> None:
-        """Create the parts that generate batches, publish weights, take external experience, and evaluate."""
-        generator = self._generator = BatchGenerator(
-            config=self.config, loader=loader, service=service, table=self.table, notify=self._run_state.notify
+    def _use_instances(self, loader: PromptLoader, service: RolloutService) -> None:
+        """Create the parts that generate batches, publish weights, take outside prompts, and evaluate."""
+        self._generator = BatchGenerator(
+            config=self.config,
+            loader=loader,
+            service=service,
+            table=self.table,
+            store=self._store,
+            notify=self._run_state.notify,
         )
-        if store is not None:
-            self._stored = StoredColumns(
-                store,
-                lambda step, index: generator.generate_again(self._batches.get_batch(step), index),
-                tell=lambda text: service.notices.happened("queue", "restart", text),
-            )
-            generator.keep = self._stored.keep_columns
-            self._leases.stored = self._stored
         if self.config.evaluate.every:
             from engine.orchestrator.in_run_evaluation import (
                 InRunEvaluation,  # only runs that have it pay for its imports
@@ -136,14 +133,12 @@ class Plane:
             config=self.config,
             service=service,
             run_state=self._run_state,
-            table=self.table,
             generator=self._generator,
             batches=self._batches,
             publishing=self._publishing,
             generate=self._generate_batch,
             started=self._step_started,
             weights=self._weights,
-            trains=self._trains,
         )
 
     def answers(self) -> Answers:
@@ -163,7 +158,6 @@ class Plane:
             **always,
             messages.InitEngines: experience.init_engines,
             messages.PutPrompts: experience.put_prompts,
-            messages.PutRow: experience.put_row,
             messages.SampleResponses: experience.sample_responses,
             messages.Lease: self._leases.lease_window,
             messages.WriteColumns: self._leases.write_columns,
@@ -277,10 +271,7 @@ class Plane:
 
     async def close(self) -> None:
         """Cancel the batches in progress, the publishing and the evaluation, and write the timeline."""
-        await self._leases.close()
         await self._batches.close()
-        if self._stored is not None:
-            await self._stored.close()
         if self._publishing is not None:
             await self._publishing.close()
         if self._evaluation is not None:
@@ -357,9 +348,8 @@ class Plane:
             self.table.begin_again(step, self._generator.replica_groups)
 
     def _drop_step(self, step: int) -> None:
-        for part in (self.table, self._stored):
-            if part is not None:
-                part.forget_step(step)
+        self.table.forget_step(step)
+        self._store.clear_step(step)
         if self._experience is not None:
             self._experience.drop_step(step)
 
@@ -367,9 +357,10 @@ class Plane:
         batch = self._batches.pop_batch(step)
         if batch is not None:
             self._leases.end_step(step, batch.next_position)
-        for part in (self.table, self._stored, self._experience):
-            if part is not None:
-                part.forget_step(step)
+        self.table.forget_step(step)
+        self._store.clear_step(step)
+        if self._experience is not None:
+            self._experience.forget_step(step)
         return batch
 
     async def _report(self, request: messages.Report) -> messages.Done:

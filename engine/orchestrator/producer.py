@@ -28,7 +28,7 @@ from engine.reward.scorer import ResponseScorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.types import Prompt, Score
-from engine.wire.columns import PackedFinished, PackedResponse, Row, pack_ids, pack_row, pack_scores
+from engine.wire.columns import PackedResponse, Row, pack_row, pack_scores
 from engine.wire.routes import pack_routes
 
 ScoreTask = asyncio.Task[list[Score]]
@@ -36,8 +36,8 @@ ScoreTask = asyncio.Task[list[Score]]
 
 Put = Callable[[Row], Awaitable[None]]
 """Called with each group once it is complete."""
-OnFinished = Callable[[PackedFinished], Awaitable[None]]
-"""Called with each response as it arrives, before its group is complete."""
+OnFinished = Callable[[int, int], Awaitable[None]]
+"""Called with a group's index and a response's number in it as the response arrives, before its group is complete."""
 
 
 FAULTS = 10
@@ -161,19 +161,6 @@ class Producer:
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
-    async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> Row:
-        """Generate a group of a step again, with the same seeds if it has any, and return it."""
-        made: list[Row] = []
-
-        async def put(group: Row) -> None:
-            made.append(group)
-
-        try:
-            await self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, on_finished=None)
-        except ExceptionGroup as failures:
-            raise first_leaf(failures) from failures
-        return made[0]
-
     async def run_until(
         self,
         step: int,
@@ -200,8 +187,8 @@ class Producer:
             putting.add(asyncio.current_task())
             await put(group)
 
-        async def end_response(response: PackedFinished) -> None:
-            left[response.group] = left[response.group] - 1 or self._group_size
+        async def end_response(index: int, number: int) -> None:
+            left[index] = left[index] - 1 or self._group_size
             changed.set()
 
         def end_group(index: int, task: asyncio.Task[None]) -> None:
@@ -367,15 +354,7 @@ class Producer:
         if found is None:
             return
         if work.on_finished is not None:
-            await work.on_finished(
-                PackedFinished(
-                    step=work.step,
-                    group=work.index,
-                    number=number,
-                    prompt=pack_ids(work.prompt.token_ids),
-                    token_ids=found.token_ids,
-                )
-            )
+            await work.on_finished(work.index, number)
         verify = work.scored and self._verifier.per_response and own is None
         score = self._score(work.step, work.index, work.prompt, (found,)) if verify else None
         work.done[number] = found, work.verifying.create_task(score) if score is not None else None

@@ -33,7 +33,6 @@ from engine.run.progress import Progress
 from engine.run.run_inputs import check_evaluated
 from engine.run.trace import Trace
 from engine.types import JsonObject
-from engine.wire.columns import PackedFinished
 
 
 @dataclass
@@ -143,7 +142,7 @@ async def _evaluate(
         started = time.perf_counter()
         progress.expected = sum(len(one.prompts) for one in encoded) * settings.samples
 
-        async def on_finished(finished: PackedFinished) -> None:
+        async def on_finished(index: int, number: int) -> None:
             progress.finished += 1
 
         decode = service.tokenizer.decode

@@ -140,7 +140,7 @@ def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
     folder, which also holds the files of its own Ray, if it starts one. `name`: its namespace in Ray."""
     arguments = ["--name", name, "--addresses", str(folder / "addresses")]
     arguments += ["--address", queue.address] if queue.address else ["--folder", str(folder / "ray")]
-    return python_command("engine.store.transferqueue", *arguments)
+    return python_command("engine.orchestrator.transferqueue", *arguments)
 
 
 def conversion_command(model: str, progress: Path) -> list[str]:

@@ -16,8 +16,8 @@ from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
 from engine.run.trace import Trace
 from engine.schedule import Schedule
-from engine.trainer.rollouts import Rollouts, Work
-from engine.types import FinishedResponse, Group
+from engine.trainer.rollouts import Rollouts
+from engine.types import Group
 
 Figures = dict[str, Any]
 """Figures of one step: the keys of steps.jsonl that the trainer knows, plus any that a trainer adds."""
@@ -56,9 +56,6 @@ class Trainer:
 
     def start_step(self, step: int) -> None:
         """Reset gradient and figures: a step begins, or is repeated."""
-
-    def score_early(self, finished: Sequence[FinishedResponse]) -> None:
-        """Score responses whose group is still incomplete (train.score_early)."""
 
     def add_wait(self, seconds: float) -> None:
         """Count the seconds that the loop waited for groups."""
@@ -143,8 +140,8 @@ class Loop:
                     self._started[batch] = time.perf_counter()
                     self.rollouts.start(batch)
                 check_s = self._verify(step)
-                for work in self._arriving_work(step):
-                    self._score_or_train(step, work)
+                for window in self._arriving_windows(step):
+                    self._train(step, window)
                 self.rollouts.settle()
                 updates = self.trainer.update(self._responses_per_update)
             except MetronomeError as error:
@@ -183,27 +180,19 @@ class Loop:
             self.rollouts.verify(self.trainer, version=step)
         return time.perf_counter() - began
 
-    def _arriving_work(self, step: int) -> Iterator[Work]:
-        """Yield the replica group's work of the step. The time until each piece arrives counts as waiting."""
-        arriving = self.rollouts.work(step, self.trainer.prepare)
+    def _arriving_windows(self, step: int) -> Iterator[list[Group]]:
+        """Yield the replica group's windows of the step. The time until each arrives counts as waiting."""
+        arriving = self.rollouts.windows(step, self.trainer.prepare)
         while True:
             blocked = time.perf_counter()
             with self._span("wait", step):
-                work = next(arriving, None)
+                window = next(arriving, None)
             waited = time.perf_counter() - blocked
             self._seen.wait_s += waited
             self.trainer.add_wait(waited)
-            if work is None:
+            if window is None:
                 return
-            yield work
-
-    def _score_or_train(self, step: int, work: Work) -> None:
-        finished = [item for item in work if isinstance(item, FinishedResponse)]
-        if finished:
-            with self._span("score", step, responses=len(finished)):
-                self.trainer.score_early(finished)
-        else:
-            self._train(step, [item for item in work if isinstance(item, Group)])
+            yield window
 
     def _train(self, step: int, window: list[Group]) -> None:
         """Check the versions of the window's responses (docs/architecture.md, On-policy is checked), then train the

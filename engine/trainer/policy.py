@@ -1,8 +1,4 @@
-"""The Megatron trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21).
-
-With `train.score_early`, `EarlyScores` keeps log-probabilities under the frozen models of responses whose group is
-still incomplete.
-"""
+"""The Megatron trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21)."""
 
 from __future__ import annotations
 
@@ -26,10 +22,10 @@ from engine.model.build import compute_logits
 from engine.model.flops import peak_of, training_flops
 from engine.model.logprobs import token_logprobs
 from engine.model.routing import take_counts
-from engine.model.tri_model import TriModel, score_layouts, whole_row
+from engine.model.tri_model import TriModel, score_layouts
 from engine.platform import Platform
 from engine.ranks.models import make_computation, open_models, packing_of
-from engine.ranks.packing import Packing, join_windows
+from engine.ranks.packing import join_windows
 from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, find_loss
@@ -41,83 +37,7 @@ from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_toke
 from engine.trainer.optimizer import LARGEST_NORM, is_sound, optimizer_of, scheduler_of
 from engine.trainer.step_metrics import Advantages, RankMetrics, StepMetrics, joined_advantages
 from engine.trainer.step_sums import StepSums, sum_over_context
-from engine.types import FinishedResponse, Group, TrainingFigures, UpdateFigures
-
-NAMES = ("old", "reference")
-
-
-class EarlyScores:
-    """The scores of one step's responses, by (group, response). Responses without a score are scored with their
-    micro-batch."""
-
-    def __init__(self, models: TriModel, packing: Packing) -> None:
-        self._models = models
-        self._packing = packing
-        self._known: dict[str, dict[tuple[int, int], Tensor | None]] = {name: {} for name in NAMES}
-
-    def clear_scores(self) -> None:
-        """Forget all scores: the next step has different weights."""
-        for known in self._known.values():
-            known.clear()
-
-    def score_responses(self, finished: Sequence[FinishedResponse]) -> None:
-        """Score finished responses in one forward pass under each frozen model. Collective over the replica group."""
-        row = self._packing.layout([(one.prompt, [one.token_ids]) for one in finished])
-        lengths = [len(one.token_ids) for one in finished]
-        for name in NAMES:
-            (scores,) = self._models.score(name, [row])
-            whole = None if scores is None else whole_row(scores, row)
-            parts = whole.split(lengths) if whole is not None else [None] * len(finished)
-            for one, part in zip(finished, parts, strict=True):
-                self._known[name][one.group, one.number] = part
-
-    def scores(self, name: str, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Return each micro-batch's [T] log-probabilities under a frozen model; None on all pipeline stages but the
-        last.
-
-        Micro-batches that `score_responses` has scored need no forward pass; the others are computed now. All ranks of
-        the replica group make the same choice. If the window has a column with the reference's log-probabilities, that
-        column is used. Collective over the replica group.
-        """
-        if name == "reference" and all(batch.reference is not None for batch in batches):
-            last = parallel_state.is_pipeline_last_stage()
-            return [batch.reference if last else None for batch in batches]
-        for batch in batches:
-            self._score_rest(batch)
-        known = [bool(batch.members) and not self._not_scored(batch) for batch in batches]
-        missing = [batch.layout for batch, there in zip(batches, known, strict=True) if not there]
-        fresh = iter(self._models.score(name, missing))
-        return [
-            self._joined_scores(name, batch) if there else next(fresh)
-            for batch, there in zip(batches, known, strict=True)
-        ]
-
-    def _not_scored(self, batch: MicroBatch) -> list[tuple[Group, int]]:
-        known = self._known[NAMES[0]]
-        return [(group, number) for group, number in batch.members if (group.index, number) not in known]
-
-    def _score_rest(self, batch: MicroBatch) -> None:
-        """Score the remaining responses of a micro-batch that was scored early only in part."""
-        unknown = self._not_scored(batch)
-        if unknown and len(unknown) < len(batch.members):
-            self.score_responses(
-                [
-                    FinishedResponse(
-                        step=group.step,
-                        group=group.index,
-                        number=number,
-                        prompt=group.prompt.token_ids,
-                        token_ids=group.responses[number].token_ids,
-                    )
-                    for group, number in unknown
-                ]
-            )
-
-    def _joined_scores(self, name: str, batch: MicroBatch) -> Tensor | None:
-        parts = [self._known[name][group.index, number] for group, number in batch.members]
-        whole = [part for part in parts if part is not None]
-        return torch.cat(whole)[batch.layout.kept] if whole else None
-
+from engine.types import Group, TrainingFigures, UpdateFigures
 
 COMPUTING = ("forward-compute", "backward-compute")
 """Megatron's names of the timers around a micro-batch's computation. Its other timers measure waiting for
@@ -194,7 +114,6 @@ class Policy(Trainer):
         self.sums = StepSums(self.ranks, self.group_advantages, config.train.updates)
         self.advantages: Advantages = {}
         """Those of the last step whose `figures` were asked for, over all ranks."""
-        self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's advantage is wrong
         self._loss = find_loss(algorithm.loss)
@@ -234,7 +153,6 @@ class Policy(Trainer):
         self.has_moved = False
         self._traced = (0, 0)
         self.sums = StepSums(self.ranks, self.group_advantages, self.config.train.updates)
-        self.early.clear_scores()
         self._held.clear_windows()
         take_counts(self.models.policy)
         self._start_update()
@@ -300,12 +218,6 @@ class Policy(Trainer):
             if idle is not None:
                 self.trace.add_span("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
 
-    def score_early(self, finished: Sequence[FinishedResponse]) -> None:
-        """Score responses under the frozen models before their group is complete. Collective over the replica group."""
-        started = time.perf_counter()
-        self.early.score_responses(finished)
-        self.metrics.score_s += time.perf_counter() - started
-
     def worst_gap(self) -> float:
         """Return the step's largest ratio gap so far in the replica group. Collective over the replica group."""
         return self.ranks.worst(self.metrics.max_ratio_gap)
@@ -317,9 +229,18 @@ class Policy(Trainer):
         """
         started = time.perf_counter()
         with record_function("score"):
-            old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
+            old, reference = (self.frozen_logprobs(name, batches) for name in ("old", "reference"))
         self.metrics.score_s += time.perf_counter() - started
         return list(map(Scored, batches, old, reference))
+
+    def frozen_logprobs(self, name: str, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Return each micro-batch's [T] log-probabilities under the frozen model "old" or "reference"; None on all
+        pipeline stages but the last. If the window has a column with the reference's, that column is used. Collective
+        over the replica group."""
+        if name == "reference" and all(batch.reference is not None for batch in batches):
+            last = parallel_state.is_pipeline_last_stage()
+            return [batch.reference if last else None for batch in batches]
+        return list(self.models.score(name, [batch.layout for batch in batches]))
 
     def _hold_window(self, window: Sequence[Scored], update: int) -> None:
         """Hold a window until its update. The window is scored now, under the weights at the start of the step, if one

@@ -242,7 +242,6 @@ def _rollouts(
     policy: Policy,
 ) -> LiveRollouts | ReplayedRollouts:
     from engine.client.publish.publisher import Publisher
-    from engine.client.stored_bodies import StoredBodies
     from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts
 
     if arguments.replay is not None:
@@ -250,7 +249,6 @@ def _rollouts(
     publisher = Publisher.of(
         config=config, connection=plane, ranks=ranks, folder=arguments.weights, device=policy.models.device
     )
-    bodies = StoredBodies(ranks.name, config.store_timeout_s) if config.leaders_fetch else None
     # on a CPU the thread would slow down training itself
     prefetch = {"on": True, "off": False, "auto": policy.models.device.type != "cpu"}[config.train.prefetch]
     most = config.most_trainer_threads if policy.models.device.type == "cpu" else arguments.threads
@@ -259,8 +257,6 @@ def _rollouts(
         ranks=ranks,
         publisher=publisher,
         config=config,
-        early=config.train.score_early,
-        bodies=bodies,
         prefetch=prefetch,
         share_cores=lambda alone: torch.set_num_threads(most if alone else arguments.threads),
     )

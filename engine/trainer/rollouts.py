@@ -11,23 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from engine.client.connection import Connection
 from engine.client.publish.publisher import PublishedModel, Publisher
 from engine.client.ranks import OneRank, Ranks
 from engine.client.service import ServiceClient
-from engine.client.stored_bodies import StoredBodies
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError
-from engine.run.logs import log_error
+from engine.errors import BadInput, MetronomeError
 from engine.run.threads import in_thread
-from engine.types import FinishedResponse, Group
+from engine.types import Group
 from engine.wire import messages
-from engine.wire.columns import open_finished, open_group
-from engine.wire.messages import EarlyResponses, EndOfStep, StillWaiting, Window
+from engine.wire.columns import open_group
+from engine.wire.messages import EndOfStep, StillWaiting, Window
 from engine.wire.record import RecordEntry, read_record
-from engine.wire.store_client import StoreFault
 
 
 class Replay:
@@ -44,8 +41,8 @@ class Replay:
             if entry.replica_group == replica_group:
                 self._mine.setdefault(entry.step, []).append(entry)
 
-    def work(self, step: int) -> Iterator[list[Group] | list[FinishedResponse]]:
-        """Yield the replica group's windows and early responses of a step. Raises BadInput unless the record has all
+    def windows(self, step: int) -> Iterator[list[Group]]:
+        """Yield the replica group's windows of a step. Raises BadInput unless the record has all
         groups of the step."""
         count = self._groups.get(step, 0)
         if count != self._expected:
@@ -54,11 +51,8 @@ class Replay:
                 f"{self._expected}; replay with the recorded run's own config.toml and no more steps than it trained"
             )
         for entry in self._mine.get(step, []):
-            yield entry.window(self._weights) or list(map(open_finished, entry.finished))
+            yield entry.window(self._weights)
 
-
-Work = list[Group] | list[FinishedResponse]
-"""A window to train, or responses to score early."""
 
 R = TypeVar("R")
 
@@ -69,8 +63,8 @@ Prepare = Callable[[list[Group]], None]
 class Rollouts(Protocol):
     """The inference side, as the loop uses it.
 
-    `work` and `heartbeat` are collectives over a replica group's ranks. `settle` and `failed` are not collectives. All
-    other methods are collectives over all ranks.
+    `windows` and `heartbeat` are collectives over a replica group's ranks. `settle` and `failed` are not collectives.
+    All other methods are collectives over all ranks.
     """
 
     prompt_position: int | None
@@ -99,9 +93,9 @@ class Rollouts(Protocol):
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
-    def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the replica group's work of the step, each piece as soon as it is available. Collective over the
-        replica group.
+    def windows(self, step: int, prepare: Prepare) -> Iterator[list[Group]]:
+        """Yield the replica group's windows of the step, each as soon as it is available. Collective over the replica
+        group.
 
         `prepare` may be called with a window before the window is yielded, from another thread.
         """
@@ -126,22 +120,16 @@ class LiveRollouts:
         ranks: Ranks,
         publisher: Publisher,
         config: Config,
-        early: bool = False,
-        bodies: StoredBodies | None = None,
         prefetch: bool = False,
         share_cores: Callable[[bool], None] = lambda alone: None,
     ) -> None:
-        """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches column bodies
-        that are stored outside the orchestrator; `prefetch`: whether a thread leases and prepares the next window while
-        one is trained. `prefetch` has no effect with `early` or `bodies`. `share_cores` is called with whether the
-        instances are idle, before each window and each publish."""
-        self._bodies = bodies
+        """`prefetch`: whether a thread leases and prepares the next window while one is trained. `share_cores` is
+        called with whether the instances are idle, before each window and each publish."""
         self._control = control
         self._ranks = ranks
         self._publisher = publisher
         self._config = config
-        self._early = early
-        self._ahead = prefetch and not early and bodies is None
+        self._ahead = prefetch
         self._share_cores = share_cores
         self.prompt_position: int | None = None
         self.prompts: str | None = None
@@ -151,7 +139,6 @@ class LiveRollouts:
     def of(cls, service: ServiceClient, ranks: Ranks | None = None) -> LiveRollouts:
         """Return the rollouts of an external program with these ranks; None means one rank."""
         alone = ranks or OneRank()
-        early = service.config.train.score_early
         publisher = service.publisher(alone)
         prefetch = service.config.train.prefetch == "on"
         return cls(
@@ -159,7 +146,6 @@ class LiveRollouts:
             ranks=alone,
             publisher=publisher,
             config=service.config,
-            early=early,
             prefetch=prefetch,
         )
 
@@ -198,23 +184,20 @@ class LiveRollouts:
         self._publisher.settle()
 
     def start(self, step: int) -> None:
-        """Ask the orchestrator to start the batch. Does nothing if programs put the groups (data.pushed)."""
-        if not self._config.data.pushed:
-            self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
+        """Ask the orchestrator to start the batch."""
+        self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
 
-    def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
+    def windows(self, step: int, prepare: Prepare) -> Iterator[list[Group]]:
         """Lease windows from the table until the replica groups have trained all groups of the step.
 
         While one window is trained, a thread requests, opens and prepares the next one. Each request also acknowledges
-        the windows whose gradient has been added, so a window usually costs one round trip. If programs put the groups,
-        raises DeadlineError when nothing arrives for train.timeout_s.
+        the windows whose gradient has been added, so a window usually costs one round trip.
         """
         done: tuple[int, ...] = ()
-        last = time.monotonic()
-        coming: Future[tuple[messages.Work, Work]] | None = None
+        coming: Future[tuple[messages.Work, list[Group]]] | None = None
         while True:
             if coming is None:
-                reply = self._ranks.from_leader(partial(self._lease, step, done, last))
+                reply = self._ranks.from_leader(partial(self._lease, step, done))
                 opened = self._opened(reply)
                 done = ()
             else:
@@ -227,19 +210,18 @@ class LiveRollouts:
             if isinstance(reply, Window) and self._ahead:
                 coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
-            if opened:  # otherwise the reply is a sign of life: ask again
-                self._share_cores(isinstance(reply, Window) and reply.generated)
+            if isinstance(reply, Window):  # otherwise it is a sign of life: ask again
+                self._share_cores(reply.generated)
                 yield opened
-                last = time.monotonic()
-                done += (reply.lease,) if isinstance(reply, Window) else ()
+                done += (reply.lease,)
 
-    def _look_ahead(self, step: int, done: tuple[int, ...], prepare: Prepare) -> tuple[messages.Work, Work]:
+    def _look_ahead(self, step: int, done: tuple[int, ...], prepare: Prepare) -> tuple[messages.Work, list[Group]]:
         """Ask once for the next window and prepare it. Collective over the replica group; it runs in a thread next to
         training."""
-        reply = self._ranks.from_leader_beside(partial(self._lease, step, done, time.monotonic(), ahead=True))
+        reply = self._ranks.from_leader_beside(partial(self._lease, step, done, ahead=True))
         opened = self._opened(reply)
         if isinstance(reply, Window):
-            prepare(cast(list[Group], opened))
+            prepare(opened)
         return reply, opened
 
     def _acknowledge(self, step: int, done: tuple[int, ...], coming: Future[Any]) -> tuple[int, ...]:
@@ -257,45 +239,25 @@ class LiveRollouts:
             return done
         return ()
 
-    def _lease(self, step: int, done: tuple[int, ...], last: float, ahead: bool = False) -> messages.Work:
-        """Return the replica group's next work; a sign of life while the bodies of a window are being fetched."""
-        limit = self._config.train.timeout_s
-        if self._config.data.pushed and time.monotonic() - last > limit:
-            raise DeadlineError(f"no program has put a group of step {step} in {limit:g} s (train.timeout_s)")
-        bodies = self._bodies
-        ask = partial(
-            messages.Lease,
-            replica_group=self._ranks.replica_group,
-            step=step,
-            budget=self._config.window_tokens,
-            done=done,
-            consumer=self._ranks.name,
-            ahead=ahead,
-            early=self._early,
+    def _lease(self, step: int, done: tuple[int, ...], ahead: bool = False) -> messages.Work:
+        """Return the replica group's next work."""
+        return self._control.ask(
+            messages.Lease(
+                replica_group=self._ranks.replica_group,
+                step=step,
+                budget=self._config.window_tokens,
+                done=done,
+                consumer=self._ranks.name,
+                ahead=ahead,
+            )
         )
-        if bodies is None:
-            return self._control.ask(ask())
-        if bodies.lease is None:
-            reply = self._control.ask(ask(fetches=True))
-            if not isinstance(reply, Window) or reply.store is None:
-                return reply
-            bodies.begin_fetching(reply)
-        lease = bodies.lease
-        try:
-            if (whole := bodies.wait_briefly()) is not None:
-                return whole
-        except StoreFault as fault:
-            log_error(f"replica group {self._ranks.replica_group} leaves lease {lease} to the orchestrator: {fault}")
-            return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was already acknowledged
-        self._control.ask(messages.Heartbeat(replica_group=self._ranks.replica_group))
-        return StillWaiting()
 
-    def _opened(self, given: messages.Work) -> Work:
-        """Return the groups or responses of a reply; [] if it has none."""
-        if isinstance(given, Window):
-            weights = self._config.reward_weights
-            return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
-        return list(map(open_finished, given.finished)) if isinstance(given, EarlyResponses) else []
+    def _opened(self, given: messages.Work) -> list[Group]:
+        """Return the groups of a reply; [] if it has none."""
+        if not isinstance(given, Window):
+            return []
+        weights = self._config.reward_weights
+        return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
 
     def heartbeat(self) -> None:
         """Send a sign of life from the replica group's leader."""
@@ -338,12 +300,12 @@ class ReplayedRollouts:
     def start(self, step: int) -> None:
         """Do nothing: there is nothing to start."""
 
-    def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
-        """Yield the replica group's recorded work of the step in recorded order, then wait until all replica groups are
-        done."""
-        for work in self._replay.work(step):
+    def windows(self, step: int, prepare: Prepare) -> Iterator[list[Group]]:
+        """Yield the replica group's recorded windows of the step in recorded order, then wait until all replica groups
+        are done."""
+        for window in self._replay.windows(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
-            yield work
+            yield window
         while not isinstance(self._ranks.from_leader(partial(self._report_progress, step, True)), EndOfStep):
             pass  # the orchestrator's sign of life
 

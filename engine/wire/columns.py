@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from engine.errors import BadInput, TransferError
-from engine.types import BatchScores, FinishedResponse, Group, Prompt, Response, Score
+from engine.types import BatchScores, Group, Prompt, Response, Score
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 
 PROMPT = "prompt"
@@ -198,23 +198,6 @@ class PackedResponse(msgspec.Struct, frozen=True):
     def length(self) -> int:
         """Number of tokens."""
         return len(self.token_ids) // ID_BYTES
-
-
-class PackedFinished(msgspec.Struct, frozen=True, array_like=True):
-    """An engine.types.FinishedResponse with its numbers packed as buffers."""
-
-    step: int
-    group: int
-    number: int
-    prompt: bytes
-    """int32."""
-    token_ids: bytes
-    """int32."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of the response and its prompt together."""
-        return (len(self.prompt) + len(self.token_ids)) // ID_BYTES
 
 
 _PROMPT: msgspec.msgpack.Decoder[PromptColumn] = msgspec.msgpack.Decoder(PromptColumn)
@@ -403,17 +386,6 @@ def open_response(packed: PackedResponse, decode: Decode | None = None) -> Respo
         text=decode(token_ids) if decode is not None else "",
         seed=packed.seed,
         instance=packed.instance,
-    )
-
-
-def open_finished(packed: PackedFinished) -> FinishedResponse:
-    """Return a view of a response that is to be scored early."""
-    return FinishedResponse(
-        step=packed.step,
-        group=packed.group,
-        number=packed.number,
-        prompt=open_ids(packed.prompt),
-        token_ids=open_ids(packed.token_ids),
     )
 
 

@@ -13,9 +13,8 @@ import msgspec
 
 from engine.errors import BadInput
 from engine.types import BatchScores, StepFigures
-from engine.wire.columns import Column, PackedFinished, PackedResponse, Row
+from engine.wire.columns import Column, PackedResponse, Row
 from engine.wire.message import Done, Failure, Message, Request
-from engine.wire.store_addresses import StoreAddresses
 from engine.wire.sync_messages import (
     AbortSync,
     ConnectSync,
@@ -31,7 +30,7 @@ from engine.wire.sync_messages import (
     VerifySync,
 )
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
@@ -57,16 +56,8 @@ class Window(Message):
     """Seconds after which the rows may be leased again; None: the lease lasts as long as the ranks that hold it."""
     deliveries: int = 1
     """How often the rows have been leased, including this time."""
-    store: StoreAddresses | None = None
-    """Where the column bodies are stored; None: they are in the rows."""
     generated: bool = False
     """Whether every group of the batches in progress has arrived, so that the instances have none to sample."""
-
-
-class EarlyResponses(Message):
-    """Responses to score early, while there is nothing to train."""
-
-    finished: tuple[PackedFinished, ...]
 
 
 class StillWaiting(Message):
@@ -84,7 +75,7 @@ class EndOfRun(Message):
     """The last step has been trained: no stage has work left."""
 
 
-Work = Window | EarlyResponses | EndOfStep | EndOfRun | StillWaiting
+Work = Window | EndOfStep | EndOfRun | StillWaiting
 
 
 class Lease(Request[Work]):
@@ -104,13 +95,6 @@ class Lease(Request[Work]):
     ahead: bool = False
     """Whether the replica group is still training its last window. If so, it gets no window that another replica group
     would begin sooner."""
-    early: bool = False
-    """Whether the stage scores responses early (`EarlyResponses`)."""
-    fetches: bool = False
-    """Whether the replica group can fetch column bodies itself (`Window.store`)."""
-    unfetched: int | None = None
-    """Number of a lease whose bodies the replica group could not fetch. A later reply is its window, with the
-    bodies."""
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,12 +139,6 @@ class PutPrompts(Request[Taken]):
     step: int
     prompts: tuple[PromptData, ...] | None = None
     """train.prompts_per_step prompts; None: the next ones from the recipe's data."""
-
-
-class PutRow(Request[Taken]):
-    """Put a group that was sampled and scored by a program (data.pushed)."""
-
-    row: Row
 
 
 class Sampled(Message):
@@ -251,13 +229,12 @@ def is_of_trainer(request: Request[Any]) -> bool:
     alive."""
     if isinstance(request, Lease | WriteColumns | StageFailed):
         return request.stage == TRAIN
-    return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion | IsSnapshotWanted)
+    return not isinstance(request, InitEngines | SampleResponses | AwaitVersion | IsSnapshotWanted)
 
 
 FROM_PROGRAMS = (
     InitEngines,
     PutPrompts,
-    PutRow,
     Lease,
     WriteColumns,
     SampleResponses,
@@ -274,22 +251,16 @@ FROM_PROGRAMS = (
     IsSnapshotWanted,
 )
 """The requests that programs may send."""
-OF_RANKS = ("fetches", "unfetched")
-"""Fields that only the run's own ranks set: they name what the orchestrator keeps for each rank."""
 
 
 def check_program(request: Request[Any], replica_groups: int, most: int) -> None:
-    """Raise BadInput for a request, or a field of one, that a program may not send.
+    """Raise BadInput for a request that a program may not send.
 
     `replica_groups`: how many of them the program's trainer has; `most`: how many it may have.
     """
     name = type(request).__name__
     if not isinstance(request, FROM_PROGRAMS):
         raise BadInput(f"{name}: only the run's own ranks send this request")
-    for field in OF_RANKS:
-        value = getattr(request, field, None)
-        if value is not None and value is not False:
-            raise BadInput(f"{name}.{field}: only the run's own ranks set this field")
     if (group := request.replica_group) is not None and not 0 <= group < replica_groups:
         raise BadInput(f"{name}.replica_group = {group}: the trainer has {replica_groups}, counted from 0")
     if isinstance(request, Ready):
@@ -318,7 +289,6 @@ class CheckpointFound(Message):
 AnyRequest = (
     InitEngines
     | PutPrompts
-    | PutRow
     | Lease
     | WriteColumns
     | SampleResponses
@@ -341,7 +311,6 @@ AnyMessage = (
     Failure
     | Done
     | Window
-    | EarlyResponses
     | StillWaiting
     | EndOfStep
     | EndOfRun

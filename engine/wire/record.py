@@ -1,4 +1,4 @@
-"""The record of a run: the windows and early responses of each trainer replica group, in the order of their leases."""
+"""The record of a run: the windows of each trainer replica group, in the order of their leases."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from engine.run.files import put_in_place
 from engine.run.run_inputs import find_inputs
 from engine.run.user_code import name_code
 from engine.types import BatchScores, Group, JsonObject
-from engine.wire.columns import PackedFinished, Row, open_group
-from engine.wire.messages import EarlyResponses, Window
+from engine.wire.columns import Row, open_group
+from engine.wire.messages import Window
 
 PLAN = (
     "model.dtype", "model.head_dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature",
@@ -39,14 +39,13 @@ FILE = "record.msgpack"
 
 
 class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One reply to a replica group: a window to train, or responses to score early."""
+    """A window that a replica group was given to train."""
 
     replica_group: int
     step: int
-    rows: tuple[Row, ...] = ()
+    rows: tuple[Row, ...]
     batch: BatchScores | None = None
     """As in `Window`."""
-    finished: tuple[PackedFinished, ...] = ()
 
     @property
     def size(self) -> int:
@@ -60,7 +59,7 @@ class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class RecordWriter:
-    """Writes `record.msgpack`: first the settings, then each window and early responses that a replica group leases.
+    """Writes `record.msgpack`: first the settings, then each window that a replica group leases.
 
     Micro-batches are not recorded, because the windows determine them.
     """
@@ -79,12 +78,9 @@ class RecordWriter:
         put_in_place(partial, path)
         self._file = path.open("ab")
 
-    def add_work(self, replica_group: int, given: Window | EarlyResponses) -> None:
-        """Append a window or early responses of a replica group."""
-        if isinstance(given, Window):
-            entry = RecordEntry(replica_group=replica_group, step=given.step, rows=given.rows, batch=given.batch)
-        else:
-            entry = RecordEntry(replica_group=replica_group, step=given.finished[0].step, finished=given.finished)
+    def add_window(self, replica_group: int, given: Window) -> None:
+        """Append a window of a replica group."""
+        entry = RecordEntry(replica_group=replica_group, step=given.step, rows=given.rows, batch=given.batch)
         self._file.write(msgspec.msgpack.encode(entry))
 
     def flush(self) -> None:

@@ -58,11 +58,8 @@ def problem_of_form(dtype: str, shape: Sequence[int], tokens: int, experts: Expe
     return ""
 
 
-def problem_of_routes(values: NDArray[Any], experts: Experts, unknown: bool = False) -> str:
-    """Return what is wrong with routes of the right form; "" if nothing is. `unknown`: whether tokens may lack
-    routes."""
-    if unknown:
-        values = values[(values != np.iinfo(values.dtype).max).any(axis=(1, 2))]
+def problem_of_routes(values: NDArray[Any], experts: Experts) -> str:
+    """Return what is wrong with routes of the right form; "" if nothing is."""
     if values.size and (largest := int(values.max())) >= experts.count:
         return f"routes to expert {largest}, but the model has {experts.count} in a layer"
     chosen = np.ascontiguousarray(values.reshape(-1, experts.per_token).T)

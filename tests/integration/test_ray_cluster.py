@@ -169,14 +169,12 @@ def test_a_node_with_an_instance_and_a_storage_unit_dies_and_all_bits_are_those_
     with Command(tmp_path, on_ray(exact, cluster, "ray", **stored)) as command:
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 2, "the second step", 400)
         places = re.findall(r"(instance-\d) on \S+ \((\w+)\)", command.output)[-2:]
-        name, node = next(place for place in places if not cluster.head_node.node_id.startswith(place[1]))
+        node = next(node for _, node in places if not cluster.head_node.node_id.startswith(node))
         slow_down(tmp_path, 2)
         kill_node(cluster, node_of(cluster, node))
-        command.wait_for(rf"{name} starts on \S+ \(\w+\)")
-        command.wait_for(r"queue .*TransferQueue was restarted, and has lost \d of \d groups")
+        command.wait_for("the previous attempt ended")
         slow_down(tmp_path, 0)
         command.ends()
-    assert "the previous attempt ended" not in command.output
     assert same(weights(tmp_path, "ray"), weights(tmp_path, "alone"))
 
 

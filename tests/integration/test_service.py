@@ -7,21 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
-from torch.utils.data import DataLoader
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
-from engine.client.experience_dataset import ExperienceDataset
 from engine.client.service import ServiceClient
-from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceConflict, StaleRolloutError, WeightSyncError
+from engine.errors import BadInput, MetronomeError, ServiceConflict, WeightSyncError
 from engine.run.folder import RunFolder
-from engine.types import Group, Prompt, Response, Score
-from engine.wire.columns import Column, pack_group, pack_ids
+from engine.types import Prompt
+from engine.wire.columns import pack_ids
 from engine.wire.message import Done
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PromptData, PutPrompts
 from engine.wire.sync_messages import AbortSync, ConnectSync, FinishSync, VerifySync
@@ -85,24 +82,6 @@ def client(running):
     return running.client
 
 
-def made(step, index, **changes):
-    """A group that no instance has sampled."""
-    response = Response(
-        token_ids=(7, 8, 9),
-        logprobs=(-1.0, -0.5, -2.0),
-        versions=((0, step),),
-        loss_mask=(True,) * 3,
-        finish_reason="length",
-        text="",
-        seed=1,
-        instance="outside",
-    )
-    scores = tuple(Score(float(number)) for number in range(SIZE))
-    prompt = Prompt(f"own-{index}", "1+1=", "2", (5, 6))
-    group = Group(step=step, index=index, prompt=prompt, responses=(response,) * SIZE, scores=scores)
-    return replace(group, **changes)
-
-
 def test_service_and_instances_listen_on_loopback_only(running):
     seen = Listening()
     seen.look(psutil.Process())
@@ -111,8 +90,12 @@ def test_service_and_instances_listen_on_loopback_only(running):
     assert seen.open_ones == {}
 
 
-def push(client, step):
-    return [client.put_experience_data(made(step, index)) for index in range(PROMPTS)]
+def sample(client, step):
+    """Put the step's prompts, and wait until all of its groups have arrived."""
+    client.put_prompts_data(step)
+    status = f"{client.connection.url}/status"
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    wait_for(lambda: httpx.get(status, headers=headers).json()["arrived"] == [PROMPTS], "the step's groups", 60)
 
 
 def leases(client, step, consumer="trainer"):
@@ -127,7 +110,7 @@ def consume(client, step, consumer="trainer"):
 
 
 def test_groups_of_a_consumer_that_is_killed_are_given_again_and_trained_once(running, client, step):
-    push(client, step)
+    sample(client, step)
     dead = subprocess.Popen(
         [sys.executable, "-c", CONSUMER, running.address, str(step)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -145,7 +128,7 @@ def test_groups_of_a_consumer_that_is_killed_are_given_again_and_trained_once(ru
 
 
 def test_an_acknowledgement_after_the_groups_were_given_again_is_refused(client, step):
-    push(client, step)
+    sample(client, step)
     late = client.get_experience_data(step, "late")
     again = client.get_experience_data(step, "other")
     with pytest.raises(ServiceConflict, match="given to 'other'; drop the gradient"):
@@ -153,51 +136,6 @@ def test_an_acknowledgement_after_the_groups_were_given_again_is_refused(client,
     client.acknowledge(again)
     client.acknowledge(again)
     assert client.get_experience_data(step) is None
-
-
-def test_a_group_that_is_put_twice_is_there_once(client, step):
-    assert push(client, step) == [True] * PROMPTS
-    assert push(client, step) == [False] * PROMPTS
-    with pytest.raises(ServiceConflict, match=r"already has another group 1 \(different digest\)"):
-        client.put_experience_data(made(step, 1, scores=(Score(5.0),) * SIZE))
-    assert sorted(consume(client, step)) == [0, 1, 2]
-
-
-def test_a_stale_version_a_step_that_is_over_and_one_to_come_are_refused(client, step):
-    if step == 0:
-        pytest.skip("there is no version before the first")
-    old = made(step, 0)
-    stale = replace(old, responses=tuple(replace(one, versions=((0, step - 1),)) for one in old.responses))
-    with pytest.raises(StaleRolloutError, match=f"sampled from weight version {step - 1}, but mode 'periodic'"):
-        client.put_experience_data(stale)
-    for other in (step - 1, step + 1):
-        with pytest.raises(ServiceConflict, match=f"step {other}: with weight version {step} .*takes step {step}"):
-            client.put_experience_data(made(other, 0))
-    push(client, step)
-    consume(client, step)
-
-
-def test_a_flipped_byte_and_an_incomplete_group_are_refused_and_may_be_sent_again(client, step):
-    row = pack_group(made(step, 0))
-    for column in row.columns:
-        flipped = Column(column.name, column.digest, bytes([column.body[0] ^ 1]) + column.body[1:])
-        with pytest.raises(BadInput, match=f"its column '{column.name}' differ from those that were packed"):
-            client.put_experience_data(row.with_columns([flipped]))
-    short = made(step, 0)
-    with pytest.raises(BadInput, match="it is incomplete: 1 responses"):
-        client.put_experience_data(replace(short, responses=short.responses[:1], scores=short.scores[:1]))
-    assert push(client, step) == [True] * PROMPTS
-    assert sorted(consume(client, step)) == [0, 1, 2]
-
-
-def test_a_put_waits_for_room_until_its_deadline(running, client, step):
-    large = tuple(Score(float(number), detail="x" * 240_000) for number in range(SIZE))
-    assert client.put_experience_data(made(step, 0, scores=large))
-    assert client.put_experience_data(made(step, 1, scores=large))
-    with pytest.raises(DeadlineError, match=rf"waited 0.5 s for room in the service for group 2 of step {step}: .*"):
-        client.put_experience_data(made(step, 2, scores=large), wait_s=0.5)
-    assert client.put_experience_data(made(step, 2))
-    assert sorted(consume(client, step)) == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -256,7 +194,7 @@ def test_a_trainer_that_was_started_again_trains_its_step_from_the_first_group_o
 
 
 def test_a_version_is_published_once_the_steps_before_are_trained(running, client, step):
-    push(client, step)
+    sample(client, step)
     with pytest.raises(ServiceConflict, match=f"not every group of step {step} is acknowledged"):
         client.weight_sync_notify(step + 1, running.model)
     with pytest.raises(ServiceConflict, match=f"version {step} was published last, so the next is {step + 1}"):
@@ -276,11 +214,11 @@ def test_parts_of_a_publish_that_come_again_or_out_of_turn_change_nothing(runnin
     ):
         with pytest.raises(ServiceConflict):
             client.ask(request)
-    push(client, step)
+    sample(client, step)
     consume(client, step)
     running.version += 1
     client.weight_sync_notify(running.version, running.model)
-    push(client, running.version)
+    sample(client, running.version)
     consume(client, running.version)
 
 
@@ -300,14 +238,7 @@ def test_every_instance_holds_a_version_that_was_published(running, client, step
         there = json.loads((running.folder / f"logs/{name}.address").read_text())
         url = f"http://{there['host']}:{there['port']}/weight_version"
         assert httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}).json() == {"weight_version": step}
-    push(client, step)
-    consume(client, step)
-
-
-def test_a_step_has_prompts_or_groups_from_outside(client, step):
-    push(client, step)
-    with pytest.raises(ServiceConflict, match="already has groups from outside programs, so it takes no prompts"):
-        client.put_prompts_data(step)
+    sample(client, step)
     consume(client, step)
 
 
@@ -325,29 +256,13 @@ def test_own_prompts_are_sampled_and_scored(client, step):
     assert [groups[index].prompt.answer for index in range(PROMPTS)] == ["0", "2", "4"]
 
 
-def test_the_dataset_gives_the_columns_of_a_step(client, step):
-    client.put_prompts_data(step)
-    columns = ("index", "prompt", "responses", "logprobs", "rewards", "versions")
-    rows = list(DataLoader(ExperienceDataset(client, step, columns), batch_size=None))
-    assert [set(row) for row in rows] == [set(columns)] * PROMPTS
-    assert sorted(row["index"] for row in rows) == [0, 1, 2]
-    for row in rows:
-        assert row["rewards"].shape == (SIZE,)
-        assert [len(one) for one in row["responses"]] == [len(one) for one in row["logprobs"]]
-        assert {version for runs in row["versions"] for _, version in runs} == {step}
-    with pytest.raises(BadInput, match="columns nothing"):
-        ExperienceDataset(client, step, ["nothing"])
-    with pytest.raises(BadInput, match="num_workers=0"):
-        list(DataLoader(ExperienceDataset(client, step), batch_size=None, num_workers=1))
-
-
 def test_samples_name_their_versions_and_follow_their_seeds(client, step):
     first, second = (client.sample([50, 44, 50], [1, 2]) for _ in range(2))
     assert [one.token_ids for one in first] == [one.token_ids for one in second]
     assert all(one.versions == ((0, step),) for one in first)
     with pytest.raises(BadInput, match="token 0 is 99999"):
         client.sample([99999], [1])
-    push(client, step)
+    sample(client, step)
     consume(client, step)
 
 

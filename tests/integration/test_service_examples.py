@@ -1,9 +1,6 @@
-"""The examples of docs/service.md: trainers through the service against Megatron's own loop, and pushed experience."""
+"""The examples of docs/service.md: trainers through the service against Megatron's own loop."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from docs.examples.hf_trainer import HuggingFaceTrainer
 from engine.client.service import ServiceClient
 from engine.trainer.loop import Loop
 from engine.trainer.rollouts import LiveRollouts
-from support.runs import ROOT, config_of, launch, wait_for, write_config
+from support.runs import config_of, launch
 
 pytestmark = pytest.mark.timeout(600)
 START_S = 200
@@ -69,43 +66,6 @@ def test_megatron_is_trained_through_the_service_as_by_its_own_loop(seeded, tmp_
             rows = train(client, Policy(client.config, cpu))
     for key in ("reward_mean", "loss", "kl", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in own], rel=1e-6), key
-
-
-@pytest.mark.slow
-def test_the_example_that_pushes_experience_is_trained_once(seeded, tmp_path):
-    """Three processes: the service, the trainer, and the program that samples, scores and pushes."""
-    config = write_config(seeded | {"run.name": "pushed", "data.pushed": True}, tmp_path)
-    folder = tmp_path / "pushed"
-    commands = {
-        "service": ["-m", "engine.orchestrator.serve", "--config", str(config)],
-        "trainer": ["docs/examples/hf_trainer.py", str(folder), "--out", str(tmp_path / "out")],
-        "program": ["docs/examples/push_experience.py", str(folder)],
-    }
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    processes = {}
-
-    def start(name):
-        with open(tmp_path / f"{name}.log", "w") as log:
-            command = [sys.executable, *commands[name]]
-            processes[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-
-    try:
-        start("service")
-        wait_for((folder / "rollout.address").exists, "the service", START_S)
-        start("trainer")
-        start("program")
-        assert processes["trainer"].wait(200) == 0, (tmp_path / "trainer.log").read_text()
-        assert processes["program"].wait(20) == 0, (tmp_path / "program.log").read_text()
-    finally:
-        for process in processes.values():
-            process.terminate()
-        codes = {name: process.wait(20) for name, process in processes.items()}
-    assert codes["service"] == 0
-    rows = [json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()]
-    assert [row["groups"] for row in rows] == [list(range(6))] * 2
-    assert [row["versions_seen"] for row in rows] == [[0], [1]]
-    assert (tmp_path / "program.log").read_text().splitlines() == [f"step {n}: pushed 6 groups" for n in range(2)]
-    assert (tmp_path / "out" / "policy" / "model.safetensors").exists()
 
 
 def test_probe_and_tensors_of_the_example_are_those_of_its_model(tiny_model, settings):

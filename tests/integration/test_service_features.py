@@ -4,18 +4,16 @@ publishing from several ranks; and pushed experience that our own ranks train.""
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
-from docs.examples.push_experience import Additions
 from engine.client.service import ServiceClient
 from engine.run.files import read_lines
 from engine.trainer.loop import Loop
 from engine.trainer.rollouts import LiveRollouts
-from support.runs import ROOT, config_of, wait_for, write_config
-from support.whole_runs import run, same, steps, weights
+from support.runs import ROOT, config_of
+from support.whole_runs import run, steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -79,22 +77,6 @@ def test_staged_weights_are_swapped_in_behind_a_trainer_that_goes_on(seeded, tmp
     assert [row["versions_seen"] for row in rows] == [[0], [0], [1]]
 
 
-def test_responses_are_offered_for_early_scoring(settings):
-    finished = []
-
-    class Early(HuggingFaceTrainer):
-        def score_early(self, ones):
-            finished.extend((one.group, one.number) for one in ones)
-
-    config = settings | {"train.score_early": True, "train.steps": 2, "rollout.concurrency": 1}
-    rows = []
-    with ServiceClient.init_engines(config_of(config)) as service:
-        rollouts = LiveRollouts.of(service)
-        Loop(service.config, Early(service.config), rollouts, lambda step, figures: rows.append(figures)).run()
-    assert finished
-    assert [sorted(row["groups"]) for row in rows] == [list(range(6))] * 2
-
-
 def test_evaluations_run_in_the_drain(seeded):
     more = {"evaluate.every": 1, "evaluate.problems": 3, "evaluate.max_new_tokens": 4, "train.steps": 3}
     rows, folder = served(seeded | more)
@@ -122,23 +104,3 @@ def test_two_ranks_of_plain_torch_publish_and_train_as_one(seeded, tmp_path):
     for row, one, other in zip(alone, *of_rank, strict=True):
         assert sorted(one["groups"] + other["groups"]) == row["groups"], "each group is trained by one of the ranks"
         assert one["grad_norm"] == other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
-
-
-def test_our_own_ranks_train_pushed_experience(seeded, tmp_path):
-    pushed = seeded | {"data.pushed": True}
-    for name in ("first", "again"):
-        config = write_config(pushed | {"run.name": name}, tmp_path)
-        with open(tmp_path / f"{name}.log", "w") as log:
-            command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)]
-            orchestrator = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        try:
-            wait_for((tmp_path / name / "rollout.address").exists, "the run's address")
-            with ServiceClient.init_engines(tmp_path / name) as plane, ThreadPoolExecutor(1) as pool:
-                additions = Additions(plane)
-                assert [additions.push(step, pool) for step in range(2)] == [6, 6]
-            assert orchestrator.wait(100) == 0, (tmp_path / f"{name}.log").read_text()
-        finally:
-            orchestrator.kill()
-            orchestrator.wait()
-        assert [row["versions_seen"] for row in steps(tmp_path, name)] == [[0], [1]]
-    assert same(weights(tmp_path, "first"), weights(tmp_path, "again"))

@@ -4,14 +4,15 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from engine.errors import StoreError
-from engine.orchestrator.column_store import TransferQueueStore
 from engine.orchestrator.launch import launch_run as launch_here
+from engine.orchestrator.transferqueue import TransferQueueStore
 from engine.run.files import read_lines
 from engine.wire.columns import LOGPROBS
 from support.runs import ROOT, Tree, config_of, send, wait_for, write_config
-from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads
+from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed
 from support.whole_runs import run, same, steps, weights
 
 pytestmark = MARKS
@@ -34,12 +35,10 @@ def parts(store, name):
     return [process for process, line in Tree(store.pid).command_lines() if name in line]
 
 
-def test_runs_with_both_stores_are_bit_identical_and_the_orchestrator_reads_no_body(exact, tmp_path, monkeypatch):
+def test_runs_with_both_stores_are_bit_identical(exact, tmp_path):
     expected = in_orchestrator(exact, tmp_path)
-    read = reads(monkeypatch)
     launch_here(config_of(exact | ELSEWHERE | {"run.name": "periodic"}))
     assert same(weights(tmp_path, "periodic"), expected)
-    assert read == []
 
 
 def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tmp_path):
@@ -60,42 +59,38 @@ def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tm
     assert [line["step"] for line in steps(tmp_path, "killed")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
-def test_groups_of_a_lost_storage_unit_are_generated_again_with_the_same_bits(exact, tmp_path, monkeypatch, signal):
+@pytest.mark.parametrize(
+    ("part", "signal", "said"),
+    [
+        (UNIT, "SIGKILL", "TransferQueue was asked to return the columns .* step 1, and (failed|did not answer)"),
+        (UNIT, "SIGSTOP", r"TransferQueue was asked to return the columns .* step 1, and did not answer within 15 s"),
+        (CONTROLLER, "SIGKILL", r"TransferQueue was asked to return the columns .* step 1, and (failed|did not)"),
+    ],
+)
+def test_a_lost_part_ends_the_run_by_name_and_the_run_resumes_with_the_same_bits(
+    exact, tmp_path, monkeypatch, part, signal, said
+):
     expected = in_orchestrator(exact, tmp_path)
-    called = disturbed(monkeypatch, lambda store: send(parts(store, UNIT)[0], signal))
-    launch_here(config_of(exact | ELSEWHERE | {"run.name": signal, "train.mode": "sync"}))
-    assert same(weights(tmp_path, signal), expected)
-    assert 0 < called[0].generated_again < 6  # of six: those of the unit, and not those of the other one
-
-
-def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_path, monkeypatch):
-    expected = in_orchestrator(exact, tmp_path)
-    config = config_of(exact | ELSEWHERE | {"run.name": "controller"})
-    disturbed(monkeypatch, lambda store: send(parts(store, CONTROLLER)[0], "SIGKILL"))
-    with pytest.raises(StoreError, match=r"TransferQueue's controller has not answered within 15 s"):
+    config = config_of(exact | ELSEWHERE | {"run.name": "lost", "train.mode": "sync"})
+    disturbed(monkeypatch, lambda store: [send(one, signal) for one in parts(store, part)])
+    with pytest.raises(StoreError, match=said):
         launch_here(config)
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
     monkeypatch.undo()
     launch_here(config, resume=True)
-    assert same(weights(tmp_path, "controller"), expected)
+    assert same(weights(tmp_path, "lost"), expected)
 
 
-def test_a_group_of_which_a_column_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
-    expected = in_orchestrator(exact, tmp_path)
-    read = reads(monkeypatch)
-    kept = TransferQueueStore.put_columns
-    put = []
+def test_a_column_that_changed_in_the_store_ends_the_run_by_name(exact, tmp_path, monkeypatch):
+    kept = TransferQueueStore._put
 
-    async def damage(store, step, index, bodies):
-        put.append((step, index))
-        flipped = bytearray(bodies[LOGPROBS])
-        flipped[len(flipped) // 2] ^= (step, index) == (1, 3) and put.count((1, 3)) == 1
-        await kept(store, step, index, {**bodies, LOGPROBS: bytes(flipped)})
+    async def damage(store, row, columns):
+        flipped = bytearray(row.column(LOGPROBS).body)
+        flipped[len(flipped) // 2] ^= (row.step, row.index) == (1, 3)
+        changed = [replace(one, body=bytes(flipped)) if one.name == LOGPROBS else one for one in columns]
+        await kept(store, row, changed)
 
-    monkeypatch.setattr(TransferQueueStore, "put_columns", damage)
-    launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))
-    assert same(weights(tmp_path, "flipped"), expected)
-    assert put.count((1, 3)) == 2
-    assert read.count((1, 3)) == 2  # the orchestrator saw the damage for itself, and read what had come again
-    assert len(put) == 3 * 6 + 1
+    monkeypatch.setattr(TransferQueueStore, "_put", damage)
+    said = "bytes of the columns logprobs of group 3, step 1 differ from those that were stored"
+    with pytest.raises(StoreError, match=said):
+        launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
+from engine.errors import StoreError
 from engine.orchestrator.launch import launch_run as launch_here
-from support.ports import two_neighbours
 from support.ray_nodes import kill_node, ray_cluster
 from support.runs import ROOT, config_of, wait_for, write_config
-from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads, starts
+from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed
 from support.whole_runs import run, same, steps, weights
 
 pytestmark = MARKS
@@ -57,40 +57,32 @@ def test_units_on_three_nodes_give_the_same_bits_and_the_cluster_is_left_as_it_w
     exact, tmp_path, cluster, monkeypatch
 ):
     expected = in_orchestrator(exact, tmp_path)
-    read = reads(monkeypatch)
-    started = starts(monkeypatch)
     lived = []
     disturbed(monkeypatch, lambda store: lived.extend(actors(cluster)))
     launch_here(config_of(exact | on(cluster, "cluster")))
     assert same(weights(tmp_path, "cluster"), expected)
-    assert read == []  # the leader fetched all from the units
     nodes = {node["NodeID"] for node in cluster.global_state.node_table()}
-    (addresses,) = started
-    assert {unit.node for unit in addresses.units} == nodes
     assert {node for kind, node in lived if kind == "SimpleStorageUnit"} == nodes
     assert len(lived) == NODES + 1
     wait_for(lambda: is_left_alone(cluster), "the end of the run's actors", 30)
 
 
-def test_the_columns_on_a_node_that_dies_are_generated_again_with_the_same_bits(exact, tmp_path, cluster, monkeypatch):
+def test_the_loss_of_a_node_ends_the_run_by_name_and_the_run_resumes_on_those_that_live(
+    exact, tmp_path, cluster, monkeypatch
+):
     expected = in_orchestrator(exact, tmp_path)
-    started = starts(monkeypatch)
 
     def kill(store):
-        here = store.addresses.controller.node
-        node = next(node for node in cluster.worker_nodes if node.node_id != here)
-        killed.append(node.node_id)
-        kill_node(cluster, node)
+        here = next(node for kind, node in actors(cluster) if kind == "TransferQueueController")
+        kill_node(cluster, next(node for node in cluster.worker_nodes if node.node_id != here))
 
-    killed = []
-    called = disturbed(monkeypatch, kill)
-    launch_here(config_of(exact | on(cluster, "killed")))
+    disturbed(monkeypatch, kill)
+    config = config_of(exact | on(cluster, "killed"))
+    with pytest.raises(StoreError, match="TransferQueue was asked to return the columns"):
+        launch_here(config)
+    monkeypatch.undo()
+    launch_here(config, resume=True)
     assert same(weights(tmp_path, "killed"), expected)
-    first, second = started
-    assert killed[0] in {unit.node for unit in first.units}
-    assert killed[0] not in {unit.node for unit in second.units}
-    assert len(second.units) == NODES
-    assert 0 < called[0].generated_again < 6  # those of the node, and not those of the other two
 
 
 def test_a_killed_run_leaves_no_actor_in_the_cluster(exact, tmp_path, cluster):
@@ -104,21 +96,3 @@ def test_a_killed_run_leaves_no_actor_in_the_cluster(exact, tmp_path, cluster):
         process.kill()
         process.wait()
     wait_for(lambda: is_left_alone(cluster), "the end of the run's actors", 60)
-
-
-def test_the_leaders_of_all_training_nodes_fetch_from_the_units(exact, tmp_path, cluster, monkeypatch):
-    two = exact | {"parallel.data": 2}
-    expected = in_orchestrator(two, tmp_path)
-    read = reads(monkeypatch)
-    nodes = {"parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
-    node = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.nodes", str(tmp_path / "nodes"), "--wait", "300"], cwd=ROOT
-    )
-    try:
-        launch_here(config_of(two | nodes | on(cluster, "nodes")))
-        assert node.wait(60) == 0
-    finally:
-        node.kill()
-        node.wait()
-    assert same(weights(tmp_path, "nodes"), expected)
-    assert read == []

@@ -31,7 +31,7 @@ class Rollouts:
         self.producer = self
         self.come = asyncio.Queue()
 
-    async def run(self, step, prompts, put, on_finished=None, sampled=None):
+    async def run(self, step, prompts, put, sampled=None):
         for _ in prompts:
             if (index := await self.come.get()) is None:
                 return  # a mistake of ours: it ends with groups missing
@@ -92,7 +92,6 @@ async def leased(plane, **more):
             reply = await plane.answer(Lease(step=0, replica_group=0, budget=1, **more))
             if not isinstance(reply, StillWaiting):
                 return reply
-            more.pop("unfetched", None)
 
 
 async def watch(plane):

@@ -52,8 +52,8 @@ class World:
         async def put(group):
             self.groups.append(open_group(group))
 
-        async def on_finished(finished):
-            self.finished.append((finished.group, finished.number))
+        async def on_finished(group, number):
+            self.finished.append((group, number))
 
         async with asyncio.timeout(within_s):
             await self.producer.run(3, [(0, prompt) for prompt in prompts], put, on_finished)

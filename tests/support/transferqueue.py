@@ -1,11 +1,11 @@
 """Runs whose columns lie in TransferQueue: their settings, and hooks into their orchestrator."""
 
+import asyncio
 from importlib.util import find_spec
 
 import pytest
 
-from engine.orchestrator.column_store import TransferQueueStore
-from engine.orchestrator.stored_columns import StoredColumns
+from engine.orchestrator.transferqueue import TransferQueueStore
 
 MARKS = [
     pytest.mark.transferqueue,
@@ -26,41 +26,14 @@ EXACT = {
 
 
 def disturbed(monkeypatch, disturb, step=1):
-    """Call `disturb` with the store before the first window of a step is given. Returns the list of those called."""
+    """Call `disturb` with the store before the first window of a step is given."""
     called = []
-    found = StoredColumns.where
+    found = TransferQueueStore.get_columns
 
-    def where(stored, rows):
+    async def get_columns(store, rows):
         if rows[0].step == step and not called:
-            called.append(stored)
-            disturb(stored._store)
-        return found(stored, rows)
+            called.append(store)
+            await asyncio.to_thread(disturb, store)
+        return await found(store, rows)
 
-    monkeypatch.setattr(StoredColumns, "where", where)
-    return called
-
-
-def reads(monkeypatch):
-    """The (step, index) of each row that the orchestrator reads from the store."""
-    found = []
-    get = TransferQueueStore.get_columns
-
-    async def counted(store, step, index, names):
-        found.append((step, index))
-        return await get(store, step, index, names)
-
-    monkeypatch.setattr(TransferQueueStore, "get_columns", counted)
-    return found
-
-
-def starts(monkeypatch):
-    """Where the servers of each start of the store listen."""
-    found = []
-    start = TransferQueueStore.start_store
-
-    async def noted(store):
-        await start(store)
-        found.append(store.addresses)
-
-    monkeypatch.setattr(TransferQueueStore, "start_store", noted)
-    return found
+    monkeypatch.setattr(TransferQueueStore, "get_columns", get_columns)

@@ -146,7 +146,7 @@ def _record(file: Path, config: Config, prompt: int, response: int) -> Path:
             random_group(prompt=prompt, lengths=lengths, vocabulary=256, seed=index, step=step)
             for index in range(config.train.prompts_per_step)
         ]
-        writer.add_work(0, Window(step, tuple(map(pack_group, groups))))
+        writer.add_window(0, Window(step, tuple(map(pack_group, groups))))
     writer.flush()
     return file
 

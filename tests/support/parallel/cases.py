@@ -47,8 +47,6 @@ class Case:
     """The windows of each replica group, each a tuple of group numbers; () deals one group per window, in turn."""
     before: str = ""
     """Groups of a step that is trained first, with an update too small to be seen; "" for none."""
-    early: bool = False
-    """Score some responses under the frozen models before their groups are trained."""
     settings: dict[str, object] = field(default_factory=dict)
     routed: bool = False
     """Whether the groups have routes of a mixture of two layers and four experts."""

@@ -63,7 +63,6 @@ def matrix(layouts, rows):
                 budget=budget,
                 temperature=temperature,
                 loss="full" if (row // 2 + number) % 2 else "plain",
-                early=row % 3 == 0,
             )
 
 
@@ -104,13 +103,13 @@ def wide():
                 pipeline,
                 "llama",
                 "full",
-                {"sizes": four_layers, "budget": SMALL, "deal": at_once, "early": True},
+                {"sizes": four_layers, "budget": SMALL, "deal": at_once},
             ),
             ("pp4-packed-untied", pipeline, "qwen2", "plain", {"sizes": four_layers, "temperature": 0.7}),
             ("cp4-packed", context, "qwen3", "full", {"deal": at_once}),
             ("cp4-small", context, "qwen2", "plain", {"tied": True, "budget": SMALL, "temperature": 0.7}),
             ("tp4sp-four-heads", sequence, "qwen3", "full", {"sizes": four_heads, "budget": SMALL}),
-            ("tp4sp-two-heads", sequence, "qwen3", "full", {"tied": True, "early": True}),
+            ("tp4sp-two-heads", sequence, "qwen3", "full", {"tied": True}),
             ("tp4-two-heads", tensor, "qwen2", "full", {"budget": SMALL}),
             ("tp4-two-heads-separate", tensor, "llama", "plain", {"tied": True, "shared": False, "temperature": 0.7}),
         )
@@ -151,7 +150,7 @@ def mixtures():
             ("one-rank", {}, "full", {}),
             ("dp2-odd", dp, "full", {"budget": SMALL, "deal": (((0, 1), (2,)),)}),
             ("dp2-one-row", dp, "plain", {"temperature": 0.7, "deal": (((0, 1, 2),),)}),
-            ("dp2-separate", dp, "full", {"shared": False, "tied": True, "early": True}),
+            ("dp2-separate", dp, "full", {"shared": False, "tied": True}),
             ("tp2sp", sp, "full", {"budget": SMALL}),
             ("cp2", cp, "full", {"temperature": 0.7}),
             ("dp4-unequal", dp4, "full", {"budget": SMALL, "groups": "many", "deal": (((0, 1, 2), (3,)), ((4,),))}),
@@ -194,9 +193,7 @@ def options():
         Case("sharded-tp2dp2", FOUR["tp2dp2"], settings=update | sharded),
         Case("offload", {}, loss="full", settings={"train.offload": True}),
         Case("offload-tp2", TWO["tp2"], loss="full", settings={"train.offload": True}),
-        Case("offload-pp2", TWO["pp2"], loss="full", settings={"train.offload": True}, budget=SMALL, early=True),
-        Case("early-cp2", TWO["cp2"], loss="full", early=True),
-        Case("early-pp2cp2", MORE["pp2cp2"], loss="full", early=True, budget=SMALL, deal=(((0, 1, 2),),)),
+        Case("offload-pp2", TWO["pp2"], loss="full", settings={"train.offload": True}, budget=SMALL),
         Case("bf16", {}, settings=bf16, tolerance=BF16),
         Case("bf16-tp2sp", TWO["tp2sp"], settings=bf16, tolerance=BF16),
     ]
@@ -303,7 +300,6 @@ def any_split(count, seed, name, layout, replica_groups):
             shared=draw.random() < 0.7,
             groups="many",
             deal=tuple(map(tuple, deal)),
-            early=draw.random() < 0.3,
             loss="full",
         )
 

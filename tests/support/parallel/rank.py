@@ -25,7 +25,6 @@ from engine.model import linear  # noqa: E402
 from engine.model.hf_weights import export_weights  # noqa: E402
 from engine.model.logprobs import token_logprobs  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
-from engine.types import FinishedResponse  # noqa: E402
 from support.parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, Case, make_groups  # noqa: E402
 
 SIZES = ("tensor", "pipeline", "context", "expert")
@@ -133,8 +132,6 @@ def step(case: Case, folder: Path) -> dict:
     policy._old_logprobs = overhear
     policy.start_step()
     for window in case.windows(policy.ranks.replica_group, policy.ranks.replica_groups):
-        if case.early:
-            policy.score_early(finished([groups[index] for index in window]))
         policy.accumulate([groups[index] for index in window])
     policy.reduce_gradients(sum(len(group.responses) for group in groups))
     models = policy.models
@@ -157,18 +154,6 @@ def step(case: Case, folder: Path) -> dict:
         "turned": turned,
         "weights": weights,
     }
-
-
-def finished(window):
-    """Every second response of the window, as it would arrive alone."""
-    return [
-        FinishedResponse(
-            step=0, group=group.index, number=number, prompt=group.prompt.token_ids, token_ids=response.token_ids
-        )
-        for group in window
-        for number, response in enumerate(group.responses)
-        if number % 2 == 0
-    ]
 
 
 def main():

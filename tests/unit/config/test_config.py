@@ -4,7 +4,6 @@ import pytest
 
 from engine.config import BATCH_SCOPE_LOSSES, Config
 
-OPEN = {"store": "transferqueue", "unauthenticated": True}
 BOUNDED = {"mode": "bounded", "max_staleness": 2}
 
 
@@ -19,11 +18,6 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ({"parallel": {"expert": 2, "tensor": 2, "data": 2}}, "needs parallel.sequence = true"),
         ({"parallel": {"expert": 3, "context": 2, "data": 3}}, "one must divide the other"),
         ({"parallel": {"expert": 4, "data": 2}}, "must divide parallel.tensor x context x data"),
-        ({"train": {"score_early": True, "consume": "prompt_order"}}, 'needs train.consume = "arrival"'),
-        (
-            {"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}},
-            "needs replicas that share no experts",
-        ),
         (
             {"train": {"dtype": "bfloat16"}},
             r"set train\.ratio_gap_limit = 0 \(the gap is only reported\) or at least 0\.2",
@@ -38,10 +32,6 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ),
         ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
         ({"algorithm": {"routing_replay": True}}, 'algorithm.routing_replay = True needs rollout.engine = "vllm"'),
-        (
-            {"algorithm": {"routing_replay": True}, "rollout": {"engine": "vllm"}, "train": {"score_early": True}},
-            "single responses are scored without their routes",
-        ),
         ({"train": {"router_dtype": "bfloat16"}}, 'needs train.dtype = "bfloat16"'),
         ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
         (
@@ -84,7 +74,6 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ({"rollout": {"partial": True}, "train": {"mode": "sync"}}, 'needs "one_step_off" or "bounded"'),
         ({"rollout": {"partial": True, "program": "a.py:f"}}, "all turns of a response come from the same weights"),
         ({"rollout": {"partial": True}, "train": {"mode": "bounded", "exact_lag": True}}, "so none is ever cut"),
-        ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it arrives"),
         (
             {
                 "algorithm": {"dynamic_sampling": True, "advantage": "reinforce_plus_plus"},
@@ -137,10 +126,6 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             {"queue": {"store": "transferqueue", "address": "auto"}},
             "no passwords: anyone who can reach the Ray cluster's nodes can .* set queue.un",
         ),
-        (
-            {"queue": OPEN, "stages": {"judge": {"gives": ["judged"]}}},
-            r"with \[stages.judge\] needs rollout.deterministic: a lost group",
-        ),
         *(
             (
                 {"train": {"steps": 6, "profile": steps}},
@@ -149,11 +134,6 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             for steps in ([1], [3, 2], [5, 6])
         ),
         ({"train": {"profile": [-1, 2]}}, "greater than or equal to 0"),
-        ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be selected"),
-        (
-            {"queue": OPEN, "algorithm": {"advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"}},
-            "needs rollout.deterministic",
-        ),
     ],
 )
 def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):

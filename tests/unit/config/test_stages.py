@@ -157,7 +157,6 @@ def test_the_references_stage_has_columns_and_cores_of_its_own(stage, said):
             {"stages": {"judge": {**QUALITY, "reward_weight": 1}}},
             "with stages.judge.reward_weight: it selects groups by the scores of reward.function alone",
         ),
-        ({"data": {"pushed": True}}, "can't be combined with data.pushed: the run samples no groups"),
     ],
 )
 def test_dynamic_sampling_needs_groups_and_rewards_of_the_runs_own(settings, said):

@@ -14,6 +14,7 @@ from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.batches import BatchGenerator, RolloutProfile
+from engine.orchestrator.column_store import MemoryStore
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.stages import stages_of
@@ -70,7 +71,10 @@ def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0):
     table = RowTable(stages_of(config, None))
     loader = PromptLoader(PROMPTS, 0, 2)
     service = SimpleNamespace(producer=producer)
-    return BatchGenerator(config=config, loader=loader, service=service, table=table, notify=notify), producer
+    made = BatchGenerator(
+        config=config, loader=loader, service=service, table=table, store=MemoryStore(), notify=notify
+    )
+    return made, producer
 
 
 def leased(table, step):

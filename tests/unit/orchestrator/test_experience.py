@@ -13,6 +13,7 @@ from engine.data.prompts import prompt_id
 from engine.errors import BadInput, ServiceConflict, ServiceFull
 from engine.orchestrator.batches import BatchGenerator
 from engine.orchestrator.batches_in_flight import BatchesInFlight
+from engine.orchestrator.column_store import MemoryStore
 from engine.orchestrator.experience import SAMPLED_AT_ONCE, Experience
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import stages_of
@@ -21,9 +22,8 @@ from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.run.trace import Trace
 from engine.types import Prompt
 from engine.wire import messages
-from engine.wire.columns import pack_group, pack_ids
-from engine.wire.messages import PromptData, PutPrompts, PutRow, SampleResponses
-from support.groups import numbered_group
+from engine.wire.columns import pack_ids
+from engine.wire.messages import PromptData, PutPrompts, SampleResponses
 from support.runs import config_of
 
 
@@ -65,14 +65,19 @@ def made(settings, tmp_path):
             config=config,
             service=service,
             run_state=state,
-            table=table,
-            generator=BatchGenerator(config=config, loader=loader, service=service, table=table, notify=state.notify),
+            generator=BatchGenerator(
+                config=config,
+                loader=loader,
+                service=service,
+                table=table,
+                store=MemoryStore(),
+                notify=state.notify,
+            ),
             batches=batches,
             publishing=publishing,
             generate=lambda batch, prompts: asyncio.sleep(0),
             started=lambda: started.append(table.steps[-1]),
             weights=tmp_path,
-            trains=True,
         )
         made.started = started
         made.table = table
@@ -86,18 +91,11 @@ def made(settings, tmp_path):
 SAMPLE = SampleResponses(prompt=pack_ids([5, 6]), seeds=(1,))
 
 
-def group(index, step=0, **changes):
-    one = numbered_group(index, step)
-    response = replace(one.responses[0], **changes)
-    return PutRow(row=pack_group(replace(one, responses=(response,) * 4, scores=one.scores * 4)))
-
-
 async def test_nothing_is_sampled_or_started_before_the_first_version(made):
-    one = made(version=None, data__pushed=True)
+    one = made(version=None)
     for refused in (
         one.sample_responses(SAMPLE),
-        one.put_row(group(0)),
-        made(version=None).put_prompts(PutPrompts(step=0)),
+        one.put_prompts(PutPrompts(step=0)),
     ):
         with pytest.raises(ServiceConflict, match="no weight version has been published yet"):
             await refused
@@ -148,8 +146,6 @@ async def test_a_step_is_started_once_whatever_is_sent_again(made):
         await one.put_prompts(own)
     with pytest.raises(ServiceConflict, match="step 7: with weight version 0 mode 'periodic' takes step 0"):
         await one.put_prompts(PutPrompts(step=7))
-    with pytest.raises(ServiceConflict, match="data.pushed = true lets programs put them"):
-        await one.put_row(group(0))
     assert one.started == [0]
 
 
@@ -161,23 +157,19 @@ def test_a_prompt_of_a_program_is_here_as_it_was_there(made):
     assert replace(found, columns=dict(found.columns)) == prompt
 
 
-async def test_a_group_is_there_once_whatever_is_sent_again_and_its_bytes_count_until_the_step_is_over(made):
-    one = made(data__pushed=True)
-    assert [(await one.put_row(group(0))).new for _ in range(2)] == [True, False]
-    assert (one.started, one.held_bytes) == ([0], group(0).row.bytes)
-    with pytest.raises(ServiceConflict, match="already has another group 0 "):
-        await one.put_row(group(0, token_ids=(6, 5)))
-    with pytest.raises(BadInput, match="its index must be"):
-        await one.put_row(group(99))
-    with pytest.raises(ServiceConflict, match=r"step \d+ already has groups from outside programs"):
-        await one.put_prompts(PutPrompts(step=0))
-    one._max_bytes = one.held_bytes
-    with pytest.raises(ServiceFull, match=r"service\.max_mib"):
-        await one.put_row(group(1))
-    assert not (await one.put_row(group(0))).new, "what is there needs no room"
-    assert (len(one.table.rows(0)), one.held_bytes) == (1, group(0).row.bytes)
+async def test_prompts_count_until_their_step_is_over_and_are_refused_where_there_is_no_room(made):
+    one = made(train__prompts_per_step=1)
+    own = PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5])),))
+    assert [(await one.put_prompts(own)).new for _ in range(2)] == [True, False]
+    size = one.held_bytes
+    assert size > 0
     one.forget_step(0)
     assert one.held_bytes == 0
+    full = made(train__prompts_per_step=1)
+    full._max_bytes = size - 1
+    with pytest.raises(ServiceFull, match=r"service\.max_mib"):
+        await full.put_prompts(own)
+    assert full.started == []
 
 
 REQUESTS = {

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from engine.orchestrator.ledger import Ledger, Windows
 from engine.ranks.packing import pack_parts
-from engine.wire.columns import PackedFinished, pack_ids
 
 ONE = 1
 """A budget below any row: windows of one."""
@@ -83,34 +82,6 @@ def test_only_what_was_given_is_done_and_once():
     with pytest.raises(ValueError, match="is already done"):
         ledger.finish_rows([0])
     assert (ledger.ready, ledger.done) == (2, 1)
-
-
-def finished(index, number):
-    return PackedFinished(step=0, group=index, number=number, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
-
-
-def test_landed_responses_are_scored_once_by_one_unit_per_group_until_the_group_is_there():
-    ledger = ledger_of(2, replica_groups=2)
-    for index, number in ((0, 0), (0, 1), (1, 0)):
-        ledger.add_finished(finished(index, number))
-    assert ledger.take_early(0, 10) == [finished(0, 0), finished(0, 1)]
-    ledger.add_finished(finished(0, 2))
-    for replica_group, theirs in ((1, finished(1, 0)), (0, finished(0, 2))):  # group 0 is replica group 0's
-        assert ledger.take_early(replica_group, 100) == [theirs]
-        assert ledger.take_early(replica_group, 100) == []
-    ledger.add_finished(finished(0, 3))
-    ledger.add_ready(0, TOKENS)
-    assert ledger.take_early(0, 100) == []  # too late: its group is complete
-
-
-def test_groups_go_first_to_the_unit_that_scored_them_but_wait_for_nobody():
-    ledger = ledger_of(3, replica_groups=2)
-    for index, replica_group in ((0, 1), (1, 0)):
-        ledger.add_finished(finished(index, 0))
-        assert ledger.take_early(replica_group, 100)
-    for index in (0, 2, 1):
-        ledger.add_ready(index, TOKENS)
-    assert [taken(ledger, 0), taken(ledger, 0), taken(ledger, 0)] == [[1], [2], [0]]
 
 
 def test_rows_that_are_ready_already_or_do_not_exist_are_refused():

@@ -242,7 +242,6 @@ async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
         "replica group -1 of the stage 'train'": Lease(step=0, replica_group=-1, budget=1),
         "there is no lease 7": Lease(step=0, replica_group=0, budget=1, done=(7,)),
         "columns more: the stage 'train' gets": Lease(step=0, replica_group=0, budget=1, columns=("more",)),
-        "lease 1: the bodies of its columns are not in a store": Lease(step=0, replica_group=0, budget=1, unfetched=1),
     }
     for said, request in wrong.items():
         with pytest.raises((BadInput, ServiceConflict), match=said):

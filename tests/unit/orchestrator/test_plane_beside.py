@@ -6,11 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.client.experience_dataset import ExperienceDataset
 from engine.client.service import ServiceClient
 from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
 from engine.orchestrator.server import Server
-from engine.wire.columns import GENERATED, open_scores, pack_values
+from engine.wire.columns import Column, open_scores, pack_values
 from engine.wire.message import Failure
 from engine.wire.messages import (
     Heartbeat,
@@ -24,61 +23,54 @@ from engine.wire.messages import (
     WriteColumns,
     Written,
 )
-from engine.wire.store_addresses import StoreAddresses, StoreServer
 from engine.wire.sync_messages import MayPublish
 from support.planes import LIMIT_S, leased, ready, row, watch, work
 
 
 class Bodies:
-    """A store of bodies, and how often it was asked for one."""
-
-    addresses = StoreAddresses(StoreServer("controller", "127.0.0.1", {"request": 1}), ())
+    """A store that keeps the rows, and can lose them."""
 
     def __init__(self):
-        self.kept = {}
-        self.gets = 0
+        self.rows = {}
 
-    async def put_columns(self, step, index, bodies):
-        self.kept |= {(step, index, name): body for name, body in bodies.items()}
+    async def put_columns(self, row):
+        self.rows[row.step, row.index] = row
+        return row.with_columns([Column(column.name, column.digest, b"") for column in row.columns])
 
-    async def get_columns(self, step, index, names):
-        self.gets += 1
-        return {name: self.kept[step, index, name] for name in names}
+    async def get_columns(self, rows):
+        try:
+            return [row.with_columns(self.rows[row.step, row.index].columns) for row in rows]
+        except KeyError as lost:
+            raise StoreError(f"unit 1 has lost {lost}") from None
+
+    def clear_step(self, step):
+        self.rows = {at: row for at, row in self.rows.items() if at[0] != step}
 
 
-async def test_a_unit_that_fetches_bodies_gets_none_from_the_orchestrator_but_those_that_it_could_not_fetch(conduct):
+@pytest.mark.parametrize("record", [False, True])
+async def test_a_lease_is_given_with_the_bodies_that_lie_in_a_store_which_forgets_them_with_the_step(conduct, record):
     bodies = Bodies()
-    plane, come = await conduct(1, store=bodies)
+    plane, come = await conduct(1, store=bodies, record=record, timeout_s=100)
     come.put_nowait(0)
-    window = await leased(plane, fetches=True)
-    (given,) = window.rows
-    assert (window.store, bodies.gets) == (bodies.addresses, 0)
-    assert {column.name for column in given.columns if not column.body} == set(GENERATED)
-    whole = await leased(plane, fetches=True, unfetched=window.lease)
-    assert (whole.lease, whole.rows, whole.store) == (window.lease, (row(0),), None)
-    assert bodies.gets == 1
+    window = await leased(plane)
+    assert window.rows == (row(0),)
+    assert not any(column.body for column in plane.table.rows(0)[0].columns)
+    plane._end_step(0)
+    assert bodies.rows == {}
+    await plane.close()
 
 
-@pytest.mark.parametrize(("fetches", "record"), [(False, False), (True, True)], ids=["elsewhere", "recorded"])
-async def test_the_orchestrator_gives_bodies_to_units_on_other_nodes_and_where_it_records_them(
-    conduct, fetches, record
-):
+async def test_a_unit_that_has_lost_a_row_ends_the_run_by_name(conduct):
     bodies = Bodies()
-    plane, come = await conduct(1, store=bodies, record=record)
+    plane, come = await conduct(2, store=bodies, timeout_s=100)
     come.put_nowait(0)
-    window = await leased(plane, fetches=fetches)
-    assert (window.rows, window.store, bodies.gets) == ((row(0),), None, 1)
-
-
-async def test_a_store_that_can_not_be_started_again_ends_the_run_and_an_old_window_is_not_given(conduct):
-    bodies = Bodies()
-    plane, come = await conduct(1, store=bodies, trains=False)
-    come.put_nowait(0)
-    plane._leases._opened["train 0"] = window = await leased(plane)
-    plane._begin_again()
-    bodies.get_columns = lambda *asked: (_ for _ in ()).throw(OSError("no space left"))
-    with pytest.raises(StoreError, match=f"columns of lease {window.lease + 1} can't be opened: no space left"):
+    come.put_nowait(1)
+    await leased(plane)
+    bodies.rows.clear()
+    with pytest.raises(StoreError, match="unit 1 has lost"):
         await leased(plane)
+    assert isinstance(plane.failure, StoreError)
+    await plane.close()
 
 
 # programs beside a trainer of ours ------------------------------------------------------------------
@@ -99,8 +91,6 @@ async def test_a_program_gets_no_groups_of_our_trainer_and_begins_no_run_in_its_
 OF_RANKS = [
     Lease(budget=100, replica_group=-1),
     Lease(budget=100, replica_group=2),
-    Lease(budget=100, fetches=True),
-    Lease(budget=100, unfetched=1),
     PutPrompts(step=0, replica_group=2),
     ready(-1),
     msgspec.structs.replace(ready(0), replica_groups=0),
@@ -194,7 +184,7 @@ def judge_and_read(folder):
         given = []
         ask = client.connection.ask
         client.connection.ask = lambda request: given.append(ask(request)) or given[-1]
-        next(iter(ExperienceDataset(client, 0, ["prompt"])))
-        next(iter(ExperienceDataset(client, 0, ["lengths", "logprobs"])))
+        client.get_experience_data(0, columns=["prompt"])
+        client.get_experience_data(0, columns=["responses", "logprobs"])
         windows = [reply for reply in given if isinstance(reply, Window)]
         assert [one.names for window in windows for one in window.rows] == [{"prompt"}, {"responses", "logprobs"}]

@@ -85,14 +85,6 @@ STORED = ["queue.store=transferqueue", "queue.unauthenticated=true"]
 CLUSTER = [*STORED, "queue.address=head:6379"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "fetch"),
-    [([], False), (STORED, True), ([*STORED, *SEVERAL], False), (CLUSTER, True), ([*CLUSTER, *SEVERAL], True)],
-)
-def test_leaders_fetch_from_a_store_that_all_of_them_can_reach(overrides, fetch):
-    assert load_config(None, overrides).leaders_fetch == fetch
-
-
 def test_transferqueue_joins_a_cluster_where_an_address_is_given():
     command = store_command(load_config(None, CLUSTER).queue, "metronome-run", Path("/place"))
     assert command[3:] == [*("--name", "metronome-run", "--addresses", "/place/addresses", "--address", "head:6379")]

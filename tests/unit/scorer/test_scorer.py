@@ -98,7 +98,7 @@ def test_scores_are_bit_for_bit_those_of_the_trainers_own_reference(settings, ma
     groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
     policy = a_policy(settings, train__micro_batch_tokens=budget, algorithm__kl_coef=0.01)
     found = made(train__micro_batch_tokens=budget).score(groups)
-    own = policy.early.scores("reference", micro_batches(groups, policy.packing, policy.group_advantages))
+    own = policy.frozen_logprobs("reference", micro_batches(groups, policy.packing, policy.group_advantages))
     scored = [replace(group, columns={REFERENCE: found[group.index]}) for group in groups]
     batches = micro_batches(scored, policy.packing, policy.group_advantages)
     assert [batch.reference.tolist() for batch in batches] == [scores.tolist() for scores in own]

@@ -9,7 +9,6 @@ from engine.config import Config
 from engine.errors import BadInput, RatioGapError
 from engine.run.trace import Trace, read_spans
 from engine.trainer.loop import Loop, Trainer
-from engine.types import FinishedResponse
 from support.groups import numbered_group
 
 
@@ -47,9 +46,6 @@ class Hooked(Plain):
     def start_step(self, step):
         self.calls.append(("start_step", step))
 
-    def score_early(self, finished):
-        self.calls.append(("score_early", *(one.number for one in finished)))
-
     def add_wait(self, seconds):
         self.calls.append("add_wait")
 
@@ -63,14 +59,14 @@ class Hooked(Plain):
 
 
 class Rollouts:
-    """Gives the work that it was made with, in every step."""
+    """Gives the windows that it was made with, in every step."""
 
     sent_bytes = 5
 
-    def __init__(self, calls, work=(), seconds=0.0):
+    def __init__(self, calls, windows=(), seconds=0.0):
         """`seconds`: how long the comparison of weights takes."""
         self.calls = calls
-        self._work = work
+        self._windows = windows
         self._seconds = seconds
 
     def begin(self, start):
@@ -87,8 +83,8 @@ class Rollouts:
         self.calls.append(("verify", version, model.probe([1, 2])))
         time.sleep(self._seconds)
 
-    def work(self, step, prepare):
-        yield from self._work
+    def windows(self, step, prepare):
+        yield from self._windows
 
     def settle(self):
         self.calls.append("settle")
@@ -146,16 +142,13 @@ def test_four_methods_make_a_trainer(tmp_path):
 
 def test_a_trainer_that_has_more_to_say_is_called_in_the_order_of_algorithm_1():
     calls = []
-    finished = FinishedResponse(step=0, group=0, number=3, prompt=(1,), token_ids=(2,))
-    told = run(Hooked(calls), Rollouts(calls, [[finished], a_window(0, 1)]), updates=2)
+    told = run(Hooked(calls), Rollouts(calls, [a_window(0, 1)]), updates=2)
     assert calls == [
         ("begin", 0),
         ("start_step", 0),
         ("publish", 0, 0.0),
         ("start", 0),
         ("verify", 0, [-1.0]),
-        "add_wait",
-        ("score_early", 3),
         "add_wait",
         ("accumulate", 0, 1),
         "worst_gap",

@@ -7,21 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from engine.client.ranks import OneRank
-from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.errors import BadInput, MetronomeError
 from engine.trainer.rollouts import LiveRollouts
-from engine.wire.messages import EndOfStep, Lease, StillWaiting, Window
+from engine.wire.messages import EndOfStep, Lease, Window
 from support.planes import conduct  # noqa: F401
 from support.runs import config_of
 
 GROUPS = 12
-
-
-def test_groups_that_no_program_puts_are_missed_by_name():
-    config = config_of({"data.pushed": True, "train.timeout_s": 0.05})
-    nobody = SimpleNamespace(ask=lambda request: StillWaiting())
-    rollouts = LiveRollouts(control=nobody, ranks=OneRank(), publisher=None, config=config, prefetch=True)
-    with pytest.raises(DeadlineError, match=r"no program has put a group of step 3 in 0.05 s \(train.timeout_s\)"):
-        next(rollouts.work(3, prepare=lambda window: None))
 
 
 class Asked:
@@ -79,7 +71,7 @@ async def test_the_next_window_is_leased_and_prepared_while_one_is_trained(asked
 
     def train():
         trained = []
-        for window in rollouts_of(asked).work(0, ahead):
+        for window in rollouts_of(asked).windows(0, ahead):
             trained += [group.index for group in window]
             if len(trained) == 1:
                 ahead.wait_for(1)  # and the first window is not trained yet
@@ -117,7 +109,7 @@ async def test_cores_are_shared_once_all_groups_are_generated(conduct):  # noqa:
     )
 
     def train():
-        for window in rollouts.work(0, prepare=lambda window: None):
+        for window in rollouts.windows(0, prepare=lambda window: None):
             said.append(window[0].index)
             if len(said) == 2:
                 loop.call_soon_threadsafe(come.put_nowait, 1)
@@ -132,7 +124,7 @@ async def test_a_mistake_in_what_is_prepared_ends_the_step_once_the_window_befor
     trained = []
 
     def train():
-        for window in rollouts_of(asked).work(0, Ahead(failing=1)):
+        for window in rollouts_of(asked).windows(0, Ahead(failing=1)):
             trained.extend(group.index for group in window)
 
     with pytest.raises(MetronomeError, match="my_advantage failed"):

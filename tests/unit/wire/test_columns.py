@@ -12,22 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TransferError
-from engine.types import BatchScores, FinishedResponse, Group, Prompt, Response, Score
+from engine.types import BatchScores, Group, Prompt, Response, Score
 from engine.wire.columns import (
     OWN,
     REFERENCE,
-    PackedFinished,
     batch_scores,
-    open_finished,
     open_group,
     open_response,
     open_scores,
     pack_group,
-    pack_ids,
     pack_response,
 )
 from engine.wire.message import pack
-from engine.wire.messages import EarlyResponses, Window, read_message
+from engine.wire.messages import Window, read_message
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 from support.groups import numbered_group
 
@@ -178,10 +175,3 @@ def test_a_view_of_numbers_behaves_as_their_tuple(data):
 def test_a_buffer_with_a_part_of_a_number_is_refused():
     with pytest.raises(ValueError, match="7 bytes are not a whole number of 4-byte numbers"):
         Numbers(b"1234567", IDS)
-
-
-def test_a_landed_response_crosses():
-    packed = PackedFinished(step=0, group=3, number=1, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
-    (finished,) = read_message(pack(EarlyResponses((packed,)))).finished
-    assert open_finished(finished) == FinishedResponse(step=0, group=3, number=1, prompt=(1, 2, 3), token_ids=(5, 6))
-    assert packed.tokens == 5

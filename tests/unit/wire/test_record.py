@@ -8,9 +8,9 @@ import pytest
 from engine.config import Config
 from engine.errors import BadInput
 from engine.trainer.rollouts import Replay
-from engine.types import BatchScores, FinishedResponse
-from engine.wire.columns import PackedFinished, open_finished, open_group, pack_group, pack_ids
-from engine.wire.messages import EarlyResponses, Window
+from engine.types import BatchScores
+from engine.wire.columns import open_group, pack_group, pack_ids
+from engine.wire.messages import Window
 from engine.wire.record import RecordWriter, check_record, read_record, record_settings
 from support.disk_order import disk_order
 from support.groups import numbered_group
@@ -27,53 +27,44 @@ def group(index, step=0):
     return pack_group(numbered_group(index, step))
 
 
-def finished(step):
-    return PackedFinished(step=step, group=2, number=0, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
-
-
 def recorded(path, steps=2, config=CONFIG, start=0):
-    """Steps of three groups: replica group 1 scores one response early and trains two of the groups, one at a time."""
+    """Steps of three groups: replica group 1 trains two of the groups, one at a time."""
     recorder = RecordWriter(path, config, start)
     for step in range(start, steps):
-        recorder.add_work(
-            1,
-            EarlyResponses((finished(step),)),
-        )
-        recorder.add_work(0, Window(step, (group(0, step),)))
-        recorder.add_work(1, Window(step, (group(2, step),)))
-        recorder.add_work(1, Window(step, (group(1, step),)))
+        recorder.add_window(0, Window(step, (group(0, step),)))
+        recorder.add_window(1, Window(step, (group(2, step),)))
+        recorder.add_window(1, Window(step, (group(1, step),)))
         recorder.flush()
     return path
 
 
-def indices(works):
-    return [["finished" if isinstance(one, FinishedResponse) else one.index for one in work] for work in works]
+def indices(windows):
+    return [[one.index for one in window] for window in windows]
 
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     check_record(path, CONFIG)
     for step in (0, 1):
-        assert indices(Replay(path, 0, 3, {}).work(step)) == [[0]]
-        mine = list(Replay(path, 1, 3, {}).work(step))
-        assert indices(mine) == [["finished"], [2], [1]]
-        assert mine[1] == [open_group(group(2, step))]
-        assert mine[0] == [open_finished(finished(step))]
+        assert indices(Replay(path, 0, 3, {}).windows(step)) == [[0]]
+        mine = list(Replay(path, 1, 3, {}).windows(step))
+        assert indices(mine) == [[2], [1]]
+        assert mine[0] == [open_group(group(2, step))]
 
 
 def test_the_scores_of_a_batch_come_back_with_its_window(tmp_path):
     path = tmp_path / "record.msgpack"
     recorder = RecordWriter(path, CONFIG, 0)
     scores = BatchScores(((1.0,),) * 3, ((2,),) * 3)
-    recorder.add_work(0, Window(0, (group(0), group(1), group(2)), scores))
+    recorder.add_window(0, Window(0, (group(0), group(1), group(2)), scores))
     recorder.flush()
-    (window,) = Replay(path, 0, 3, {}).work(0)
+    (window,) = Replay(path, 0, 3, {}).windows(0)
     assert [one.batch for one in window] == [scores] * 3
 
 
 def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    assert list(Replay(path, 2, 3, {}).work(0)) == []
+    assert list(Replay(path, 2, 3, {}).windows(0)) == []
 
 
 def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
@@ -81,7 +72,7 @@ def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     RecordWriter(path, CONFIG, 1)
     assert {entry.step for entry in read_record(path)} == {0}
     recorded(path, steps=3, start=1)
-    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(3)] == [[["finished"], [2], [1]]] * 3
+    assert [indices(Replay(path, 1, 3, {}).windows(step)) for step in range(3)] == [[[2], [1]]] * 3
 
 
 def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_path):
@@ -89,7 +80,7 @@ def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_pat
     other = Config(model=MODEL, parallel={"data": 1}, train={"prompts_per_step": 3})
     with pytest.raises(BadInput, match=r"--resume: parallel\.data is 1, but the record was taken with 2"):
         RecordWriter(path, other, 1)
-    assert len(list(read_record(path))) == 8  # and nothing is lost
+    assert len(list(read_record(path))) == 6  # and nothing is lost
     RecordWriter(path, other, 0)  # all steps are done again: a new record
     assert list(read_record(path)) == []
 
@@ -181,10 +172,10 @@ def test_a_step_that_was_cut_off_is_refused(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes()[:-10])  # in the middle of the last entry
     check_record(path, CONFIG)
-    assert indices(Replay(path, 0, 3, {}).work(0)) == [[0]]
+    assert indices(Replay(path, 0, 3, {}).windows(0)) == [[0]]
     for step, groups in ((1, 2), (2, 0)):
         with pytest.raises(BadInput, match=f"holds {groups} groups of step {step}, train.prompts_per_step is 3"):
-            list(Replay(path, 0, 3, {}).work(step))
+            list(Replay(path, 0, 3, {}).windows(step))
 
 
 DAMAGED = {
@@ -207,7 +198,7 @@ def test_a_group_with_a_flipped_byte_is_refused_by_step_and_group(tmp_path):
     data[data.rindex(pack_ids([5, 6]))] ^= 4  # a token of the last window
     path.write_bytes(data)
     with pytest.raises(
-        BadInput, match=r"entry 7 is damaged \(step 1, group 1: \['responses'\] differ from what was recorded"
+        BadInput, match=r"entry 5 is damaged \(step 1, group 1: \['responses'\] differ from what was recorded"
     ):
         check_record(path, CONFIG)
 
@@ -224,7 +215,7 @@ def test_a_step_is_on_the_disk_when_it_is_flushed_and_a_record_before_it_has_its
     noted = disk_order(monkeypatch)
     recorder = RecordWriter(tmp_path / "record.msgpack", CONFIG, 0)
     assert noted == ["sync record.partial", "name record.msgpack", f"sync {tmp_path.name}"]
-    recorder.add_work(0, Window(0, (group(0),)))
+    recorder.add_window(0, Window(0, (group(0),)))
     recorder.flush()
     assert noted[3:] == ["sync record.msgpack"]
     assert len(list(read_record(tmp_path / "record.msgpack"))) == 1
@@ -236,7 +227,7 @@ def test_a_resume_leaves_out_what_a_power_cut_left_behind_the_steps_that_stay(tm
     path.write_bytes(path.read_bytes() + tail)
     RecordWriter(path, CONFIG, 2)
     check_record(path, CONFIG)
-    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(2)] == [[["finished"], [2], [1]]] * 2
+    assert [indices(Replay(path, 1, 3, {}).windows(step)) for step in range(2)] == [[[2], [1]]] * 2
 
 
 def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):

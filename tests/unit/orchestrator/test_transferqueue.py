@@ -4,8 +4,8 @@ tests/integration/test_transferqueue_cluster.py."""
 import sys
 from types import SimpleNamespace
 
+from engine.orchestrator.transferqueue import _nodes
 from engine.run.commands import STORE_NODES
-from engine.store.transferqueue import _nodes
 
 
 def test_units_lie_on_the_nodes_of_a_run_that_ray_placed_else_on_all(monkeypatch):
