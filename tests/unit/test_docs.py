@@ -150,9 +150,10 @@ def names(page):
 
 
 def ours(page):
-    """The page's prose without the columns of coming_from.md that have other projects' names."""
+    """The page's prose without the columns of coming_from.md that have other projects' names, and without the
+    changelog's lines of what is gone."""
     if page.name != "coming_from.md":
-        return prose(page)
+        return prose(page).partition("### Gone")[0]
     return "\n".join(line.split(" | ")[-1] for line in prose(page).splitlines() if line.startswith("|"))
 
 
