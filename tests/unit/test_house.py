@@ -6,15 +6,12 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("engine", "tasks", "flows", "tests", "benchmarks", "data", "docs")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 CODE = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("engine", "tasks", "flows")]
 LONGEST = 600
 MOST_POSITIONAL = 4
-PROCESSES = ("orchestrator", "instance", "trainer", "verifier")
 
 BY_PLACE = {
     "takes any number of arguments of one kind": ("_hash", "boxed", "figures", "ranks", "run", "serving", "one_of"),
@@ -25,15 +22,6 @@ BY_PLACE = {
 
 INHERITED = {"engine/instance/embedded/server.py": {"EngineServer.force_exit", "EngineServer.should_exit"}}
 """Attributes of a library's class, which a class of ours sets."""
-
-OUTPUTS = {
-    "engine/run/logs.py": "the functions that print",
-    "tasks/console.py": "the functions that print",
-    "engine/instance/command_line.py": "the token that it has made, once",
-    "engine/tools/conversion.py": "JSON for the process that asked",
-    "tasks/cluster/services.py": "the addresses of its servers, for a person",
-}
-"""Files that call print, by the reason."""
 
 PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")
 PAGES += [ROOT / "Makefile"]
@@ -109,11 +97,6 @@ def is_table(file, line):
     return False
 
 
-def test_engine_has_three_loose_files():
-    found = {file.name for file in (ROOT / "engine").glob("*.py")}
-    assert found == {"__init__.py", "types.py", "errors.py", "schedule.py"}
-
-
 def test_no_file_is_too_long_to_read():
     lengths = {place(file): len(file.read_text().splitlines()) for file in FILES}
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
@@ -124,12 +107,6 @@ def test_unit_tests_mirror_the_folders():
     rooms |= {room.relative_to("engine") for room in rooms if room.parts[0] == "engine" and len(room.parts) > 1}
     folders = {file.parent.relative_to(ROOT / "tests/unit") for file in (ROOT / "tests/unit").rglob("test_*.py")}
     assert sorted(str(folder) for folder in folders - rooms - {Path()}) == []
-
-
-@pytest.mark.parametrize("process", PROCESSES)
-def test_each_process_has_a_folder_and_tests_of_its_own(process):
-    assert any((ROOT / "engine" / process).glob("*.py"))
-    assert any((ROOT / "tests/unit" / process).rglob("test_*.py"))
 
 
 def test_a_class_name_has_one_meaning():
@@ -177,12 +154,6 @@ def test_only_tables_keep_a_form_of_their_own():
     ]
     assert lines
     assert [f"{place(file)}:{number}" for file, number in lines if not is_table(file, number)] == []
-
-
-def test_all_that_is_printed_is_cleaned():
-    """Every other line of the product goes through the functions of the first two files (engine.errors.clean_text)."""
-    printing = {place(file) for file, node in nodes(ast.Call) if file in CODE and ast.unparse(node.func) == "print"}
-    assert printing == set(OUTPUTS)
 
 
 def texts(file):

@@ -24,7 +24,8 @@ def secrets(monkeypatch):
     monkeypatch.setenv("SHORT_KEY", "e")
 
 
-def said(capsys):
+@pytest.fixture
+def show(capsys):
     """What the console shows of a text by each of its functions."""
 
     def show(text):
@@ -36,11 +37,6 @@ def said(capsys):
         return found.out + found.err
 
     return show
-
-
-@pytest.fixture
-def show(capsys):
-    return said(capsys)
 
 
 def test_a_terminal_obeys_no_text(show):
@@ -92,8 +88,13 @@ def test_the_longest_page_is_printed_whole(capsys):
 
 @pytest.mark.parametrize(
     ("count", "told"),
-    [(0, "0 groups"), (1, "1 group"), (-1, "-1 groups"), (1600, "1,600 groups"), (12_345_678, "12,345,678 groups")]
-    + [(1.0, "1 group"), (4.0, "4 groups"), (4 / 3, "1.33333 groups")],
+    [
+        (0, "0 groups"),
+        (1.0, "1 group"),
+        (-1, "-1 groups"),
+        (12_345_678, "12,345,678 groups"),
+        (4 / 3, "1.33333 groups"),
+    ],
 )
 def test_a_number_of_things_is_told_for_people(count, told):
     assert counted(count, "group") == told
