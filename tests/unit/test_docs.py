@@ -3,7 +3,6 @@
 import ast
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
