@@ -29,9 +29,6 @@ class Backend(Protocol):
     async def check_health(self) -> None:
         """Raise an error if the engine is dead."""
 
-    async def weight_version(self) -> int:
-        """Return the version of the last finished update; 0 for the weights from disk."""
-
     async def load(self) -> dict[str, int]:
         """Return the numbers of `running` and `waiting` responses, of `prefills` (prompts computed from their first
         token) and of `generated_tokens` since the start, and the `weight_version`."""
@@ -65,5 +62,9 @@ class Backend(Protocol):
     async def update(self, update_info: JsonObject) -> None:
         """Receive and load a bucket, or begin to stage it."""
 
-    async def finish_update(self, version: int) -> None:
-        """Give the new weights their version. Raise Conflict if they are incomplete."""
+    async def finish_update(self, version: int) -> int:
+        """Give the new weights their version, and return the version that the processes with the weights say. Raise
+        Conflict if the weights are incomplete."""
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return the log-probabilities of the tokens except the first, at temperature 1. Called while paused."""

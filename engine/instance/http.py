@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Protocol
-from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,7 +31,7 @@ from engine.instance.asgi import (
     unless_client_leaves,
 )
 from engine.instance.backend import Backend
-from engine.instance.refusals import Refusal, as_refusal
+from engine.instance.refusals import Conflict, Refusal, as_refusal
 from engine.instance.replies import completion_columns, completion_reply
 from engine.types import JsonObject
 from engine.wire import reply_columns
@@ -74,8 +73,8 @@ def metrics_text(figures: Mapping[str, int]) -> bytes:
 
 
 WEIGHTS_BYTES = 16 * 2**20
-"""Largest body of a weight route. It carries names, shapes and checksums of a bucket's tensors, about 200 bytes each,
-never the tensors."""
+"""Largest body of a route with weights. It carries names, shapes and checksums of a bucket's tensors, about 200 bytes
+each, never the tensors."""
 OTHER_BYTES = 2**16
 """Largest body of any other route, not counting a completion's token ids."""
 TOKEN_BYTES = 16
@@ -123,6 +122,10 @@ Handler = Callable[[_Request], Awaitable[JsonObject | _Content | None]]
 """Returns the reply's body, or None if it has already replied."""
 
 
+def _query(request: _Request) -> str:
+    return str(request.scope["query_string"].decode("ascii", "replace"))
+
+
 class InstanceApp:
     """The routes of one instance."""
 
@@ -145,6 +148,8 @@ class InstanceApp:
         self._read_s = read_s
         self._open = 0
         self._updates = 0
+        self._begun = 0
+        """Number of weight updates that were asked to begin."""
         self._numbers = itertools.count()
         # most token ids in a request: the longest prompt, plus every token as a stop token
         ids = backend.limits.max_context + backend.limits.vocabulary
@@ -153,8 +158,6 @@ class InstanceApp:
             ("GET", "/"): (self._about, OTHER_BYTES),
             COMPLETION: (self._complete, longest),
             HEALTH: (self._health, OTHER_BYTES),
-            ("GET", "/weight_version"): (self._weight_version, OTHER_BYTES),
-            ("GET", "/get_world_size"): (self._world_size, OTHER_BYTES),
             ("GET", "/load"): (self._load, OTHER_BYTES),
             ("GET", "/metrics"): (self._metrics, OTHER_BYTES),
             ("POST", "/pause"): (self._pause, OTHER_BYTES),
@@ -163,9 +166,9 @@ class InstanceApp:
             ("POST", "/start_profile"): (self._start_profile, OTHER_BYTES),
             ("POST", "/stop_profile"): (self._stop_profile, OTHER_BYTES),
             ("POST", "/init_weight_transfer_engine"): (self._connect, WEIGHTS_BYTES),
-            ("POST", "/start_weight_update"): (self._start_update, WEIGHTS_BYTES),
+            ("POST", "/begin_weight_update"): (self._begin_update, OTHER_BYTES),
             ("POST", "/update_weights"): (self._update, WEIGHTS_BYTES),
-            ("POST", "/finish_weight_update"): (self._finish_update, WEIGHTS_BYTES),
+            ("POST", "/finish_weight_update"): (self._finish_update, OTHER_BYTES),
         }
         if text is not None:
             self._routes |= {CHAT: (self._answer_text, longest), MODELS: (self._answer_text, OTHER_BYTES)}
@@ -308,15 +311,9 @@ class InstanceApp:
         return completion_reply(number, model, asked.prompt, result)
 
     async def _health(self, request: _Request) -> JsonObject:
-        """Return the protocol's version if the engine is alive."""
+        """Return the protocol's version and the size of a weight transfer if the engine is alive."""
         await self._backend.check_health()
-        return {"protocol": ROLLOUT_PROTOCOL}
-
-    async def _weight_version(self, request: _Request) -> JsonObject:
-        return {"weight_version": await self._backend.weight_version()}
-
-    async def _world_size(self, request: _Request) -> JsonObject:
-        return {"world_size": self._backend.world_size}
+        return {"protocol": ROLLOUT_PROTOCOL, "world_size": self._backend.world_size}
 
     async def _load(self, request: _Request) -> JsonObject:
         return await self._backend.load()
@@ -326,11 +323,7 @@ class InstanceApp:
         return _Content(own + await self._backend.metrics(), CONTENT_TYPE)
 
     async def _pause(self, request: _Request) -> JsonObject:
-        query = request.scope["query_string"].decode("ascii", "replace")
-        modes = parse_qs(query, keep_blank_values=True).get("mode", ["abort"])
-        if modes not in (["abort"], ["wait"]):
-            raise BadInput(f"mode = {', '.join(modes)!r}; it must be abort or wait, once")
-        await self._backend.pause(abort=modes == ["abort"])
+        await self._backend.pause(protocol.parse_abort(_query(request)))
         return {"status": "paused"}
 
     async def _resume(self, request: _Request) -> JsonObject:
@@ -355,8 +348,14 @@ class InstanceApp:
             await self._backend.connect(info)
         return {"message": "ready for weights"}
 
-    async def _start_update(self, request: _Request) -> JsonObject:
-        protocol.optional_version(request.body)
+    async def _begin_update(self, request: _Request) -> JsonObject:
+        """Pause, and begin a weight update once nothing runs, unless a newer one was asked to begin meanwhile."""
+        abort = protocol.parse_abort(_query(request))
+        self._begun += 1
+        number = self._begun
+        await self._backend.pause(abort)
+        if number != self._begun:
+            raise Conflict("a newer weight update has begun")
         await self._backend.start_update()
         return {"message": "weight update started"}
 
@@ -368,7 +367,13 @@ class InstanceApp:
         return {"message": "weights loaded"}
 
     async def _finish_update(self, request: _Request) -> JsonObject:
-        version = protocol.parse_version(request.body)
-        await self._backend.finish_update(version)
+        """Name the new weights, compute the probe with them, and serve them."""
+        version, probe = protocol.parse_finish(request.body, self._backend.limits)
+        held = await self._backend.finish_update(version)
+        await self._backend.reset_prefix_cache()
+        logprobs = await self._backend.score(probe) if probe else []
+        if any(value != value for value in logprobs):
+            raise Refusal(500, f"the logits of weight version {held} are not finite")
+        await self._backend.resume()
         self._updates += 1
-        return {"weight_version": version}
+        return {"weight_version": held, "logprobs": logprobs}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Any
+from urllib.parse import parse_qs
 
 from engine.errors import BadInput
 from engine.types import JsonObject
@@ -143,18 +144,24 @@ def parse_info(body: Mapping[str, Any], key: str) -> JsonObject:
     return info
 
 
-def parse_version(body: Mapping[str, Any]) -> int:
-    """Return the version in a /finish_weight_update body. Raise BadInput if it is absent."""
-    version: int | None = optional_version(body)
+def parse_abort(query: str) -> bool:
+    """Return whether the `mode` of a pause is "abort", the default, and not "wait"."""
+    modes = parse_qs(query, keep_blank_values=True).get("mode", ["abort"])
+    if modes not in (["abort"], ["wait"]):
+        raise BadInput(f"mode = {', '.join(modes)!r}; it must be abort or wait, once")
+    return modes == ["abort"]
+
+
+def parse_finish(body: Mapping[str, Any], limits: RequestLimits) -> tuple[int, tuple[int, ...]]:
+    """Return the version in a /finish_weight_update body, and the tokens of its probe. Raise BadInput if the version is
+    absent."""
+    version: int | None = _integer(body, "weight_version", None, range(2**63))
     if version is None:
         raise BadInput('/finish_weight_update needs {"weight_version": N}, N >= 0')
-    return version
-
-
-def optional_version(body: Mapping[str, Any]) -> int | None:
-    """Return the `weight_version` of a body; None if it is absent."""
-    version: int | None = _integer(body, "weight_version", None, range(2**63))
-    return version
+    probe = _token_ids(body, "probe", limits.vocabulary)
+    if len(probe) == 1 or len(probe) >= limits.max_context:
+        raise BadInput(f"probe has {len(probe)} tokens; it must have 2 to {limits.max_context - 1}, or none")
+    return version, probe
 
 
 def _check_fixed_keys(body: Mapping[str, Any]) -> None:

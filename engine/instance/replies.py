@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from engine.types import JsonObject
 from engine.wire.reply_columns import write_reply
-from engine.wire.reply_digest import packed_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a response ended. "error" means that the logits were not finite."""
@@ -53,29 +52,18 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
         "token_logprobs": result.logprobs,
         "tokens": [f"token_id:{token}" for token in result.token_ids],
     }
-    reply["digest"] = _digest(result, *_columns(result))
     return reply
 
 
 def completion_columns(number: int, model: str, prompt: Sequence[int], result: Result) -> bytes:
     """Return the same reply with its numbers as bytes (engine.wire.reply_columns); the corresponding lists are
     empty."""
-    columns = _columns(result)
     head = _head(number=number, model=model, prompt=prompt, result=result)
-    return write_reply(head | {"digest": _digest(result, *columns)}, *columns)
-
-
-def _columns(result: Result) -> tuple[array[int], array[float]]:
-    return array("q", result.token_ids), array("d", result.logprobs)
-
-
-def _digest(result: Result, token_ids: array[int], logprobs: array[float]) -> str:
-    routes = result.routes.tobytes() if result.routes is not None else b""
-    return packed_digest(token_ids, logprobs, result.versions, result.finish_reason, routes=routes)
+    return write_reply(head, array("q", result.token_ids), array("d", result.logprobs))
 
 
 def _head(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:
-    """Return the reply without its numbers and its digest."""
+    """Return the reply without its numbers."""
     choice: JsonObject = {
         "index": 0,
         "text": "",

@@ -52,6 +52,8 @@ class Health(msgspec.Struct):
 
     protocol: int | None = None
     """Version of the rollout protocol that the instance speaks; None if the reply lacks it."""
+    world_size: int = 0
+    """Number of the instance's processes that take part in a weight transfer."""
 
 
 class Load(msgspec.Struct):
@@ -64,18 +66,16 @@ class Load(msgspec.Struct):
     generated_tokens: int
     """Tokens sampled since the start."""
     weight_version: int
-
-
-class WeightVersion(msgspec.Struct):
     """The version of the last finished update; 0 for the weights from disk."""
 
+
+class Updated(msgspec.Struct):
+    """The instance serves new weights."""
+
     weight_version: int
-
-
-class WorldSize(msgspec.Struct):
-    """The number of the instance's processes that take part in a weight transfer."""
-
-    world_size: int
+    """The version, as the processes that hold the weights say it."""
+    logprobs: list[float] = []
+    """The log-probabilities of the probe's tokens except the first, by the new weights."""
 
 
 class Logprobs(msgspec.Struct):
@@ -117,8 +117,6 @@ class CompletionReply(msgspec.Struct):
     """The reply to a request for a response."""
 
     choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
-    digest: str
-    """Digest of the response (engine.wire.reply_digest)."""
     weight_versions: tuple[tuple[int, int], ...] = ()
     """(index of its first token, weight version) for each stretch of tokens."""
 
@@ -166,22 +164,6 @@ class GetLoad(InstanceRequest[Load]):
     method = "GET"
     route = "/load"
     reply = Load
-
-
-class GetWeightVersion(InstanceRequest[WeightVersion]):
-    """Asks for the weight version held by the instance's workers."""
-
-    method = "GET"
-    route = "/weight_version"
-    reply = WeightVersion
-
-
-class GetWorldSize(InstanceRequest[WorldSize]):
-    """Asks how many of the instance's processes receive weights."""
-
-    method = "GET"
-    route = "/get_world_size"
-    reply = WorldSize
 
 
 class Complete(InstanceRequest[CompletionReply], kw_only=True):
@@ -233,12 +215,6 @@ class Resume(InstanceRequest[Acknowledged]):
     route = "/resume"
 
 
-class ResetPrefixCache(InstanceRequest[Acknowledged]):
-    """Makes the instance drop its cached prompts."""
-
-    route = "/reset_prefix_cache"
-
-
 class StartProfile(InstanceRequest[Acknowledged]):
     """Makes the instance start recording a profile."""
 
@@ -273,10 +249,10 @@ class Connect(InstanceRequest[Acknowledged]):
     init_info: InitInfo
 
 
-class StartUpdate(InstanceRequest[Acknowledged]):
-    """Makes the instance begin a weight update, or restart it."""
+class BeginUpdate(Pause):
+    """Makes the instance pause, and begin a weight update or restart it."""
 
-    route = "/start_weight_update"
+    route = "/begin_weight_update"
 
 
 class StagedWeights(msgspec.Struct, tag_field="transport", tag="staged"):
@@ -351,9 +327,12 @@ class GetStatus(InstanceRequest[PoolStatus]):
     reply = PoolStatus
 
 
-class FinishUpdate(InstanceRequest[Acknowledged]):
-    """Ends the update: the instance's weights now have this version."""
+class FinishUpdate(InstanceRequest[Updated]):
+    """Ends the update: the instance's weights now have this version, and it serves them."""
 
     route = "/finish_weight_update"
+    reply = Updated
 
     weight_version: int
+    probe: Sequence[int] = ()
+    """Tokens whose log-probabilities are requested."""

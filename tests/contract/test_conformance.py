@@ -41,8 +41,6 @@ FAULTS = {
         reply_with(broken.wrong_prompt_logprobs),
         {"prompt-log-probabilities", "weight-update"},
     ),
-    "no digest": (reply_with(broken.no_digest), {"digest"}),
-    "a wrong digest": (reply_with(broken.wrong_digest), {"digest"}),
     "tokens of another vocabulary": (reply_with(broken.foreign_tokens), {"tokens", "group"}),
     "another finish reason": (reply_with(broken.other_reason), {"finish-reason"}),
     "no stop tokens": (request_with("/v1/completions", broken.no_stop), {"finish-reason"}),
@@ -70,7 +68,7 @@ FAULTS = {
     ),
     "no checksums": (request_with("/update_weights", broken.no_checksums), {"checksum"}),
     "a stale output layer": (request_with("/update_weights", broken.no_perturbation), {"base-weights"}),
-    "no world size": (answered("/get_world_size", {}), {"world-size"}),
+    "no world size": (answered("/health", {"protocol": 3}), {"health"}),
 }
 
 
@@ -118,18 +116,18 @@ def test_the_page_has_every_rule_and_no_other():
 
 
 def test_only_the_rules_that_were_asked_for_are_tried(embedded):
-    assert tried(embedded, only=["digest"])[1].keys() == {"digest"}
+    assert tried(embedded, only=["seeds"])[1].keys() == {"seeds"}
     with pytest.raises(BadInput, match="--only nothing: no such rule; rules are health, token"):
         tried(embedded, only=["nothing"])
 
 
 def test_the_exit_code_says_whether_it_conforms(embedded, model):
-    fault, _ = FAULTS["a wrong digest"]
+    fault, _ = FAULTS["no version for the tokens"]
     with BrokenEngine(embedded, TOKEN, fault).serving() as url:
-        for place, only, code in ((embedded, "digest", 0), (url, "seeds", 0), (url, "none", 2)):
+        for place, only, code in ((embedded, "versions", 0), (url, "seeds", 0), (url, "none", 2)):
             line = ["conform", place, "--only", only, "--model", model]
             assert metronome(*line)[0] == code
-        command = [sys.executable, "-m", "flows.cli", "conform", url, "--only", "digest", "--model", model]
+        command = [sys.executable, "-m", "flows.cli", "conform", url, "--only", "versions", "--model", model]
         ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr

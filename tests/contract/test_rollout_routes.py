@@ -111,9 +111,7 @@ def test_metronome_conform_finds_every_rule_kept_and_leaves_it_as_it_was(address
 
 
 async def test_read_only_routes(http):
-    assert await get(http, "/health") == (200, {"protocol": ROLLOUT_PROTOCOL})
-    assert await get(http, "/weight_version") == (200, {"weight_version": 0})
-    assert await get(http, "/get_world_size") == (200, {"world_size": 1})
+    assert await get(http, "/health") == (200, {"protocol": ROLLOUT_PROTOCOL, "world_size": 1})
     assert (await get(http, "/load"))[1].keys() == {
         "running",
         "waiting",
@@ -318,12 +316,10 @@ async def test_pause_wait_drains(http):
 async def update(http, path, version):
     """The whole sequence; the status of each call."""
     calls = (
-        ("/pause?mode=abort", {}),
+        ("/begin_weight_update", {}),
         ("/init_weight_transfer_engine", {"init_info": {}}),
-        ("/start_weight_update", {}),
         ("/update_weights", {"update_info": {"path": path}}),
         ("/finish_weight_update", {"weight_version": version}),
-        ("/reset_prefix_cache", {}),
         ("/resume", {}),
     )
     return [(await post(http, route, body))[0] for route, body in calls]
@@ -331,8 +327,8 @@ async def update(http, path, version):
 
 async def test_weights_go_there_and_back(http, models):
     for version, folder in ((1, models[1]), (2, models[0]), (2, models[0])):
-        assert await update(http, f"{folder}/model.safetensors", version) == [200] * 7
-        assert (await get(http, "/weight_version"))[1] == {"weight_version": version}
+        assert await update(http, f"{folder}/model.safetensors", version) == [200] * 5
+        assert (await get(http, "/load"))[1]["weight_version"] == version
         reply = await complete(http, max_tokens=12)
         assert reply["weight_version"] == version
         choice = reply["choices"][0]
@@ -340,25 +336,23 @@ async def test_weights_go_there_and_back(http, models):
 
 
 async def test_completions_sent_during_an_update_are_served_by_the_new_weights(http, models):
-    await post(http, "/pause?mode=abort")
-    await post(http, "/start_weight_update")
+    await post(http, "/begin_weight_update")
     early = asyncio.create_task(complete(http))
     await until(http, waiting=1)
     await post(http, "/update_weights", {"update_info": {"path": f"{models[0]}/model.safetensors"}})
     assert (await post(http, "/resume"))[0] == 409
-    await post(http, "/finish_weight_update", {"weight_version": 5})
     assert (await get(http, "/load"))[1]["waiting"] == 1
-    await post(http, "/resume")
+    await post(http, "/finish_weight_update", {"weight_version": 5})
     assert (await early)["weight_version"] == 5
 
 
 async def test_a_bad_file_is_400_and_the_old_weights_stay(http, models, tmp_path):
     before = await complete(http, seed=9)
-    version = (await get(http, "/weight_version"))[1]
+    version = before["weight_version"]
     (tmp_path / "cut.safetensors").write_bytes(Path(models[1], "model.safetensors").read_bytes()[:-64])
     for path in (str(tmp_path / "cut.safetensors"), str(tmp_path / "absent")):
-        assert await update(http, path, 99) == [200, 200, 200, 400, 409, 200, 200]
-    assert (await get(http, "/weight_version"))[1] == version
+        assert await update(http, path, 99) == [200, 200, 400, 409, 200]
+    assert (await get(http, "/load"))[1]["weight_version"] == version
     after = await complete(http, seed=9)
     assert after["choices"] == before["choices"]
 
@@ -366,7 +360,6 @@ async def test_a_bad_file_is_400_and_the_old_weights_stay(http, models, tmp_path
 async def test_the_wrong_order_is_409_without_effect(http, models):
     file = {"update_info": {"path": f"{models[1]}/model.safetensors"}}
     before = await complete(http, seed=9)
-    assert (await post(http, "/start_weight_update"))[0] == 409  # not paused
     await post(http, "/pause?mode=wait")
     assert (await post(http, "/update_weights", file))[0] == 409
     status, reply = await post(http, "/finish_weight_update", {"weight_version": 1})

@@ -81,7 +81,7 @@ def test_without_the_token_nothing_is_done(server, headers):
     ],
 )
 def test_no_request_of_a_web_page_is_taken_even_with_the_token(server, name, value, expected):
-    for route in ("/pause", "/start_weight_update", "/v1/completions", "/health"):
+    for route in ("/pause", "/begin_weight_update", "/v1/completions", "/health"):
         good = request(route, GOOD, server.authorization(), "GET" if route == "/health" else "POST").decode()
         host = "Host: localhost\r\n"
         page = f"{name}: {value}\r\n"
@@ -106,7 +106,7 @@ def test_no_token_is_asked_for_before_the_body(server):
         ("/v1/completions", 2**16 + 16 * (CONTEXT + 64)),
         ("/update_weights", 2**24),
         ("/pause", 2**16),
-        ("/finish_weight_update", 2**24),
+        ("/finish_weight_update", 2**16),
     ],
 )
 def test_large_bodies_are_413(server, route, limit):

@@ -41,11 +41,9 @@ SMALL = {
 KEPT = {"Bucket": "metronome", "Key": "kept"}
 RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 POISON = (
-    ("/pause?mode=abort", {}),
-    ("/start_weight_update", {}),
+    ("/begin_weight_update", {}),
     ("/update_weights", {"update_info": {"transport": "base", "perturb": [5, 9, 20, 33]}}),
     ("/finish_weight_update", {"weight_version": 0}),
-    ("/resume", {}),
 )
 
 
@@ -56,7 +54,7 @@ def as_json(url, route, body):
 
 def of_an_instance(url):
     ask = {"prompt": [5, 9, 20], "max_tokens": 4}
-    read = [attempt("GET", url + route, **RIGHT) for route in ("/", "/load", "/weight_version", "/metrics")]
+    read = [attempt("GET", url + route, **RIGHT) for route in ("/", "/load", "/metrics")]
     return [*read, as_json(url, "/v1/completions", ask), *(as_json(url, *one) for one in POISON)]
 
 
@@ -162,7 +160,7 @@ def world(made, tmp_path):
         services = stack.enter_context(Services(tmp_path / "services"))
         planes = [address_of(tmp_path / name, one) for name, one in zip(("run", "service"), attacked, strict=False)]
         serve = Attacked(f"127.0.0.1:{port}")
-        wait_for(lambda: answers(serve, "/weight_version"), "metronome serve", 300)
+        wait_for(lambda: answers(serve, "/load"), "metronome serve", 300)
         ServiceClient(
             planes[1].url.removeprefix("http://"), timeout_s=300, token=TOKEN
         ).close()  # waits for its engines

@@ -10,7 +10,6 @@ import aiohttp
 from aiohttp import web
 
 from engine.tools.conformance.suite import conform
-from engine.wire.reply_digest import compute_digest
 
 COMPLETIONS = "/v1/completions"
 LARGE = 2**17
@@ -87,7 +86,7 @@ class BrokenEngine:
 
 
 def reply_with(change):
-    """A fault that changes the replies of completions; their digests are made anew."""
+    """A fault that changes the replies of completions."""
 
     async def fault(engine, request, body):
         if request.path != COMPLETIONS or request.method != "POST":
@@ -96,16 +95,7 @@ def reply_with(change):
         if answer.status != 200:
             return answer
         reply = json.loads(answer.body)
-        choice = reply["choices"][0]
-        before = reply["digest"]
-        change(reply, choice)
-        if reply.get("digest") == before:
-            reply["digest"] = compute_digest(
-                choice["token_ids"],
-                choice["logprobs"]["token_logprobs"],
-                reply.get("weight_versions", []),
-                choice["finish_reason"],
-            )
+        change(reply, reply["choices"][0])
         return web.json_response(reply)
 
     return fault
@@ -174,13 +164,13 @@ async def aborts_instead_of_letting_responses_finish(engine, request, body):
 
 async def ignores_updates(engine, request, body):
     """It names each version, but keeps its weights."""
-    if request.path == "/weight_version":
-        return web.json_response({"weight_version": engine.version})
+    if request.path == "/load":
+        load = json.loads((await engine.forward(request, body)).body)
+        return web.json_response(load | {"weight_version": engine.version})
     if request.path == "/finish_weight_update":
         engine.version = json.loads(body)["weight_version"]
-    if request.path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
-        return web.json_response({})
-    return None
+        return web.json_response({"weight_version": engine.version})
+    return web.json_response({}) if request.path in ("/begin_weight_update", "/update_weights") else None
 
 
 def no_versions(reply, choice):
@@ -207,14 +197,6 @@ def wrong_prompt_logprobs(reply, choice):
     for entry in filter(None, choice.get("prompt_logprobs") or []):
         for value in entry.values():
             value["logprob"] *= 1.01
-
-
-def no_digest(reply, choice):
-    del reply["digest"]
-
-
-def wrong_digest(reply, choice):
-    reply["digest"] = "0" * 32
 
 
 def foreign_tokens(reply, choice):

@@ -74,16 +74,10 @@ class FakeInstance:
         return await getattr(self, path.rsplit("/", 1)[-1])(body or {}, query)
 
     async def health(self, body, query):
-        return 200, {"protocol": ROLLOUT_PROTOCOL}
+        return 200, {"protocol": ROLLOUT_PROTOCOL, "world_size": 1}
 
     async def load(self, body, query):
         return 200, {"running": self.running, "waiting": 0, "generated_tokens": 0, "weight_version": self.version}
-
-    async def weight_version(self, body, query):
-        return 200, {"weight_version": self.version}
-
-    async def get_world_size(self, body, query):
-        return 200, {"world_size": 1}
 
     async def init_weight_transfer_engine(self, body, query):
         return 200, {}
@@ -95,9 +89,8 @@ class FakeInstance:
             await asyncio.sleep(0.01)
         return 200, {}
 
-    async def start_weight_update(self, body, query):
-        if not self.paused:
-            return 409, {}
+    async def begin_weight_update(self, body, query):
+        await self.pause(body, query)
         self.update = set()
         return 200, {}
 
@@ -125,10 +118,8 @@ class FakeInstance:
         self.version = body["weight_version"]
         self.spoils = False
         self.update = None
-        return 200, {}
-
-    async def reset_prefix_cache(self, body, query):
-        return 200, {}
+        self.paused = False
+        return 200, {"weight_version": self.version, "logprobs": logprobs(self.weights)}
 
     async def resume(self, body, query):
         if self.update is not None:

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 ROUTES = (
     "/v1/completions",
     "/health",
-    "/weight_version",
     "/load",
     "/metrics",
-    "/get_world_size",
     "/pause",
     "/pause?mode=wait",
     "/pause?mode=abort",
@@ -19,7 +17,8 @@ ROUTES = (
     "/start_profile",
     "/stop_profile",
     "/init_weight_transfer_engine",
-    "/start_weight_update",
+    "/begin_weight_update",
+    "/begin_weight_update?mode=abort",
     "/update_weights",
     "/finish_weight_update",
 )

@@ -2,8 +2,6 @@
 
 import base64
 
-from engine.wire.reply_digest import compute_digest
-
 
 def reply(tokens, logprobs, finish, versions, routes=None, **more):
     """A reply with one response; `routes`: an array of the experts of its tokens; `more`: further fields of its
@@ -12,14 +10,4 @@ def reply(tokens, logprobs, finish, versions, routes=None, **more):
         data = base64.b64encode(routes.tobytes()).decode()
         more["routes"] = {"dtype": routes.dtype.name, "shape": list(routes.shape), "data": data}
     choice = {"token_ids": list(tokens), "logprobs": {"token_logprobs": list(logprobs)}, "finish_reason": finish}
-    return {
-        "choices": [choice | more],
-        "weight_versions": [list(pair) for pair in versions],
-        "digest": compute_digest(
-            token_ids=tokens,
-            logprobs=logprobs,
-            versions=versions,
-            finish_reason=finish,
-            routes=b"" if routes is None else routes.tobytes(),
-        ),
-    }
+    return {"choices": [choice | more], "weight_versions": [list(pair) for pair in versions]}

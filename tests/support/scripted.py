@@ -15,8 +15,8 @@ SERVES = """
 import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "15"); self.end_headers()
-        self.wfile.write(b'{"protocol": 2}')
+        self.send_response(200); self.send_header("Content-Length", "53"); self.end_headers()
+        self.wfile.write(b'{"protocol": 3, "world_size": 1, "weight_version": 0}')
     do_POST = do_GET
     def log_message(self, *args): pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -103,19 +103,18 @@ class Scripted:
             }
         )
 
-    async def weight_version(self, request):
-        return web.json_response({"weight_version": self.version})
-
     async def update(self, request):
         self.updates.append(request.path)
         return web.json_response({})
 
     async def finish_update(self, request):
-        self.version = (await request.json())["weight_version"]
-        return web.json_response({})
+        body = await request.json()
+        self.version = body["weight_version"]
+        probed = self.probed if body.get("probe") and self.probed is not None else []
+        return web.json_response({"weight_version": self.version, "logprobs": list(probed)})
 
     async def health(self, request):
-        return web.json_response({"protocol": self.protocol})
+        return web.json_response({"protocol": self.protocol, "world_size": 1})
 
     @web.middleware
     async def mute(self, request, handler):
@@ -133,10 +132,9 @@ class Scripted:
                 web.get("/load", self.load),
                 web.get("/health", self.health),
                 web.post("/finish_weight_update", self.finish_update),
-                web.get("/weight_version", self.weight_version),
                 *(
                     web.post(f"/{route}", self.update)
-                    for route in ("pause", "resume", "start_weight_update", "update_weights", "reset_prefix_cache")
+                    for route in ("pause", "resume", "begin_weight_update", "update_weights")
                 ),
             ]
         )

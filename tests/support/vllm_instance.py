@@ -25,6 +25,8 @@ from support.tiny_models import VOCABULARY, reference, reference_logprobs
 START_S = 600.0
 """It takes half a minute; on two cores with ten other processes it took four."""
 CONTEXT = 96
+ROW = [2, 3, 4, 6, 8, 10]
+"""Tokens of the probe."""
 PROMPT = [5, 9, 20, 33, 7]
 TOKEN = "a-token-of-the-tests"
 BUCKET = 8192
@@ -92,7 +94,7 @@ class Client:
         return reply
 
     def version(self):
-        return self.ask("GET", "/weight_version")[1]["weight_version"]
+        return self.ask("GET", "/load")[1]["weight_version"]
 
     def complete(self, **body):
         return self.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body)
@@ -102,18 +104,17 @@ class Client:
 
     def probe(self):
         """Log-probabilities of a fixed row of tokens."""
-        entries = self.choice(prompt=[2, 3, 4, 6, 8, 10], max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][1:]
+        entries = self.choice(prompt=ROW, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][1:]
         return torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
 
     def update(self, infos, version, **update_info):
         """The whole sequence with these buckets."""
-        self.post("/pause?mode=wait")
-        self.post("/start_weight_update", {"weight_version": version})
+        self.post("/begin_weight_update?mode=wait")
         for info in infos:
             self.post("/update_weights", {"update_info": info | update_info})
-        self.post("/finish_weight_update", {"weight_version": version})
-        self.post("/reset_prefix_cache")
-        self.post("/resume")
+        reply = self.post("/finish_weight_update", {"weight_version": version, "probe": ROW})
+        assert reply["weight_version"] == version
+        assert torch.tensor(reply["logprobs"]).sub(self.probe()).abs().max() < 1e-5
 
     def perturb(self, tokens, version):
         """The self-test's update: the base weights with changed output rows (none: as they were)."""

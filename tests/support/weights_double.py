@@ -116,13 +116,10 @@ class Client:
         return await getattr(self, route.rsplit("/", 1)[-1])(body) or {}
 
     async def health(self, body):
-        pass
-
-    async def get_world_size(self, body):
         return {"world_size": self.world_size}
 
-    async def weight_version(self, body):
-        return {"weight_version": self.version}
+    async def load(self, body):
+        return {"running": 0, "waiting": 0, "generated_tokens": 0, "weight_version": self.version}
 
     async def pause(self, body):
         self.paused = True
@@ -132,14 +129,11 @@ class Client:
             raise Busy(f"{self.name}: an update is unfinished")
         self.paused = False
 
-    async def reset_prefix_cache(self, body):
-        pass
-
     async def init_weight_transfer_engine(self, body):
         await asyncio.to_thread(self.receiver.connect, body["init_info"])
 
-    async def start_weight_update(self, body):
-        assert self.paused
+    async def begin_weight_update(self, body):
+        self.paused = True
         self.update = {}
 
     async def update_weights(self, body):
@@ -159,11 +153,13 @@ class Client:
         self.held = self.update | ({OUTPUT: self.held[OUTPUT]} if self.stale_head else {})
         self.version = body["weight_version"]
         self.update = None
+        self.paused = False
+        found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["probe"])]
+        return {"weight_version": self.version, "logprobs": found}
 
     async def completions(self, body):
         assert not self.paused
-        found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["prompt"])]
-        values = zip(body["prompt"][1:], found, strict=True)
+        values = zip(body["prompt"][1:], logprobs(self.held, body["prompt"]), strict=True)
         entries = [None, *({str(t): {"logprob": value}} for t, value in values)]
         return reply([], [], "length", [], prompt_logprobs=entries)
 

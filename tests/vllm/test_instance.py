@@ -58,9 +58,7 @@ def client(instance, models):
 
 
 def test_read_only_routes(client):
-    assert client.ask("GET", "/health") == (200, {"protocol": ROLLOUT_PROTOCOL})
-    assert client.ask("GET", "/weight_version") == (200, {"weight_version": 0})
-    assert client.ask("GET", "/get_world_size") == (200, {"world_size": 1})
+    assert client.ask("GET", "/health") == (200, {"protocol": ROLLOUT_PROTOCOL, "world_size": 1})
     load = client.ask("GET", "/load")[1]
     counts = {"generated_tokens": 0, "prefills": 0}
     assert load | counts == {"running": 0, "waiting": 0, "weight_version": 0} | counts
@@ -207,11 +205,10 @@ def test_every_route_but_health_wants_the_token(client, header):
     assert requests.get(client.url + "/health", headers=header, timeout=30).status_code == 200
     for method, route in (
         ("POST", "/v1/completions"),
-        ("GET", "/weight_version"),
         ("GET", "/load"),
         ("GET", "/metrics"),
         ("POST", "/pause"),
-        ("POST", "/start_weight_update"),
+        ("POST", "/begin_weight_update"),
         ("POST", "/update_weights"),
         ("GET", "/nothing"),
     ):
@@ -287,8 +284,7 @@ def test_a_corrupted_tensor_is_refused_by_name_and_the_old_weights_stay(client, 
     infos = list(file_infos(models[1], tmp_path / "1", 1))
     assert len(infos) > 3
     before = client.choice(seed=9)
-    client.post("/pause?mode=wait")
-    client.post("/start_weight_update")
+    client.post("/begin_weight_update?mode=wait")
     wrong = infos[0] | {"checksums": ["0" * 16, *infos[0]["checksums"][1:]]}
     error = client.post("/update_weights", {"update_info": wrong}, 400)["error"]
     assert infos[0]["names"][0] in error["message"]
@@ -300,14 +296,13 @@ def test_a_corrupted_tensor_is_refused_by_name_and_the_old_weights_stay(client, 
 
 def test_a_mixture_of_weights_is_not_served(client, models, tmp_path):
     infos = list(file_infos(models[1], tmp_path / "1", 1))
-    client.post("/pause?mode=wait")
-    client.post("/start_weight_update")
+    client.post("/begin_weight_update?mode=wait")
     client.post("/update_weights", {"update_info": infos[0]})
     client.post("/resume", status=409)
     error = client.post("/update_weights", {"update_info": infos[1] | {"shapes": [[1]] * len(infos[1]["names"])}}, 400)
     assert error["error"]["type"] == "BadRequestError"
     client.post("/resume", status=409)
-    client.post("/start_weight_update")  # without the last bucket
+    client.post("/begin_weight_update")  # without the last bucket
     for info in infos[:-1]:
         client.post("/update_weights", {"update_info": info})
     error = client.post("/finish_weight_update", {"weight_version": 1}, 409)
@@ -319,8 +314,7 @@ def test_a_mixture_of_weights_is_not_served(client, models, tmp_path):
 
 def test_an_update_that_begins_anew_forgets_its_first_half(client, models, tmp_path):
     infos = list(file_infos(models[1], tmp_path / "1", 1))
-    client.post("/pause?mode=wait")
-    client.post("/start_weight_update")
+    client.post("/begin_weight_update?mode=wait")
     for info in infos[: len(infos) // 2]:
         client.post("/update_weights", {"update_info": info})
     client.update(infos, 1)
@@ -330,7 +324,6 @@ def test_an_update_that_begins_anew_forgets_its_first_half(client, models, tmp_p
 def test_the_wrong_order_and_malformed_updates_have_no_effect(client, models, tmp_path):
     info = next(file_infos(models[1], tmp_path / "1", 1))
     before = client.choice(seed=9)
-    client.post("/start_weight_update", status=409)  # not paused
     client.post("/pause?mode=wait")
     client.post("/update_weights", {"update_info": info}, 409)
     client.post("/finish_weight_update", {"weight_version": 1}, 409)
@@ -342,9 +335,9 @@ def test_the_wrong_order_and_malformed_updates_have_no_effect(client, models, tm
         {"update_info": info | {"names": 3}},
         {"update_info": info | {"path": "nowhere"}},
     ):
-        client.post("/start_weight_update")
+        client.post("/begin_weight_update")
         client.post("/update_weights", body, 400)
-        client.post("/start_weight_update")
+        client.post("/begin_weight_update")
         client.post("/finish_weight_update", {"weight_version": -1}, 400)
         client.post("/finish_weight_update", {"weight_version": 1}, 409)
     client.post("/init_weight_transfer_engine", {"init_info": {"transport": "pigeon"}}, 400)

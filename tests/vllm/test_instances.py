@@ -66,7 +66,7 @@ def untied(tmp_path_factory):
 
 def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
     with serving(untied[0], tmp_path, tensor=2) as (client, _):
-        assert client.ask("GET", "/get_world_size") == (200, {"world_size": 2})
+        assert client.ask("GET", "/health")[1]["world_size"] == 2
         assert gap(client.choice(max_tokens=40), untied[0]) < 1e-4
         client.update(file_infos(untied[1], tmp_path / "1", 1), 1)
         assert gap(client.choice(max_tokens=40), untied[1]) < 1e-4
@@ -79,8 +79,7 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
         client.perturb([], 2)
         assert torch.equal(client.probe(), before)
         wrong = list(file_infos(untied[1], tmp_path / "3", 3))[0] | {"checksums": None}
-        client.post("/pause?mode=wait")
-        client.post("/start_weight_update")
+        client.post("/begin_weight_update?mode=wait")
         client.post("/update_weights", {"update_info": wrong}, 400)
         client.post("/resume")
         assert torch.equal(client.probe(), before)

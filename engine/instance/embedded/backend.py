@@ -64,11 +64,12 @@ class Updates:
             async with self._step:
                 await self._receive_bucket(update_info)
 
-    async def finish_update(self, version: int) -> None:
-        """Call Engine.finish_update once every bucket is loaded."""
+    async def finish_update(self, version: int) -> int:
+        """Call Engine.finish_update once every bucket is loaded. Return Engine.version."""
         async with self._step:
             await self._wait_for_previous()
             await self._worker.call(lambda engine: engine.finish_update(version))
+            return await self._worker.call(lambda engine: engine.version)
 
     async def _receive_bucket(self, update_info: JsonObject) -> None:
         await self._worker.call(Engine.check_updating)
@@ -127,10 +128,6 @@ class EmbeddedBackend(Updates):
     async def check_health(self) -> None:
         """Do nothing: as long as the process lives, so does the engine's thread."""
 
-    async def weight_version(self) -> int:
-        """Return Engine.version."""
-        return await self._worker.call(lambda engine: engine.version)
-
     async def load(self) -> dict[str, int]:
         """Return Engine.load."""
         return await self._worker.call(Engine.load)
@@ -163,6 +160,10 @@ class EmbeddedBackend(Updates):
         recorded = self._recording
         self._recording = None
         await self._worker.call(lambda engine: recorded.stop())
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return the log-probabilities of RolloutModel.scored_prefill."""
+        return await self._worker.call(lambda engine: engine.model.scored_prefill(list(token_ids))[1])
 
     async def reset_prefix_cache(self) -> None:
         """Call PromptCache.drop_prompts."""

@@ -262,16 +262,13 @@ class Engine:
     def start_update(self) -> None:
         """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
         if not self.paused or self.running:
-            raise Conflict(
-                f"{len(self.running)} responses are running, paused: {self.paused}; call /pause and wait for its "
-                "reply first"
-            )
+            raise Conflict(f"{len(self.running)} responses are running, paused: {self.paused}; begin the update again")
         self._load = WeightLoad(self.model.hf)
 
     def check_updating(self) -> None:
         """Raise Conflict unless a weight update is in progress."""
         if self._load is None:
-            raise Conflict("no weight update was started; send /start_weight_update first")
+            raise Conflict("no weight update was started; send /begin_weight_update first")
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return WeightLoad.lend_parameters. Raise Conflict unless a weight update is in progress."""
@@ -307,7 +304,7 @@ class Engine:
         """Give the new weights their version. Raise Conflict if none were loaded since start_update, BadInput if some
         are missing."""
         if self._load is None or not self._load.touched:
-            raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
+            raise Conflict("no new weights were loaded; send /begin_weight_update and /update_weights first")
         self._load.check_whole()
         self.model.refresh()
         self.prompts.drop_prompts()

@@ -189,10 +189,6 @@ class VllmBackend:
         """Raise vLLM's EngineDeadError if the engine is dead."""
         await self._engine.check_health()
 
-    async def weight_version(self) -> int:
-        """Return the version of the last finished update, from the workers."""
-        return await self._read_version()
-
     async def load(self) -> dict[str, int]:
         """Return the figures of Backend.load."""
         running = min(self._running, self._seats)
@@ -279,10 +275,7 @@ class VllmBackend:
         """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
         async with self._control:
             if not self._paused or self._running:
-                raise Conflict(
-                    f"{self._running} responses are running, paused: {self._paused}; call /pause and wait for its "
-                    "reply first"
-                )
+                raise Conflict(f"{self._running} responses are running, paused: {self._paused}; begin the update again")
             await self._call_workers("start")
             self._updating = True
 
@@ -293,9 +286,18 @@ class VllmBackend:
         else:
             await self._update_step(lambda: self._run_job("receive", update_info))
 
-    async def finish_update(self, version: int) -> None:
-        """End the update in every worker and set the version of its weights."""
+    async def finish_update(self, version: int) -> int:
+        """End the update in every worker and set the version of its weights. Return the workers' version."""
         await self._update_step(lambda: self._finish(version))
+        return self._version
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return vLLM's log-probabilities of a prompt. Other completions stay held back until `resume`."""
+        probe = Completion(token_ids, 1, 1.0, 1.0, 0, seed=0, stop_ids=frozenset(), prompt_logprobs=True)
+        async with self._control:
+            await self._engine.resume_generation()
+            output = await self._generate(probe)
+        return read_output(output, self._version).prompt_logprobs or []
 
     async def _finish(self, version: int) -> None:
         await self._call_workers("finish", version)
@@ -310,7 +312,7 @@ class VllmBackend:
         """
         async with self._control:
             if not self._updating:
-                raise Conflict("no weight update was started; send /start_weight_update first")
+                raise Conflict("no weight update was started; send /begin_weight_update first")
             try:
                 await step()
             except Refusal:

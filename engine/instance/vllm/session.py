@@ -63,7 +63,7 @@ class WeightSession:
             return
         info = job["receive"]
         if self._loaded is None:
-            raise Conflict("weights arrived outside an update: call /start_weight_update first")
+            raise Conflict("weights arrived outside an update: call /begin_weight_update first")
         work: Callable[[], Any] | None = None
         if info.get("transport") == "base":  # needs no sender, and is too large to hold at once
             self._load(self._receiver.receive(info, self._base))
@@ -101,7 +101,7 @@ class WeightSession:
     def finish(self, version: int) -> None:
         """Make vLLM finish its layers, and set the version. Raise Conflict if tensors are missing."""
         if self._loaded is None or not self._loaded:
-            raise Conflict("no weights were loaded since /start_weight_update")
+            raise Conflict("no weights were loaded since /begin_weight_update")
         if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
             self.abort()
             raise Conflict(f"the update lacks {len(missing)} of {len(self._expected)} tensors, the first {missing[0]}")

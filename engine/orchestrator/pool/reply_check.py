@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from engine.model.shape import Experts
 from engine.wire.columns import PackedResponse
-from engine.wire.reply_digest import packed_digest
 from engine.wire.rollout_messages import CompletionReply, Routes
 from engine.wire.routes import problem_of_form, problem_of_routes, route_type
 
@@ -70,7 +69,6 @@ def check_reply(reply: CompletionReply, asked: Asked, seed: int | None, instance
         or problem_of_versions(reply.weight_versions, count)
         or problem_of_end(choice.finish_reason, token_ids, asked)
         or (problem_of_reply_routes(choice.routes, asked, asked.experts, count) if asked.experts else "")
-        or problem_of_digest(reply, packed_ids, packed_logprobs)
     ):
         raise BrokenRule(wrong)
     return PackedResponse(
@@ -143,11 +141,3 @@ def problem_of_reply_routes(routes: Routes | None, asked: Asked, experts: Expert
     if wrong or len(routes.data) != size * route_type(experts.count).itemsize:
         return wrong or f"{len(routes.data)} bytes of routes of the shape {list(routes.shape)}"
     return problem_of_routes(np.frombuffer(routes.data, route_type(experts.count)).reshape(routes.shape), experts)
-
-
-def problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: array[float]) -> str:
-    """Say how the digest differs from that of the received content; "" if it does not."""
-    choice = reply.choices[0]
-    routes = choice.routes.data if choice.routes is not None else b""
-    found = packed_digest(tokens, logprobs, reply.weight_versions, choice.finish_reason, routes=routes)
-    return "" if found == reply.digest else f"its digest is {reply.digest!r:.50}, but that of what arrived is {found}"

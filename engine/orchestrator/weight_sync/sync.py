@@ -1,10 +1,10 @@
 """Weight syncs: two phases, with every instance checked, and those that fail left out.
 
-Open: the instances that will get the version are paused. The trainer's sender then announces the buckets one by one;
-every instance receives each bucket and verifies it by checksums. Finish: each instance names the version, drops cached
-prompts and serves again. Checked: each instance must give the trainer's log-probabilities for a few fixed tokens.
-Trainer and instances compute these while the first responses of the new weights are being sampled. Such responses are
-held back until the check has passed (InstanceClient.hold_responses), and are lost if it fails. Once per connection, an
+Open: the instances that will get the version are paused, and begin the update. The trainer's sender then announces the
+buckets one by one; every instance receives each bucket and verifies it by checksums. Finish: each instance names the
+version, computes its log-probabilities of a few fixed tokens, and serves again. Checked: they must be the trainer's.
+The trainer computes its own while the first responses of the new weights are being sampled. Such responses are held
+back until the check has passed (InstanceClient.hold_responses), and are lost if it fails. Once per connection, an
 instance shows that it follows new weights at all: it loads visibly perturbed weights and its log-probabilities must
 move.
 
@@ -225,7 +225,6 @@ class WeightSync:
         self._participants = Participants(pool)
         self._sizes: list[int] = []
         self._generation = 0
-        self._started = False
         self._tested: set[Instance] = set()
         self._one_bucket = asyncio.Lock()
         self._quiet = asyncio.Event()
@@ -253,7 +252,6 @@ class WeightSync:
         await self._pool.wait_for_member()
         await self._wait_for_overtaken()
         self._quiet.clear()
-        self._started = False
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
         self._participants.members = self._pool.members()
         for instance in self._participants.members:
@@ -313,14 +311,6 @@ class WeightSync:
         info = request.info
         info.staged = self._staged
         async with self._one_bucket:
-            if not self._staged and not self._started:
-                members = self._participants.members
-                await self._participants.each(
-                    partial(self._calls.begin_update, during=f"weight version {info.version}")
-                )
-                self._started = True
-                if self._participants.members != members and info.transport != "file":
-                    return Proceed(retry=True)
 
             async def receive(instance: Instance) -> None:
                 await self._calls.update_weights(instance, info, info.title)
@@ -354,11 +344,10 @@ class WeightSync:
         async def complete(instance: Instance) -> None:
             if self._staged and instance.takes_prompts:
                 instance.begin_update()
-            if instance.updating:
-                await self._swap(instance, version)
+            found = await self._swap(instance, version) if instance.updating else []
             if instance.updating:
                 instance.record_version(version)
-                self._checks[instance] = asyncio.create_task(self._compare(instance, version))
+                self._checks[instance] = asyncio.create_task(self._compare(instance, version, found))
                 self._pool.admit_instance(instance)
             else:  # it left or was left out since `open_sync`, and may be catching up by now
                 self._participants.connected = []
@@ -369,13 +358,14 @@ class WeightSync:
         self._wanted.clear()
         self._participants.succeeded()
 
-    async def _swap(self, instance: Instance, version: int) -> None:
+    async def _swap(self, instance: Instance, version: int) -> list[float]:
+        """Have an instance serve the version. Return its log-probabilities of the probe."""
+        during = f"weight version {version}"
         if self._staged:
-            await self._calls.pause_instance(instance, f"weight version {version}", abort=self._cut)
-            await self._calls.begin_update(instance, f"weight version {version}")
-            await self._calls.update_weights(instance, StagedWeights(version), f"weight version {version}")
+            await self._calls.begin_update(instance, during, abort=self._cut)
+            await self._calls.update_weights(instance, StagedWeights(version), during)
         instance.hold_responses()
-        await self._calls.swap_version(instance, version)
+        return await self._calls.finish_update(instance, version, during)
 
     def expect_logprobs(self, expected: Sequence[float]) -> None:
         """Set the trainer's log-probabilities of the probe under the version that was opened last; empty: it has
@@ -408,8 +398,9 @@ class WeightSync:
         self._unchecked = False
         self._quiet.set()
 
-    async def _compare(self, instance: Instance, version: int) -> None:
-        self._apart[instance] = await self._calls.compare_probe(instance, version, self._wait_for_trainer_logprobs)
+    async def _compare(self, instance: Instance, version: int, found: Sequence[float]) -> None:
+        expected = await self._wait_for_trainer_logprobs()
+        self._apart[instance] = self._calls.compare_probe(instance, version, found, expected)
         instance.release_responses()
 
     async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
@@ -457,8 +448,8 @@ class WeightSync:
         expected = self._expected
         try:
             await self._load_snapshot(instance, version)
-            await self._calls.swap_version(instance, version)
-            await self._calls.compare_probe(instance, version, partial(_known, expected))
+            found = await self._calls.finish_update(instance, version, f"weight version {version}")
+            self._calls.compare_probe(instance, version, found, expected)
         except (Refused, BadInput):
             if self._version == version and self._quiet.is_set():
                 raise
@@ -473,8 +464,7 @@ class WeightSync:
         if self._snapshot is None:
             raise MetronomeError(f"{instance.name}: weight version {version} has no snapshot to load")
         files = await self._files(self._snapshot)
-        await self._calls.pause_instance(instance, f"weight version {version}", abort=True)
-        await self._calls.begin_update(instance, f"weight version {version}")
+        await self._calls.begin_update(instance, f"weight version {version}", abort=True)
         if self._address is None or _local(instance.client.url):
             await load_files(self._calls, instance, version, files)
         else:
@@ -522,13 +512,9 @@ class WeightSync:
     async def _prepare(self, instance: Instance, during: str) -> None:
         await self._test_once(instance)
         if not self._staged:
-            await self._calls.pause_instance(instance, during, abort=self._cut)
+            await self._calls.begin_update(instance, during, abort=self._cut)
 
     async def _test_once(self, instance: Instance) -> None:
         if instance not in self._tested:
             await self.self_test(instance)
             self._tested.add(instance)
-
-
-async def _known(expected: Sequence[float] | None) -> Sequence[float] | None:
-    return expected

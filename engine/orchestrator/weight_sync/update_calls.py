@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from engine.errors import MetronomeError, WeightSyncError
@@ -11,15 +11,14 @@ from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.weight_sync.probe import Probe
 from engine.wire.rollout_messages import (
     BaseWeights,
+    BeginUpdate,
     FinishUpdate,
-    GetWeightVersion,
-    GetWorldSize,
+    GetHealth,
+    GetLoad,
     InstanceRequest,
     Pause,
-    ResetPrefixCache,
     Resume,
     StagedWeights,
-    StartUpdate,
     Update,
 )
 from engine.wire.sync_messages import BucketInfo
@@ -47,13 +46,10 @@ class UpdateCalls:
         """The log-probabilities of the probe under the weights that an instance was started from, kept until its first
         comparison."""
 
-    async def pause_instance(self, instance: Instance, during: str, abort: bool = False) -> None:
-        """Pause the instance and wait until no request is running. `abort` interrupts running requests."""
-        await self.send_request(instance, Pause("abort" if abort else "wait"), during)
-
-    async def begin_update(self, instance: Instance, during: str) -> None:
-        """Begin an update, or begin it again."""
-        await self.send_request(instance, StartUpdate(), during)
+    async def begin_update(self, instance: Instance, during: str, abort: bool = False) -> None:
+        """Pause the instance, wait until no request is running, and begin an update, or begin it again. `abort`
+        interrupts running requests."""
+        await self.send_request(instance, BeginUpdate("abort" if abort else "wait"), during)
 
     async def update_weights(
         self, instance: Instance, weights: BucketInfo | StagedWeights | BaseWeights, during: str
@@ -61,36 +57,30 @@ class UpdateCalls:
         """Have the instance receive and load weights."""
         await self.send_request(instance, Update(weights), during)
 
-    async def name_and_resume(self, instance: Instance, version: int, during: str) -> None:
-        """Complete the update: the instance names it `version` and serves it."""
-        await self.send_request(instance, FinishUpdate(version), during)
-        await self.send_request(instance, ResetPrefixCache(), during)
-        await self.send_request(instance, Resume(), during)
-
-    async def swap_version(self, instance: Instance, version: int) -> None:
-        """Name the version and check that the instance holds it. Raises WeightSyncError naming the instance."""
-        during = f"weight version {version}"
-        await self.name_and_resume(instance, version, during)
-        holds = (await self.send_request(instance, GetWeightVersion(), during)).weight_version
-        if holds != version:
+    async def finish_update(self, instance: Instance, version: int, during: str) -> list[float]:
+        """Complete the update: the instance names it `version` and serves it. Return its log-probabilities of the
+        probe. Raises WeightSyncError, naming the instance, if it holds another version."""
+        probe = () if self.probe is None else self.probe.token_ids
+        updated = await self.send_request(instance, FinishUpdate(version, probe), during)
+        if updated.weight_version != version:
             raise WeightSyncError(
-                f"{instance.name}: it holds weight version {holds} after an update to version {version}"
+                f"{instance.name}: it holds weight version {updated.weight_version} after an update to version "
+                f"{version}"
             )
+        if len(updated.logprobs) != max(0, len(probe) - 1):
+            raise InstanceFault(
+                f"{instance.name}: it answered {len(updated.logprobs)} log-probabilities of the {len(probe)} tokens of "
+                f"the probe ({during})"
+            )
+        return updated.logprobs
 
-    async def compare_probe(
-        self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]
+    def compare_probe(
+        self, instance: Instance, version: int, found: Sequence[float], expected: Sequence[float] | None
     ) -> float:
-        """Return the difference between the instance's and the trainer's log-probabilities of the probe under the
-        version. The instance is queried first, so that the trainer can compute at the same time. Return 0 if there is
-        nothing to compare.
-
-        Raises WeightSyncError naming the instance if the difference exceeds the limit.
-        """
-        if self.probe is None:
-            return 0.0
-        found = await self.ask_probe(instance, self.probe, f"weight version {version}")
-        expected = await trainer()
-        if not expected:
+        """Return the difference between the instance's (`found`) and the trainer's log-probabilities of the probe under
+        the version; 0 if there is nothing to compare. Raises WeightSyncError naming the instance if the difference
+        exceeds the limit."""
+        if self.probe is None or not expected:
             return 0.0
         apart = self.probe.difference(expected, found)
         base = self._base.pop(instance, None)
@@ -117,9 +107,8 @@ class UpdateCalls:
             return
         await self.restore_base(instance, SELF_TEST)
         base = await self.ask_probe(instance, self.probe, SELF_TEST)
-        await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION, SELF_TEST)
-        perturbed = await self.ask_probe(instance, self.probe, SELF_TEST)
-        await self.pause_instance(instance, SELF_TEST, abort=True)
+        perturbed = await self._load_base(instance, self.probe.perturb, PERTURBED_VERSION, SELF_TEST)
+        await self.send_request(instance, Pause("abort"), SELF_TEST)
         self._base[instance] = base
         moved = max(abs(a - b) for a, b in zip(base, perturbed, strict=True))
         if not moved > MOVED:
@@ -137,7 +126,7 @@ class UpdateCalls:
     async def _serves_its_base(self, instance: Instance, during: str) -> bool:
         """Return whether the instance serves the weights it was started from. The orchestrator of another run may have
         paused it."""
-        if (await self.send_request(instance, GetWeightVersion(), during)).weight_version:
+        if (await self.send_request(instance, GetLoad(), during)).weight_version:
             return False
         try:
             await self.send_request(instance, Resume(), during)
@@ -145,11 +134,10 @@ class UpdateCalls:
             return False
         return True
 
-    async def _load_base(self, instance: Instance, perturb: list[int], version: int, during: str) -> None:
-        await self.pause_instance(instance, during, abort=True)
-        await self.begin_update(instance, during)
+    async def _load_base(self, instance: Instance, perturb: list[int], version: int, during: str) -> list[float]:
+        await self.begin_update(instance, during, abort=True)
         await self.update_weights(instance, BaseWeights(perturb), during)
-        await self.name_and_resume(instance, version, during)
+        return await self.finish_update(instance, version, during)
 
     async def ask_probe(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """Return the instance's log-probabilities of the probe."""
@@ -161,9 +149,9 @@ class UpdateCalls:
 
     async def world_size(self, instance: Instance, during: str) -> int:
         """Return the number of the instance's processes that take part in a transfer."""
-        size = (await self.send_request(instance, GetWorldSize(), during)).world_size
+        size = (await self.send_request(instance, GetHealth(), during)).world_size
         if size < 1:
-            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}, expected at least 1")
+            raise InstanceFault(f"{instance.name}: GET /health answered the world_size {size}, expected at least 1")
         return size
 
     async def send_request(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:

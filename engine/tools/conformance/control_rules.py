@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from engine.tools.conformance.rules import demand, rule
-from engine.tools.conformance.tried_engine import SampledReply, TriedEngine
-from engine.wire.rollout_messages import Pause, Resume
+from engine.tools.conformance.tried_engine import TriedEngine
+from engine.wire.rollout_messages import CompletionReply, Pause, Resume
 
 MANY = 64
 """Number of requests with which some are being sampled and, in most engines, some wait."""
@@ -40,7 +40,7 @@ async def abort(engine: TriedEngine) -> str:
         await engine.call(Pause("abort"))
         load = await engine.load()
         demand(load.running + load.waiting == 0, f"after the pause it says {load}")
-        replies: list[SampledReply] = await asyncio.wait_for(asyncio.gather(*tasks), engine.timeout_s)
+        replies: list[CompletionReply] = await asyncio.wait_for(asyncio.gather(*tasks), engine.timeout_s)
         aborted = [reply.choices[0] for reply in replies if reply.choices[0].finish_reason == "abort"]
         demand(bool(aborted), f"none of {MANY} long responses ended as abort")
         for choice in aborted:
@@ -61,7 +61,7 @@ async def _held(engine: TriedEngine) -> None:
     demand(not done, "it answered a new completion while it was paused")
 
 
-def _ended(tasks: list[asyncio.Task[SampledReply]]) -> list[str]:
+def _ended(tasks: list[asyncio.Task[CompletionReply]]) -> list[str]:
     return [task.result().choices[0].finish_reason for task in tasks if task.done()]
 
 

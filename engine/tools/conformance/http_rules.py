@@ -26,21 +26,18 @@ EARLY_S = 1.0
 """Seconds during which an engine may refuse a body that it has not read."""
 GUARDED = (
     ("POST", "/v1/completions"),
-    ("GET", "/weight_version"),
-    ("GET", "/get_world_size"),
     ("GET", "/load"),
     ("POST", "/pause"),
     ("POST", "/resume"),
-    ("POST", "/reset_prefix_cache"),
     ("POST", "/init_weight_transfer_engine"),
-    ("POST", "/start_weight_update"),
+    ("POST", "/begin_weight_update"),
     ("POST", "/update_weights"),
     ("POST", "/finish_weight_update"),
 )
 """Routes that need the token."""
 
 
-@rule("health", "GET /health answers without a token, with the version of the protocol")
+@rule("health", "GET /health answers without a token, with the version of the protocol and the world size")
 async def health(engine: TriedEngine) -> str:
     """The orchestrator calls it before anything else."""
     answer = await engine.ask("GET", "/health", headers={})
@@ -48,7 +45,9 @@ async def health(engine: TriedEngine) -> str:
     demand(answer.status == 200, f"it answered {answer}")
     protocol = found.get("protocol") if isinstance(found, dict) else None
     demand(protocol == ROLLOUT_PROTOCOL, f"protocol {protocol!r}, expected {ROLLOUT_PROTOCOL}")
-    return f"protocol {protocol}"
+    size = found.get("world_size")
+    demand(type(size) is int and size >= 1, f"world_size {size!r}, expected at least 1: broadcasts need it")
+    return f"protocol {protocol}, world size {size}"
 
 
 @rule("token", "every other route refuses a request without the token, and with a wrong one: 401")
@@ -90,6 +89,7 @@ async def errors(engine: TriedEngine) -> str:
         (400, "POST", "/v1/completions", engine.body(seed=2**63)),
         (400, "POST", "/v1/completions", engine.body(never_heard_of=1)),
         (400, "POST", "/pause?mode=keep", b"{}"),
+        (400, "POST", "/begin_weight_update?mode=keep", b"{}"),
         (404, "GET", "/never_heard_of", None),
         (405, "GET", "/v1/completions", None),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,15 @@ from engine.orchestrator.pool import reply_check
 from engine.orchestrator.pool.reply_check import Asked
 from engine.orchestrator.weight_sync.probe import UNMEASURED
 from engine.tools.conformance.rules import demand, rule
-from engine.tools.conformance.tried_engine import SampledReply, TriedEngine
+from engine.tools.conformance.tried_engine import TriedEngine
+from engine.wire.rollout_messages import CompletionReply
 
 TOKENS = 24
 GROUP = 8
 """Number of simultaneous responses to one prompt, as in a run."""
 
 
-async def sampled(engine: TriedEngine, **body: Any) -> SampledReply:  # noqa: ANN401
+async def sampled(engine: TriedEngine, **body: Any) -> CompletionReply:  # noqa: ANN401
     """Return a response of TOKENS tokens, unless `body` asks for another number. Demand that they are valid tokens."""
     reply = await engine.complete(**{"max_tokens": TOKENS, **body})
     ids = reply.choices[0].token_ids
@@ -77,7 +77,7 @@ def near(engine: TriedEngine, given: list[float], expected: list[float], what: s
     return max(apart)
 
 
-@rule("versions", "every token has a weight version, that of GET /weight_version")
+@rule("versions", "every token has a weight version, that of GET /load")
 async def versions(engine: TriedEngine) -> str:
     """On-policy training relies on it."""
     held = await engine.version()
@@ -85,19 +85,8 @@ async def versions(engine: TriedEngine) -> str:
     wrong = reply_check.problem_of_versions(reply.weight_versions, len(reply.choices[0].token_ids))
     demand(not wrong, wrong)
     named = [version for _, version in reply.weight_versions]
-    demand(named == [held], f"the response names {named}, GET /weight_version {held}")
+    demand(named == [held], f"the response names {named}, GET /load {held}")
     return f"{list(map(list, reply.weight_versions))} for {TOKENS} tokens"
-
-
-@rule("digest", "the digest is that of tokens, log-probabilities, versions and finish reason")
-async def digest(engine: TriedEngine) -> str:
-    """It prevents training on a damaged reply."""
-    reply = await sampled(engine)
-    choice = reply.choices[0]
-    packed = array("q", choice.token_ids)
-    wrong = reply_check.problem_of_digest(reply, packed, array("d", choice.logprobs.token_logprobs))
-    demand(not wrong, wrong)
-    return reply.digest
 
 
 @rule("finish-reason", "a stop token ends the response and belongs to it: stop; the limit ends it: length")
@@ -130,7 +119,7 @@ async def seeds(engine: TriedEngine) -> str:
 @rule("unseeded", "requests without a seed give different responses")
 async def unseeded(engine: TriedEngine) -> str:
     """A run gives seeds only to deterministic instances, and in evaluations."""
-    replies: list[SampledReply] = await asyncio.gather(*(sampled(engine, seed=None) for _ in range(GROUP)))
+    replies: list[CompletionReply] = await asyncio.gather(*(sampled(engine, seed=None) for _ in range(GROUP)))
     different = len({reply.choices[0].token_ids for reply in replies})
     demand(different > 1, f"all {GROUP} responses are the same, without a seed")
     return f"{different} different responses of {GROUP}"
@@ -140,7 +129,7 @@ async def unseeded(engine: TriedEngine) -> str:
 async def group(engine: TriedEngine) -> str:
     """Samples as a run does, without ignore_eos."""
     asked = [sampled(engine, seed=seed, ignore_eos=False) for seed in range(GROUP)]
-    replies: list[SampledReply] = await asyncio.gather(*asked)
+    replies: list[CompletionReply] = await asyncio.gather(*asked)
     ends = engine.reference.ends
     for reply in replies:
         choice = reply.choices[0]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,16 +19,12 @@ from engine.types import JsonObject
 from engine.wire.access_token import authorization_headers
 from engine.wire.rollout_messages import (
     BaseWeights,
+    BeginUpdate,
     CompletionReply,
     FinishUpdate,
     GetLoad,
-    GetWeightVersion,
     InstanceRequest,
     Load,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    StartUpdate,
     Update,
     read_answer,
 )
@@ -40,12 +36,6 @@ LONG = 10**6
 """A number of tokens larger than any context."""
 LOOK_S = 0.01
 """Seconds between two checks of the load."""
-
-
-class SampledReply(CompletionReply):
-    """A reply to /v1/completions in which the digest may be missing, because a separate rule checks it."""
-
-    digest: str = ""
 
 
 class RefusedCall(MetronomeError):
@@ -126,10 +116,10 @@ class TriedEngine(EngineCalls):
         answer = await self.ask(request.method, request.path, data)
         return cast(Reply, _read(f"{request.method} {request.path}", answer, request.reply))
 
-    async def complete(self, **body: Any) -> SampledReply:  # noqa: ANN401
+    async def complete(self, **body: Any) -> CompletionReply:  # noqa: ANN401
         """Sample one response: by default 8 tokens after the reference's prompt, ignoring the end of sequence."""
         answer = await self.ask("POST", "/v1/completions", self.body(**body))
-        reply = cast(SampledReply, _read("POST /v1/completions", answer, SampledReply))
+        reply = cast(CompletionReply, _read("POST /v1/completions", answer, CompletionReply))
         for choice in reply.choices:
             choice.token_ids = tuple(choice.token_ids)  # hashable, because the rules count different responses
         return reply
@@ -158,7 +148,7 @@ class TriedEngine(EngineCalls):
 
     async def version(self) -> int:
         """The weight version that it reports."""
-        return (await self.call(GetWeightVersion())).weight_version
+        return (await self.load()).weight_version
 
     async def until(self, holds: Callable[[Load], bool], what: str) -> Load:
         """Wait until `holds` is true of its load. Raise DeadlineError."""
@@ -170,7 +160,7 @@ class TriedEngine(EngineCalls):
         return load
 
     @contextlib.asynccontextmanager
-    async def under_way(self, count: int, max_tokens: int = LONG) -> AsyncIterator[list[asyncio.Task[SampledReply]]]:
+    async def under_way(self, count: int, max_tokens: int = LONG) -> AsyncIterator[list[asyncio.Task[CompletionReply]]]:
         """Run responses during the body, at least one of which is being sampled. Those left at the end are dropped."""
         tasks = [asyncio.create_task(self.complete(max_tokens=max_tokens, seed=seed)) for seed in range(count)]
         try:
@@ -188,21 +178,26 @@ class TriedEngine(EngineCalls):
     async def update(self, infos: Iterable[JsonObject], version: int) -> None:
         """Make a whole weight update, in the orchestrator's order."""
         await self.begin_update()
-        for info in infos:
-            await self.demand(200, "POST", "/update_weights", {"update_info": info})
+        await self.load_buckets(infos)
         await self.finish_update(version)
 
     async def begin_update(self) -> None:
         """Pause, and begin an update."""
         self.changed = True
-        await self.call(Pause("abort"))
-        await self.call(StartUpdate())
+        await self.call(BeginUpdate("abort"))
 
-    async def finish_update(self, version: int) -> None:
-        """Set the version, and resume."""
-        await self.call(FinishUpdate(version))
-        await self.call(ResetPrefixCache())
-        await self.call(Resume())
+    async def load_buckets(self, infos: Iterable[JsonObject]) -> None:
+        """Send the buckets of an update."""
+        for info in infos:
+            await self.demand(200, "POST", "/update_weights", {"update_info": info})
+
+    async def finish_update(self, version: int, probe: Sequence[int] = ()) -> list[float]:
+        """Set the version, and serve it. Return the log-probabilities of the probe. Raise RefusedCall if the reply
+        names another version."""
+        updated = await self.call(FinishUpdate(version, probe))
+        if updated.weight_version != version:
+            raise RefusedCall(f"/finish_weight_update to version {version} answered {updated.weight_version}")
+        return updated.logprobs
 
     async def base(self, perturb: list[int], version: int) -> None:
         """Load the weights with which it was started, with the output rows of these tokens changed."""

@@ -10,21 +10,13 @@ from engine.tools.conformance.response_rules import near
 from engine.tools.conformance.rules import demand, rule
 from engine.tools.conformance.tried_engine import TriedEngine
 from engine.types import JsonObject
-from engine.wire.rollout_messages import GetWorldSize, Pause, StartUpdate
+from engine.wire.rollout_messages import BeginUpdate
 
 VERSION = 7
 """A version that no engine has by chance."""
 MOVED = 0.01
 """Minimum change of a log-probability when weights are perturbed."""
 REFUSED = (400, 409)
-
-
-@rule("world-size", "GET /get_world_size gives the number of processes that take part in a transfer")
-async def world_size(engine: TriedEngine) -> str:
-    """Broadcasts need it."""
-    size = (await engine.call(GetWorldSize())).world_size
-    demand(size >= 1, f"it says {size}, expected at least 1")
-    return str(size)
 
 
 @rule("base-weights", "the self-test: its own weights with changed output rows move log-probabilities, and come back")
@@ -50,21 +42,21 @@ async def weight_update(engine: TriedEngine) -> str:
     await engine.begin_update()
     early = asyncio.create_task(engine.complete())
     try:
-        for info in engine.reference.buckets(VERSION):
-            await engine.demand(200, "POST", "/update_weights", {"update_info": info})
+        await engine.load_buckets(engine.reference.buckets(VERSION))
         await asyncio.wait([early], timeout=HELD_S)
         demand(not early.done(), "it answered a completion in the middle of an update")
-        await engine.finish_update(VERSION)
+        probed = await engine.finish_update(VERSION, prompt)
         reply = await asyncio.wait_for(early, engine.timeout_s)
     finally:
         early.cancel()
         await asyncio.gather(early, return_exceptions=True)
     held = await engine.version()
-    demand(held == VERSION, f"GET /weight_version says {held} after an update to {VERSION}")
+    demand(held == VERSION, f"GET /load says version {held} after an update to {VERSION}")
     named = [version for _, version in reply.weight_versions]
     demand(set(named) <= {VERSION}, f"a response sampled after the update names the versions {named}")
     expected = engine.reference.logprobs(prompt[:1], prompt[1:], changed=True)
     apart = near(engine, await engine.prompt_logprobs(prompt), expected, f"after the update to version {VERSION}")
+    near(engine, probed, expected, "of the probe in the reply to /finish_weight_update")
     return f"version {VERSION}, apart by at most {apart:.1e} from the new weights"
 
 
@@ -92,20 +84,16 @@ async def whole_update(engine: TriedEngine) -> str:
     infos = engine.reference.buckets(VERSION)
     demand(len(infos) > 1, "the model is too small to be sent in two buckets")
     await engine.begin_update()
-    for info in infos[:-1]:
-        await engine.demand(200, "POST", "/update_weights", {"update_info": info})
+    await engine.load_buckets(infos[:-1])
     finish: JsonObject = {"weight_version": VERSION}
     answer = await engine.ask("POST", "/finish_weight_update", finish)
     demand(answer.status in REFUSED, f"/finish_weight_update without the last bucket answered {answer}")
     answer = await engine.ask("POST", "/resume", {})
     demand(answer.status == 409, f"/resume with half of the weights answered {answer}, expected 409")
     await _not_served(engine)
-    await engine.call(StartUpdate())
-    for info in infos:
-        await engine.demand(200, "POST", "/update_weights", {"update_info": info})
-    await engine.finish_update(VERSION)
+    await engine.update(infos, VERSION)
     held = await engine.version()
-    demand(held == VERSION, f"GET /weight_version says {held} after the whole update to {VERSION}")
+    demand(held == VERSION, f"GET /load says version {held} after the whole update to {VERSION}")
     return f"{len(infos) - 1} of {len(infos)} buckets were refused, all of them taken"
 
 
@@ -126,17 +114,15 @@ async def update_order(engine: TriedEngine) -> str:
     before = await _seen(engine)
     info: JsonObject = {"update_info": first}
     finish: JsonObject = {"weight_version": VERSION}
-    await _conflict(engine, "/start_weight_update", {}, "an engine that is not paused")
-    await engine.call(Pause("abort"))
     await _conflict(engine, "/update_weights", info, "no update")
     await _conflict(engine, "/finish_weight_update", finish, "no update")
     engine.changed = True
-    await engine.call(StartUpdate())
+    await engine.call(BeginUpdate("abort"))
     await _conflict(engine, "/resume", {}, "an update under way")
     await _conflict(engine, "/finish_weight_update", finish, "no weights loaded")
     await engine.base([], before[0])
     await _same(engine, before)
-    return "5 steps out of order"
+    return "4 steps out of order"
 
 
 async def _conflict(engine: TriedEngine, path: str, body: JsonObject, when: str) -> None:
@@ -151,7 +137,7 @@ async def _seen(engine: TriedEngine) -> tuple[int, list[float]]:
 async def _same(engine: TriedEngine, before: tuple[int, list[float]]) -> None:
     """Demand the same version and weights as before."""
     version, logprobs = await _seen(engine)
-    demand(version == before[0], f"GET /weight_version says {version} after a refused update, {before[0]} before")
+    demand(version == before[0], f"GET /load says version {version} after a refused update, {before[0]} before")
     near(engine, logprobs, before[1], "after a refused update")
 
 
@@ -160,8 +146,7 @@ async def staged(engine: TriedEngine) -> str:
     """Needed by modes that generate across a publish."""
     prompt = engine.reference.prompt
     version = int(time.time())  # an engine may keep the staged weights of a version
-    for info in engine.reference.buckets(version):
-        await engine.demand(200, "POST", "/update_weights", {"update_info": {**info, "staged": True}})
+    await engine.load_buckets({**info, "staged": True} for info in engine.reference.buckets(version))
     held = await engine.version()
     demand(held != version, "staged weights were named before the update")
     await engine.update([{"transport": "staged", "version": version}], version)

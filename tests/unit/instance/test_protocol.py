@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import BadInput
 from engine.instance.embedded.backend import sampling_of
-from engine.instance.protocol import RequestLimits, parse_completion, parse_info, parse_object, parse_version
+from engine.instance.protocol import RequestLimits, parse_completion, parse_finish, parse_info, parse_object
 from engine.instance.vllm.backend import sampling_arguments
 
 LIMITS = RequestLimits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
@@ -142,10 +142,14 @@ def test_prompt_logprobs_are_asked_for_by_0():
 
 def test_weight_bodies():
     assert parse_info({"update_info": {"path": "a"}}, "update_info") == {"path": "a"}
-    assert parse_version({"weight_version": 3}) == 3
+    assert parse_finish({"weight_version": 3}, LIMITS) == (3, ())
+    assert parse_finish({"weight_version": 3, "probe": [4, 49]}, LIMITS) == (3, (4, 49))
     for bad in ({"update_info": None}, {"update_info": 3}, {"update_info": [1]}):
         with pytest.raises(BadInput, match="update_info"):
             parse_info(bad, "update_info")
     for bad in ({}, {"weight_version": -1}, {"weight_version": "3"}):
         with pytest.raises(BadInput, match="weight_version"):
-            parse_version(bad)
+            parse_finish(bad, LIMITS)
+    for probe in ([4], [50, 4], [4] * 20, "4"):
+        with pytest.raises(BadInput, match="probe"):
+            parse_finish({"weight_version": 3, "probe": probe}, LIMITS)

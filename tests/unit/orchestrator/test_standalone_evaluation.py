@@ -96,7 +96,7 @@ async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_n
     assert f"stale does not hold the weights of {tiny_model}: its log-probabilities of 15" in "".join(told)
     assert (other.version, other.updates) == (
         0,
-        ["/pause", "/start_weight_update", "/update_weights", "/reset_prefix_cache", "/resume"],
+        ["/begin_weight_update", "/update_weights"],
     )
     assert max(good.most, other.most) == PLACES
     assert list(read_lines(folder.evaluations)) == [row]

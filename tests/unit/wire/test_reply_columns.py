@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from engine.instance.replies import Result, completion_columns, completion_reply
 from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
-from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
+from engine.orchestrator.pool.reply_check import Asked
 from engine.types import Prompt
 from engine.wire.columns import open_response
 from engine.wire.reply_columns import CONTENT_TYPE, read_reply
-from engine.wire.rollout_messages import CompletionReply
 
 RESULT = Result([8, 3, 5], [-0.5, -0.25, -1.75], "length", 7)
 SAMPLING = SamplingSettings(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=0, vocabulary=50)
@@ -39,20 +38,6 @@ def test_they_are_the_reply_in_json_with_its_numbers_behind_it(pairs):
         "tokens": [f"token_id:{token}" for token in token_ids],
     }
     assert found == whole
-    assert found["digest"] == whole["digest"]
-
-
-@given(st.integers(0, 8 * len(written()) - 1))
-def test_a_reply_with_any_flipped_bit_is_not_taken_or_says_the_same(at):
-    body = bytearray(written())
-    body[at // 8] ^= 1 << at % 8
-    try:
-        found = CompletionReply.of_columns(bytes(body))
-        response = open_response(check_reply(found, ASKED, 0, "instance-0"))
-    except (ValueError, BrokenRule):  # msgspec.DecodeError is a ValueError
-        return
-    assert (response.token_ids, response.logprobs) == (RESULT.token_ids, RESULT.logprobs)
-    assert (found.choices[0].finish_reason, found.weight_versions) == ("length", ((0, 7),))
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 15])

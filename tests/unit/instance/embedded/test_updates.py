@@ -206,7 +206,7 @@ async def test_a_transfer_that_breaks_before_anything_was_loaded_leaves_the_old_
 async def test_nothing_is_received_before_an_update_was_started_or_for_a_malformed_message(served, folders, tmp_path):
     worker, updates = served
     ((_, info), *_) = buckets(folders[1], tmp_path)
-    with pytest.raises(Conflict, match="send /start_weight_update first"):
+    with pytest.raises(Conflict, match="send /begin_weight_update first"):
         await updates.update(info)
     await begin(worker, updates)
     with pytest.raises(BadInput, match="update_info.checksums"):

@@ -203,8 +203,7 @@ async def test_an_instance_without_routes_refuses_to_be_asked_for_them(client):
 
 
 async def updated(client, version, status=200):
-    await post(client, "/pause")
-    await post(client, "/start_weight_update")
+    await post(client, "/begin_weight_update")
     await post(client, "/update_weights", update_info={"transport": "base"})
     await post(client, "/finish_weight_update", status=status, weight_version=version)
 
@@ -219,7 +218,6 @@ async def completed(client, engine):
 async def test_a_response_has_the_version_of_the_last_update_and_asks_no_worker(client, engine):
     assert (await completed(client, engine))["weight_versions"] == [[0, 0]]
     await updated(client, 4)
-    await post(client, "/resume")
     engine.calls.clear()
     replies = [await completed(client, engine) for _ in range(3)]
     assert [reply["weight_versions"] for reply in replies] == [[[0, 4]]] * 3
@@ -230,13 +228,16 @@ async def test_a_response_has_the_version_of_the_last_update_and_asks_no_worker(
 async def test_no_update_begins_under_a_response(client, engine):
     task = begin(client)
     await runs(engine, 1)
-    draining = asyncio.create_task(post(client, "/pause?mode=wait"))
+    waiting = asyncio.create_task(post(client, "/begin_weight_update?mode=wait", status=409))
+    newer = asyncio.create_task(post(client, "/begin_weight_update?mode=wait"))
     await until(client, running=1)
-    await post(client, "/start_weight_update", status=409)
+    await post(client, "/update_weights", status=409, update_info={"transport": "base"})
     assert "start" not in engine.calls
     engine.end()
     assert (await task)["weight_versions"] == [[0, 0]]
-    await draining
+    assert "a newer weight update has begun" in (await waiting)["error"]["message"]
+    await newer
+    assert engine.calls.count("start") == 1
 
 
 async def test_workers_of_two_versions_answer_nothing_until_a_whole_update(client, engine):
@@ -246,11 +247,8 @@ async def test_workers_of_two_versions_answer_nothing_until_a_whole_update(clien
     await updated(client, 4, status=400)
     await post(client, "/resume", status=409)
     assert "half-way" in (await post(client, "/v1/completions", status=409, **ASKED))["error"]["message"]
-    await post(client, "/start_weight_update")
     engine.refuses = None
-    await post(client, "/update_weights", update_info={"transport": "base"})
-    await post(client, "/finish_weight_update", weight_version=5)
-    await post(client, "/resume")
+    await updated(client, 5)
     assert (await completed(client, engine))["weight_versions"] == [[0, 5]]
 
 
@@ -272,6 +270,21 @@ async def test_the_version_is_right_after_an_end_of_an_update_that_nobody_waited
         await backend.finish_update(4)
     await backend.resume()
     assert (await backend.load())["weight_version"] == 4
+
+
+async def test_the_probe_is_computed_by_the_new_weights_before_anything_that_waits(client, engine):
+    await post(client, "/begin_weight_update")
+    held = begin(client)
+    await until(client, waiting=1)
+    await post(client, "/update_weights", update_info={"transport": "base"})
+    finish = asyncio.create_task(post(client, "/finish_weight_update", weight_version=4, probe=PROMPT))
+    await runs(engine, 1)
+    await until(client, waiting=1)
+    engine.end()
+    assert await finish == {"weight_version": 4, "logprobs": [-1.5, -1.5]}
+    await runs(engine, 1)
+    engine.end()
+    assert (await held)["weight_versions"] == [[0, 4]]
 
 
 async def test_an_abort_that_is_cut_off_leaves_weights_that_nobody_trusts(engine):
@@ -312,10 +325,8 @@ async def test_a_pause_holds_back_and_an_abort_also_ends_what_is_held(client, en
 
 
 async def test_a_mixture_of_weights_answers_nothing_until_a_whole_update(client, engine):
-    await post(client, "/start_weight_update", status=409)  # not paused
-    await post(client, "/pause")
     await post(client, "/update_weights", status=409, update_info={"transport": "base"})
-    await post(client, "/start_weight_update")
+    await post(client, "/begin_weight_update")
     held = begin(client)
     await until(client, waiting=1)
     engine.refuses = "begin"
@@ -327,22 +338,17 @@ async def test_a_mixture_of_weights_answers_nothing_until_a_whole_update(client,
     error = await post(client, "/v1/completions", status=409, **ASKED)
     assert "half-way" in error["error"]["message"]
     engine.refuses = None
-    await post(client, "/start_weight_update")
-    await post(client, "/update_weights", update_info={"transport": "base"})
-    assert await post(client, "/finish_weight_update", weight_version=3) == {"weight_version": 3}
-    await post(client, "/resume")
-    assert (await client.get("/weight_version")).json() == {"weight_version": 3}
+    await updated(client, 3)
+    await until(client, weight_version=3)
 
 
 async def test_a_refused_bucket_of_which_nothing_was_loaded_leaves_the_old_weights(client, engine):
-    before = (await client.get("/weight_version")).json()
-    await post(client, "/pause")
-    await post(client, "/start_weight_update")
+    await post(client, "/begin_weight_update")
     engine.refuses = "begin"
     await post(client, "/update_weights", status=400, update_info={"transport": "base"})
     await post(client, "/finish_weight_update", status=409, weight_version=3)
     await post(client, "/resume")
-    assert (await client.get("/weight_version")).json() == before
+    await until(client, weight_version=0)
 
 
 async def test_a_client_that_leaves_makes_vllm_drop_its_request(engine):

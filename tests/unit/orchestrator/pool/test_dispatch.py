@@ -227,13 +227,13 @@ async def test_the_end_of_a_breakers_time_wakes_the_one_who_waits_though_nothing
 
 
 async def test_an_instance_that_breaks_the_protocol_is_excluded_by_name_and_nothing_of_it_is_trained(world):
-    """Its tokens are others than it announced; its requests go elsewhere with the same seeds."""
+    """Its requests go elsewhere with the same seeds."""
     async with world() as w:
         bad, one = await w.join("a")
         good, _ = await w.join("b")
 
         def corrupt(found):
-            found["choices"][0]["token_ids"][0] += 1
+            found["choices"][0]["token_ids"][0] = -1
             return found
 
         bad.spoil = corrupt
@@ -241,7 +241,7 @@ async def test_an_instance_that_breaks_the_protocol_is_excluded_by_name_and_noth
         await w.run()
         w.check_complete()
         assert {response.instance for group in w.groups for response in group.responses} == {"b"}
-        assert "a: its reply to POST /v1/completions breaks the protocol: its digest is" in one.reason
+        assert "a: its reply to POST /v1/completions breaks the protocol: token 0 is -1" in one.reason
 
 
 async def test_an_instance_that_breaks_the_protocol_again_and_again_is_given_up(world):
@@ -262,12 +262,12 @@ async def test_the_third_reply_that_breaks_the_protocol_is_the_last_and_only_tho
         _, one = await w.join("a")
         await until(lambda: one.met, "its first answer")
         for _ in range(2):
-            w.pool.broke_protocol(one, "a wrong digest")
+            w.pool.broke_protocol(one, "a wrong token")
             w.pool.broke_protocol(one, "a reply to a request from before")
-            assert (one.state, one.reason) == ("silent", "a wrong digest")
+            assert (one.state, one.reason) == ("silent", "a wrong token")
             one.begin_catch_up()
             w.pool.admit_instance(one)
-        w.pool.broke_protocol(one, "a wrong digest")
+        w.pool.broke_protocol(one, "a wrong token")
         assert one.state == "gone"
 
 

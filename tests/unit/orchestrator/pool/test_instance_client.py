@@ -278,7 +278,7 @@ async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
 async def test_an_empty_answer_lacks_what_a_load_has(instance):
     scripted, client = instance
     scripted.body = " "
-    assert await client.call(GetHealth()) == Health(protocol=ROLLOUT_PROTOCOL)
+    assert await client.call(GetHealth()) == Health(ROLLOUT_PROTOCOL, 1)
     with pytest.raises(InstanceFault, match="GET /load answered 200 with an invalid reply"):
         await client.call(GetLoad())
 

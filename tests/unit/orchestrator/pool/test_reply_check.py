@@ -1,6 +1,5 @@
 """Replies to /v1/completions that break the protocol: whatever is changed in a good one, nothing of it is taken."""
 
-import contextlib
 import copy
 import json
 import math
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
 from engine.orchestrator.pool.reply_check import ROUNDING, Asked, BrokenRule, check_reply
 from engine.types import Prompt
-from engine.wire.reply_digest import compute_digest
 from engine.wire.rollout_messages import CompletionReply
 from support.replies import reply
 from support.scripted import Scripted
@@ -41,19 +39,6 @@ def good_replies(draw):
     starts = sorted({0} | set(draw(st.lists(st.integers(0, count - 1), max_size=3))))
     versions = [(start, draw(st.integers(0, 2**40))) for start in starts]
     return reply(tokens, logprobs, finish, versions)
-
-
-def signed(found):
-    """The reply with the digest that belongs to it: an enemy computes it, too."""
-    choice = found["choices"][0]
-    with contextlib.suppress(OverflowError, TypeError, ValueError):  # it has none
-        found["digest"] = compute_digest(
-            choice["token_ids"],
-            choice["logprobs"]["token_logprobs"],
-            found["weight_versions"],
-            choice["finish_reason"],
-        )
-    return found
 
 
 def wrong(found):
@@ -183,47 +168,19 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 @settings(max_examples=25)
 @given(found=good_replies(), seed=st.integers(0, 2**32))
-def test_each_change_of_meaning_is_refused_also_with_a_right_digest(what, found, seed):
+def test_each_change_of_meaning_is_refused(what, found, seed):
     CHANGES[what](found, random.Random(seed))
-    assert wrong(signed(found)), found
-
-
-@settings(max_examples=300)
-@given(found=good_replies(), seed=st.integers(0, 2**32))
-def test_each_flipped_digit_is_refused(found, seed):
-    """One digit of a number on the way, which mostly makes another reply that looks right."""
-    draw = random.Random(seed)
-    changed = copy.deepcopy(found)
-    choice = changed["choices"][0]
-    rows = [choice["token_ids"], choice["logprobs"]["token_logprobs"]]
-    rows += [changed["weight_versions"][draw.randrange(len(changed["weight_versions"]))]]
-    row = draw.choice(rows)
-    at = draw.randrange(len(row))
-    text = json.dumps(row[at])
-    spots = [spot for spot, letter in enumerate(text) if letter.isdigit()]
-    spot = draw.choice(spots)
-    text = text[:spot] + str((int(text[spot]) + draw.randrange(1, 10)) % 10) + text[spot + 1 :]
-    try:
-        row[at] = json.loads(text)
-    except ValueError:  # a leading zero
-        return
-    if changed != found:
-        assert wrong(changed), (found, changed)
+    assert wrong(found), found
 
 
 def test_a_log_probability_may_exceed_0_by_rounding():
     assert wrong(reply([1], [ROUNDING / 2], "length", [(0, 0)])) == ""
 
 
-def test_the_digest_is_what_the_protocol_says():
-    """docs/protocol.md has these numbers."""
-    assert compute_digest([8, 3], [-0.7, -2.1], [[0, 4]], "length") == "447f1d631b6c2e5a2ed051c43b969ed9"
-
-
 @pytest.mark.parametrize("what", ["token -7", "logprob nan", "no versions", "another length"])
 async def test_the_client_names_the_instance_and_what_is_wrong(what):
     scripted = Scripted(version=7)
-    scripted.spoil = lambda found: (CHANGES[what](found, random.Random(0)), signed(found))[1]
+    scripted.spoil = lambda found: (CHANGES[what](found, random.Random(0)), found)[1]
     async with scripted.serving() as url, aiohttp.ClientSession() as session:
         client = InstanceClient("instance-3", url, session, 5.0)
         with pytest.raises(BrokenReply, match="instance-3"):

@@ -13,23 +13,22 @@ def start(tmp_path):
     yield from starting(base_folder(tmp_path / "base"))
 
 
-async def pause_and_start(client):
+async def begin(client):
     """As an orchestrator that ends in the middle of a weight update."""
-    await client.pause({})
-    await client.start_weight_update({})
+    await client.begin_weight_update({})
 
 
 async def take_perturbed(client):
     """As an orchestrator that ends between a self-test and the first version."""
-    await pause_and_start(client)
+    await begin(client)
     await client.update_weights({"update_info": {"transport": "base", "perturb": [1]}})
-    await client.finish_weight_update({"weight_version": 2**40})
+    await client.finish_weight_update({"weight_version": 2**40, "probe": [1, 2]})
 
 
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize(
     ("before", "loads"),
-    [(None, 1), (lambda client: client.pause({}), 1), (pause_and_start, 2), (take_perturbed, 2)],
+    [(None, 1), (lambda client: client.pause({}), 1), (begin, 2), (take_perturbed, 2)],
 )
 def test_the_self_test_loads_the_base_again_only_if_the_instance_has_something_else(start, before, loads, stale):
     orchestrator = start(1)

@@ -63,6 +63,7 @@ def test_every_instance_holds_exactly_what_the_trainer_has(start, tmp_path, tran
     orchestrator = start(2, staged)
     sender = publisher(orchestrator, transport, tmp_path)
     for version in (0, 1, 2):
+        before = {client.name: len(client.calls) for client in orchestrator.clients}
         assert 0 < sender.publish(Model(version), version) < TIMEOUT_S
         assert all(holds(client, version, version) for client in orchestrator.clients)
         assert orchestrator.sync.version == version
@@ -71,7 +72,8 @@ def test_every_instance_holds_exactly_what_the_trainer_has(start, tmp_path, tran
     for client in orchestrator.clients:
         assert client.calls.count(UPDATE) == 1 + 3 * (3 + staged)  # buckets: output layer with a and b, c, d
         assert client.calls.count("/init_weight_transfer_engine") == (transport == "gloo")
-        assert client.calls.count("/reset_prefix_cache") == 1 + 3
+        beside = [route for route in client.calls[before[client.name] :] if route != UPDATE]
+        assert sorted(beside) == ["/begin_weight_update", "/finish_weight_update", "/health"]
 
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
@@ -155,9 +157,8 @@ def test_a_late_instance_of_another_machine_that_fails_meanwhile_leaves_nothing_
         on(UPDATE, AFTER_TEST, die),
         on(UPDATE, AFTER_TEST + 1, die),
         on("/init_weight_transfer_engine", 1, die),
-        on("/get_world_size", 1, die),
-        on("/pause", 3, die),
-        on("/start_weight_update", AFTER_TEST, die),
+        on("/health", 1, die),
+        on("/begin_weight_update", AFTER_TEST, die),
     ],
 )
 @pytest.mark.parametrize("staged", [False, True])
@@ -189,10 +190,9 @@ def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_
     ("route", "number", "during"),
     [
         (UPDATE, 1, "self-test"),
-        ("/pause", 3, "weight version 5"),
+        ("/begin_weight_update", AFTER_TEST, "weight version 5"),
         (UPDATE, AFTER_TEST, "weight version 5, bucket 0 of stage 0"),
         ("/finish_weight_update", AFTER_TEST, "weight version 5"),
-        ("/v1/completions", 3, "weight version 5"),
     ],
 )
 def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(
@@ -201,7 +201,7 @@ def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not
     orchestrator = start(2, b=on(route, number, hang))
     orchestrator.sync._calls.timeout_s = 1.0
     publisher(orchestrator, "file", tmp_path).publish(Model(5), 5)
-    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, route == "/v1/completions"]
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
     assert orchestrator.pool.reasons["b"].startswith(f"b: {route} answered 503: b: no answer")
     assert orchestrator.pool.reasons["b"].endswith(f"({during})")
 
@@ -307,7 +307,7 @@ def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_ver
 
 
 def test_without_a_member_the_publish_fails_with_the_pools_reason(start, tmp_path):
-    orchestrator = start(1, a=on("/pause", 3, die))
+    orchestrator = start(1, a=on("/begin_weight_update", AFTER_TEST, die))
     sender = publisher(orchestrator, "gloo", tmp_path)
     sender.publish(Model(1), 1)  # only the snapshot is written
     assert (orchestrator.sync.version, set(orchestrator.pool.reasons)) == (1, {"a"})
@@ -347,7 +347,7 @@ def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tm
     seen = []
 
     async def look(route, body, count):
-        if route == "/start_weight_update" and count >= AFTER_TEST:
+        if route == "/begin_weight_update" and count >= AFTER_TEST:
             seen.append([(one.state, one.version) for one in orchestrator.pool.instances])
 
     orchestrator = start(3, True, in_turn=True, a=look, b=look, c=look)
@@ -363,7 +363,7 @@ def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tm
 
 @pytest.mark.parametrize("failing", [die, err])
 def test_one_that_fails_in_its_turn_holds_up_nobody(start, tmp_path, failing):
-    orchestrator = start(3, True, in_turn=True, b=on("/start_weight_update", AFTER_TEST, failing))
+    orchestrator = start(3, True, in_turn=True, b=on("/begin_weight_update", AFTER_TEST, failing))
     publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
     assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False, True]
     assert set(orchestrator.pool.reasons) == {"b"}
@@ -371,7 +371,7 @@ def test_one_that_fails_in_its_turn_holds_up_nobody(start, tmp_path, failing):
 
 def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tmp_path):
     async def exclude(route, body, count):
-        if route == "/start_weight_update" and count == AFTER_TEST:
+        if route == "/begin_weight_update" and count == AFTER_TEST:
             orchestrator.pool.exclude_instance(orchestrator.pool.named("b"), "silent")
 
     orchestrator = start(3, True, in_turn=True, a=exclude)
@@ -435,7 +435,7 @@ def test_a_late_instance_is_left_alone_when_the_publish_that_it_waits_for_begins
     time.sleep(0.3)
     orchestrator.run(orchestrator.sync.open_sync(OpenSync(version=2)))
     time.sleep(0.3)
-    assert orchestrator.clients[1].calls.count("/pause") == 2  # of the self-test
+    assert orchestrator.clients[1].calls.count("/begin_weight_update") == 1  # of the self-test
     sender.publish(Model(2), 2)
     catching_up.result(10)
     assert holds(orchestrator.clients[1], 2, 2)
