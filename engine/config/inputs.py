@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from engine.config.marks import CONTENT, FIXED, FIXED_FILES, FIXED_SETS, PLACE, REWARD_CODE
 from engine.config.table import Table
 
 NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
@@ -20,12 +21,12 @@ Accepted = Literal["weights", "tokenizer", "prompts", "reward", "algorithms"]
 class Run(Table):
     """The run as a whole."""
 
-    name: str = ""
+    name: Annotated[str, PLACE] = ""
     """Name of the run folder in `output`. Empty: the recipe's name and the start time, so that two runs never share a
     folder."""
-    seed: int = Field(default=0, ge=0)
+    seed: Annotated[int, FIXED] = Field(default=0, ge=0)
     """Seed of the prompts' order, of sampling, and of the trainer's random streams."""
-    output: str = "runs"
+    output: Annotated[str, PLACE] = "runs"
     """Folder that holds run folders, policies from the registry, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
     """Largest number of resumes in a row without a new checkpoint or a finished stage between them. Three survive the
@@ -62,15 +63,15 @@ class DryRun(Table):
 class Model(Table):
     """The base model."""
 
-    path: str = "data/quickstart_model"
+    path: Annotated[str, CONTENT] = "data/quickstart_model"
     """Hugging Face folder with config.json, tokenizer files and safetensors, here or on s3://, or a model of the hub,
     owner/name or owner/name@revision. It is downloaded once, into HF_HOME (docs/data.md). The default is the tiny Qwen3
     that comes with Metronome."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], FIXED] = "float32"
     """Type of the weights in the rollout instances; the trainer's is train.dtype. With "bfloat16" ratio_gap_limit must
     be 0 or at least 0.2, and the embedded engine needs a processor with AVX512_BF16 or AMX. Give both sides the same
     type, else small updates are lost in the rounding (docs/rollouts.md)."""
-    head_dtype: Literal["model", "float32"] = "model"
+    head_dtype: Annotated[Literal["model", "float32"], FIXED] = "model"
     """Type of the logits, in trainer and instances. With "float32" those of a bfloat16 model are not rounded to
     bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync); the trainer's logits take twice the
     memory. vLLM has it from release 0.32 on, so not yet on NPUs."""
@@ -107,30 +108,30 @@ class Data(Table):
     A set is a .json, .jsonl or .parquet file or a folder of them, on disk or s3://, or a dataset of the Hugging Face
     hub (owner/name, owner/name:split or owner/name:config/split@revision)."""
 
-    train: str | list[str | TrainingSet] = "data/addition_train.jsonl"
+    train: Annotated[str | list[str | TrainingSet], FIXED_SETS] = "data/addition_train.jsonl"
     """Problem set to train on. A relative path is tried from the current folder, then from Metronome's own. A list of
     sets is trained on as one set; if each is a table `{path = "…", weight = 2.0}`, an epoch has prompts of each set in
     proportion to its weight."""
-    columns: DataColumns = DataColumns()
+    columns: Annotated[DataColumns, FIXED] = DataColumns()
     heldout: str = "data/addition_heldout.jsonl"
     """Problem set that is never trained on, and that is evaluated where `evaluate.benchmark` is empty. Empty:
     `heldout_fraction` of `train` is held out instead."""
-    heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
+    heldout_fraction: Annotated[float, FIXED] = Field(default=0.0, ge=0, lt=1)
     """Share of `train` to hold out. A problem's own text decides whether it is held out, so the choice stays when rows
     come or go. Set it only with `heldout` empty or not given; 0: the problems of `heldout`."""
-    decontaminate: list[str] = Field(default_factory=lambda: ["benchmark"])
+    decontaminate: Annotated[list[str], FIXED_FILES] = Field(default_factory=lambda: ["benchmark"])
     """Problem sets whose problems are left out of the training. "benchmark" stands for the held-out problems and those
     of `evaluate.benchmark`. Empty: nothing is left out."""
-    prompt_template: str = "{problem}"
+    prompt_template: Annotated[str, FIXED] = "{problem}"
     """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around the row's
     messages, or around the problem as one user message. `{NAME}` in a text stands for another column of the row, unless
     it is the argument of a LaTeX command; `{{NAME}}` stands for the text {NAME}. With rollout.program any text that its
     conversations begin with."""
-    system: str = ""
+    system: Annotated[str, FIXED] = ""
     """System message put before a row's messages that have none, in training and evaluation. Needs "chat"."""
-    instruction: str = ""
+    instruction: Annotated[str, FIXED] = ""
     """Text after the user's last message, on a line of its own unless it begins with white space. Needs "chat"."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], FIXED] = {}
     """Variables of the tokenizer's chat template: `enable_thinking = false` in [data.chat_template_kwargs]. `tools` is
     a list of tables, the tools that every prompt describes (docs/programs.md). Needs "chat"."""
 
@@ -228,10 +229,10 @@ class WeightedReward(Table):
 class Reward(Table):
     """How a response is scored."""
 
-    function: str = "exact"
+    function: Annotated[str, REWARD_CODE] = "exact"
     """The reward: "math" or "exact" (built in), or a function of your own, "file.py:function" or
     "package.module:function"."""
-    functions: list[WeightedReward] = []
+    functions: Annotated[list[WeightedReward], REWARD_CODE] = []
     """Several rewards instead of reward.function: [{function = "math", weight = 1.0}, {function = "file.py:function",
     weight = 0.2, name = "format"}]. The score is the weighted sum; the mean of each is logged as reward/NAME."""
     timeout_s: PositiveFloat = 10.0

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
+from engine.config.marks import FIXED, PLAN, REWARD_CODE
 from engine.config.table import Table
 
 SET_ELSEWHERE = {
@@ -97,15 +98,15 @@ class Rollout(Table):
     """Whole groups that are in flight on one instance at a time. With fewer, training starts earlier; with more,
     decoding is faster. A response that ends frees its slot at once; the next group is sent when it has a slot for each
     of its responses. "all": so many that a whole batch is sent at once, evenly to all instances."""
-    group_size: PositiveInt = 8
+    group_size: Annotated[PositiveInt, FIXED] = 8
     """Responses sampled for each prompt (G). Every advantage but "reinforce_plus_plus" needs at least 2."""
     max_context: PositiveInt = 2048
     """Largest number of tokens of prompt and response together. A prompt that leaves no room for a response is skipped
     and counted."""
-    max_new_tokens: PositiveInt = 512
+    max_new_tokens: Annotated[PositiveInt, PLAN] = 512
     """Largest number of tokens of a response; must be below max_context. A response that this limit ends counts as
     truncated."""
-    temperature: float = Field(default=1.0, ge=0.01, le=100)
+    temperature: Annotated[float, FIXED] = Field(default=1.0, ge=0.01, le=100)
     """Temperature of sampling, and of the log-probabilities that trainer and instances compute."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of the most likely tokens that are sampled from; 1 is all of them. Keep it at 1 in training:
@@ -120,7 +121,7 @@ class Rollout(Table):
     batches of a fixed shape (benchmarks/determinism.py prints what it costs). vLLM gets VLLM_BATCH_INVARIANT=1 on CUDA
     and NPU; an instance that does not give the same bits alone and in a full batch refuses to start
     (docs/rollouts.md)."""
-    program: str = ""
+    program: Annotated[str, REWARD_CODE] = ""
     """Rollouts of several turns: a function of your own, "file.py:function" or "package.module:function", that samples
     each response in turns and says what stands between them (docs/programs.md). It runs in `reward.workers` processes
     of its own, and fails as a reward does (`reward.on_error`, `reward.on_timeout`). Empty: a response is one turn."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Strict, model_validator
 
+from engine.config.marks import FIXED, FIXED_CODE, PLAN, PLAN_CODE
 from engine.config.table import Table
 
 Step = Annotated[int, Field(ge=0)]
@@ -28,7 +29,7 @@ Own = Annotated[str, AfterValidator(_names_a_function)]
 class Train(Table):
     """The step loop, its optimizer, and the memory and precision of the trainer's models."""
 
-    mode: Literal["sync", "periodic", "one_step_off", "bounded"] = "periodic"
+    mode: Annotated[Literal["sync", "periodic", "one_step_off", "bounded"], PLAN] = "periodic"
     """When a step trains its groups. "periodic": each group as it arrives. "sync": all groups, once the last has
     arrived. Both train on responses of the step's own weights only. "one_step_off" also generates the next batch while
     a step trains, "bounded" up to max_staleness batches; these two are off-policy on purpose (docs/modes.md)."""
@@ -40,9 +41,9 @@ class Train(Table):
     t − max_staleness exactly. Only in mode "bounded"; the other modes refuse it."""
     steps: PositiveInt = 60
     """Number of steps of the run. Each step publishes its weights once, so this is also the final weight version."""
-    prompts_per_step: int = Field(default=32, gt=0, le=100_000)
+    prompts_per_step: Annotated[int, FIXED] = Field(default=32, gt=0, le=100_000)
     """Prompts, and so groups, that one step trains on (B; N in the papers)."""
-    updates: PositiveInt = 1
+    updates: Annotated[PositiveInt, FIXED] = 1
     """Optimizer updates per step. Each trains a mini-batch of prompts_per_step / updates groups, taken in the order of
     `consume`. Updates after the first are off-policy, in every mode (docs/modes.md)."""
     consume: Literal["arrival", "prompt_order"] = "arrival"
@@ -57,39 +58,39 @@ class Train(Table):
     """Compute on the cores of the run's own instances, too, from the moment when all groups of the batches in progress
     are generated until the next publish. Only on a CPU, on one node, with neither train.devices nor rollout.devices.
     Sums depend on the number of threads, so "auto" means "off" with consume = "prompt_order" or train.record."""
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: Annotated[PositiveInt, PLAN] = 4096
     """Largest number of tokens in one forward and backward pass. Groups that have arrived are packed up to it. A group
     above it is split, and its prompt is computed once per part; a single response above it stands alone."""
     prefetch: Literal["auto", "on", "off"] = "auto"
     """Lease, open and pack the next window in a thread while one is trained; the numbers are the same. "auto": on
     devices, not on a CPU."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: Annotated[PositiveFloat, PLAN] = 1e-6
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
     3e-4."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Annotated[Literal["constant", "linear", "cosine"], FIXED] = "constant"
     """Course of the learning rate after the warm-up. "linear" and "cosine" fall to min_learning_rate at the
     run's last update."""
-    min_learning_rate: float = Field(default=0.0, ge=0)
+    min_learning_rate: Annotated[float, PLAN] = Field(default=0.0, ge=0)
     """Learning rate at the end of a schedule that falls; at most learning_rate."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, PLAN] = Field(default=0, ge=0)
     """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer if the
     schedule then falls. 0: no warm-up."""
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: Annotated[float, PLAN] = Field(default=0.01, ge=0)
     """Weight decay of AdamW. It is never applied to norms and biases."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], FIXED] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Annotated[PositiveFloat, PLAN] = 1e-8
     """AdamW's ε, in the denominator of its update."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Annotated[PositiveFloat, PLAN] = 1.0
     """Largest norm of an update's whole gradient. A gradient above it is scaled down to it."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], PLAN] = "float32"
     """Type of the trainer's weights and activations. With "bfloat16" the optimizer keeps master weights and gradients
     in fp32, and ratio_gap_limit must be 0 or at least 0.2."""
-    router_dtype: Literal["float32", "bfloat16"] = "float32"
+    router_dtype: Annotated[Literal["float32", "bfloat16"], PLAN] = "float32"
     """Type in which the routers of a mixture of experts compute their logits. vLLM and transformers compute them in the
     model's own type: "bfloat16" does so, too, and then fewer tokens near a tie go to other experts. Needs dtype =
     "bfloat16". Dense models have no routers."""
-    recompute: Recompute = False
+    recompute: Annotated[Recompute, PLAN] = False
     """Drop activations and compute them again in the backward pass, for less memory. "selective": the outputs of norms
     and SwiGLU, a quarter to a third of a dense model's activations for a few per cent more time. A number: everything
     inside that many layers of each pipeline stage (Megatron's method "block"). true: everything inside each layer, for
@@ -100,7 +101,7 @@ class Train(Table):
     offload: bool = False
     """Keep the weights of old policy and reference in host memory. The two take turns in one model on the device, and
     are copied there for each window."""
-    distributed_optimizer: bool = False
+    distributed_optimizer: Annotated[bool, PLAN] = False
     """Split the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
     ratio_gap_limit: float = Field(default=1e-3, ge=0)
     """Largest max_ratio_gap of a step (max |π_trainer / π_rollout − 1| over its tokens) in modes "sync" and "periodic".
@@ -155,20 +156,32 @@ class Bapo(Table):
 class Algorithm(Table):
     """Advantage, loss and KL term, and the corrections of rewards, tokens and gradients."""
 
-    advantage: (
-        Literal[
-            "grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
-        ]
-        | Own
-    ) = "grpo"
+    advantage: Annotated[
+        (
+            Literal[
+                "grpo",
+                "grpo_passk",
+                "dr_grpo",
+                "rloo",
+                "opo",
+                "gpg",
+                "reinforce_plus_plus",
+                "reinforce_plus_plus_baseline",
+            ]
+            | Own
+        ),
+        FIXED_CODE,
+    ] = "grpo"
     """Advantage of a response, computed from the rewards of its group (formulas in docs/algorithms.md). The last two
     need the whole batch, and so any mode but "periodic". A function of your own is "file.py:function"."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "gpg", "m2po", "bapo"] | Own = "grpo"
+    loss: Annotated[Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "gpg", "m2po", "bapo"] | Own, FIXED_CODE] = (
+        "grpo"
+    )
     """Surrogate and its mean over tokens (formulas in docs/algorithms.md); "grpo" takes the mean over each response,
     then over all responses. The last two need statistics of the whole batch, and so any mode but "periodic",
     and old_policy = "rollout" (or "previous", at a staleness of at most 1). A function of your own is
     "file.py:function"."""
-    old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
+    old_policy: Annotated[Literal["behavior", "previous", "rollout"], FIXED] = "behavior"
     """Denominator of the loss's ratio π / π_old. "behavior": the policy's own log-probabilities, detached, which on
     on-policy data gives the policy gradient. "previous": those of the weights before the last update, which are kept as
     a third model, as in the papers' Algorithm 1. "rollout": those that the instance returned (docs/modes.md, Which
@@ -188,14 +201,14 @@ class Algorithm(Table):
     routing_replay: bool = False
     """Compute each token with the experts that computed it in the instance (R3), in policy, old policy and reference.
     Only for mixtures of experts, and with rollout.engine = "vllm" (docs/algorithms.md)."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: Annotated[float, FIXED] = Field(default=0.0, ge=0)
     """Weight β of the KL term between policy and reference. 0: no KL term, and no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of the KL of one token. With x = log π_ref − log π: "k1" is −x, "k2" is x²/2, "k3" is e^x − x − 1
     (Periodic Asynchrony eq. 6)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss (entropy in nats per token). 0: no bonus."""
-    dynamic_sampling: bool = False
+    dynamic_sampling: Annotated[bool, FIXED] = False
     """Train only groups whose responses have different scores: the first train.prompts_per_step of them in prompt order
     (DAPO, §3.2). More prompts are generated until there are enough; a step that needs more than ten times
     train.prompts_per_step, as in verl, fails the run."""
@@ -204,7 +217,7 @@ class Algorithm(Table):
     overlong_penalty at the limit (DAPO). 0: none does. At most rollout.max_new_tokens."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Reward that a response loses when it ends at rollout.max_new_tokens, with overlong_buffer above 0."""
-    gradient_control: Literal["none", "measure", "gac"] | Own = "none"
+    gradient_control: Annotated[Literal["none", "measure", "gac"] | Own, PLAN_CODE] = "none"
     """What is done about the cosine between the gradients of consecutive steps. "measure" reports it, "gac" bounds it
     (GAC, Algorithm 1); both keep one copy of the gradient. A function of your own is "file.py:function"."""
     gac_low: Threshold = 0.1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from engine.config.cores import usable_cores
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
+from engine.config.marks import PLAN
 from engine.config.results import Evaluate, ServiceLimits, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.stages import REFERENCE_STAGE, Stage
@@ -32,12 +33,12 @@ class Tree(Table):
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
-    stages: dict[str, Stage] = {}
+    stages: Annotated[dict[str, Stage], PLAN] = {}
     """Stages beside generate, reward and train, by name."""
     train: Train = Train()
-    algorithm: Algorithm = Algorithm()
-    attention: Attention = Attention()
-    parallel: Parallel = Parallel()
+    algorithm: Annotated[Algorithm, PLAN] = Algorithm()
+    attention: Annotated[Attention, PLAN] = Attention()
+    parallel: Annotated[Parallel, PLAN] = Parallel()
     platform: Platform = Platform()
     cluster: Cluster = Cluster()
     weights: Weights = Weights()
