@@ -18,13 +18,13 @@ from engine.data.named_models import is_of_name
 from engine.data.prepared import training_hash
 from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import BadInput
-from engine.run.folder import RunFolder, check_same_run
+from engine.run.folder import RunFolder
+from engine.run.resume import keys_of
 from engine.run.run_start import read_start
 from engine.types import JsonObject
 from tasks.console import say
 
-PLACE = ("run.name", "run.output")
-"""Keys that identify the run."""
+PLACE = keys_of("place")
 NEWEST = 5
 """Number of runs that the message lists when no run is named."""
 
@@ -77,7 +77,6 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     config = load_config(folder.config, kept)
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
     config = config.model_copy(update={"run": config.run.model_copy(update=there)})
-    check_same_run(config, own)
     _check_moved(config, own)
     begun = read_start(folder.path)
     ignored = list(_ignored(recipe, keys, own, begun.start == "base")) if recipe else []

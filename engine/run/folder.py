@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -21,37 +20,7 @@ from engine.run.event_stream import EventWriter
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error, log_line
-from engine.run.user_code import name_code
 from engine.types import Group, JsonObject, Response, StepReport
-
-FIXED = (
-    "run.seed",
-    "model.dtype",
-    "model.head_dtype",
-    "data.train",
-    "data.heldout_fraction",
-    "data.decontaminate",
-    "data.columns",
-    "data.prompt_template",
-    "data.system",
-    "data.instruction",
-    "data.chat_template_kwargs",
-    "rollout.group_size",
-    "rollout.temperature",
-    "train.prompts_per_step",
-    "train.updates",
-    "train.schedule",
-    "train.betas",
-    "algorithm.advantage",
-    "algorithm.loss",
-    "algorithm.old_policy",
-    "algorithm.kl_coef",
-    "algorithm.dynamic_sampling",
-)
-"""Keys that must be the same in a resumed run."""
-OWN_CODE = ("algorithm.advantage", "algorithm.loss")
-"""Those of them that may name code of one's own. Like a problem set, its file may lie elsewhere if it holds the same,
-which is compared by hashes (engine.run.run_inputs, tasks.resume_checks)."""
 
 CONFIG = "config.toml"
 """Name of the file with the whole configuration of a run."""
@@ -106,8 +75,6 @@ class RunFolder:
             raise BadInput(
                 f"run folder {self.path} already has a run; give --resume to continue it, or another run.name"
             )
-        if resume and self.config.exists():
-            check_same_run(config, self.read_config())
         for folder in (self.logs, self.responses):
             folder.mkdir(parents=True, exist_ok=True)
         if not self.config.exists():
@@ -264,48 +231,6 @@ class RunFolder:
 
 def _newest(file: Path) -> float:
     return max((row.get("ended_s", 0.0) for row in read_lines(file)), default=0.0)
-
-
-def check_same_run(config: Config, before: Config) -> None:
-    """Reject a resume whose settings change the meaning of the run's checkpoints. Raises BadInput naming the key."""
-    check_same_keys(config, before.model_dump(mode="json"))
-
-
-def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """Like `check_same_run`, with the earlier settings as plain tables from a checkpoint."""
-    ours = config.model_dump(mode="json")
-    for key in FIXED:
-        table, _, name = key.partition(".")
-        now = ours[table][name]
-        if name not in before.get(table, {}):
-            raise BadInput(
-                f"--resume: the run's checkpoint has no {key}: another version of Metronome wrote it; continue the run "
-                f"with that one, or start a new run (another run.name){_from_here(config)}"
-            )
-        then = before[table][name]
-        if _without_folders(key, now) != _without_folders(key, then):
-            raise BadInput(
-                f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value. Leave it out, "
-                f"or start a new run with it (another run.name){_from_here(config)}"
-            )
-
-
-def _without_folders(key: str, value: Any) -> Any:  # noqa: ANN401
-    """A value without the folders of the files that it names; of the sets of data.train only the weights are left."""
-    if key in OWN_CODE:
-        return name_code(value)
-    if key == "data.train":
-        return [
-            one.get("weight") if isinstance(one, dict) else None
-            for one in ([value] if isinstance(value, str) else value)
-        ]
-    return [Path(one).name for one in value] if key == "data.decontaminate" else value
-
-
-def _from_here(config: Config) -> str:
-    """How to begin a new run from this run's policy; "" if it has none yet."""
-    policy = RunFolder(config.folder).policy
-    return f", which can start from this run's policy: --set model.path={policy}" if policy.exists() else ""
 
 
 def dump_config(config: Config, path: Path) -> None:

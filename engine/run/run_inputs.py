@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TypedDict
 
 from engine.config import Config
+from engine.config.marks import marked_keys, name_code, value_of
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import read_json, seal, write_json
 from engine.run.served_model import EXPORTED
-from engine.run.user_code import find_code, name_code
+from engine.run.user_code import find_code
 
 FILE = "inputs.json"
 CODE = "code"
@@ -82,7 +83,7 @@ def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
     an earlier attempt (`check_inputs_kept`), unless nothing of it is left: `begun` is False."""
     now = find_inputs(config, Path(config.model.path))
     if begun:
-        check_inputs_kept(folder, config, now, read_inputs(folder))
+        check_inputs_kept(config, now, read_inputs(folder))
     for part, one in now.items():
         target = folder / CODE / f"{part}-{one['hash'][:12]}"
         for file in _code(_specs(config, part)) if not target.exists() else ():
@@ -101,41 +102,48 @@ def check_evaluated(folder: Path, config: Config, model: Path) -> None:
     policies = (folder / "policy", folder / EXPORTED / model.name)
     of_policy = {"tokenizer"} if model.resolve() in [place.resolve() for place in policies] else set()
     parts = [part for part in before if part in {"reward"} | of_base | of_policy]
-    check_inputs_kept(folder, config, find_inputs(config, model, parts), before)
+    check_inputs_kept(config, find_inputs(config, model, parts), before)
 
 
 def check_registered(folder: Path, config: Config) -> None:
     """Raise BadInput, as `check_inputs_kept` does, if a run's inputs are not those that it was trained with."""
     before = read_inputs(folder)
-    check_inputs_kept(folder, config, find_inputs(config, Path(config.model.path), before), before)
+    check_inputs_kept(config, find_inputs(config, Path(config.model.path), before), before)
 
 
-def check_inputs_kept(folder: Path, config: Config, now: Inputs, before: Inputs) -> None:
-    """Raise BadInput, which names each part of the inputs that has changed, unless run.accept allows it. Parts that are
-    not in both are not compared, nor is code that the config now names otherwise. `folder`: the run's."""
+def check_inputs_kept(config: Config, now: Inputs, before: Inputs) -> None:
+    """Raise BadInput if the inputs have changed (`describe_change`)."""
+    if change := describe_change(config, now, before):
+        raise BadInput(f"run {config.run.name}: {change}")
+
+
+def describe_change(config: Config, now: Inputs, before: Inputs) -> str:
+    """A sentence that names each part of the inputs that has changed, unless run.accept allows it; "" if there is none.
+    Parts that are not in both are not compared, nor is code that the config now names otherwise."""
     changed = [
         part
         for part in now
         if part in before and now[part]["named"] == before[part]["named"] and now[part]["hash"] != before[part]["hash"]
     ]
-    if refused := [part for part in changed if part not in config.run.accept]:
-        copies = [folder / CODE / f"{part}-{before[part]['hash'][:12]}" for part in refused if before[part]["named"]]
-        there = [str(copy) for copy in copies if copy.exists()]
-        raise BadInput(
-            f"run {config.run.name}: {' and '.join(PARTS[part] for part in refused)} changed since the run was "
-            f"trained with it; put it back{f' (a copy is in {there[0]})' if there else ''}, start a new run "
-            f"with another run.name, or accept the change with --set 'run.accept={json.dumps(refused)}'"
-        )
+    refused = [part for part in changed if part not in config.run.accept]
+    if not refused:
+        return ""
+    copies = [config.folder / CODE / f"{part}-{before[part]['hash'][:12]}" for part in refused if before[part]["named"]]
+    there = [str(copy) for copy in copies if copy.exists()]
+    return (
+        f"{' and '.join(PARTS[part] for part in refused)} changed since the run was trained with it; put it back"
+        f"{f' (a copy is in {there[0]})' if there else ''}, start a new run with another run.name, or accept "
+        f"the change with --set 'run.accept={json.dumps(refused)}'"
+    )
 
 
 def _specs(config: Config, part: str) -> list[str]:
-    """The functions of one's own that belong to a part."""
-    algorithm = config.algorithm
-    named = {
-        "reward": [*(one.function for one in config.reward.named), config.rollout.program],
-        "algorithms": [algorithm.advantage, algorithm.loss, algorithm.gradient_control],
-    }
-    return [spec for spec in named.get(part, []) if ":" in spec]
+    """The functions of one's own that belong to a part, by the marks of their keys."""
+    tables = config.model_dump(mode="json")
+    named = [value_of(tables, key) for key, mark in marked_keys(Config) if mark.part == part]
+    each = [one for value in named for one in (value if isinstance(value, list) else [value])]
+    specs = [one["function"] if isinstance(one, dict) else one for one in each]
+    return [spec for spec in specs if ":" in spec]
 
 
 def _code(specs: Collection[str]) -> list[Path]:

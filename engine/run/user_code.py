@@ -57,13 +57,6 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
     return function, str(module.__file__)
 
 
-def name_code(spec: str) -> str:
-    """What a value of a key names, wherever the file of a function lies: "loss.py:own" for "/some/folder/loss.py:own",
-    and any other value as it is."""
-    place, colon, function = spec.rpartition(":")
-    return f"{Path(place).name}{colon}{function}" if place.endswith(".py") else spec
-
-
 def find_code(spec: str) -> Path | None:
     """The Python file of a user's function, found without running anything; None if there is none."""
     from engine.config.recipe import find_file

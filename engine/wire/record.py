@@ -12,28 +12,15 @@ import msgpack
 import msgspec
 
 from engine.config import Config
-from engine.config.keys import flatten_keys
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import put_in_place
+from engine.run.resume import compared_value, keys_of
 from engine.run.run_inputs import find_inputs
-from engine.run.user_code import name_code
 from engine.types import BatchScores, Group, JsonObject
 from engine.wire.columns import Row, open_group
 from engine.wire.messages import Window
 
-PLAN = (
-    "model.dtype", "model.head_dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature",
-    "train.prompts_per_step",
-    "train.updates", "train.micro_batch_tokens", "train.learning_rate", "train.schedule",
-    "train.min_learning_rate", "train.epsilon", "train.warmup_steps",
-    "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.router_dtype", "train.recompute",
-    "train.distributed_optimizer", "algorithm", "attention", "parallel", "stages",
-)  # fmt: skip
-"""Keys whose values must match the recorded run's for a replay to give the same weights, as must the content of the
-base model. A name without a dot stands for a whole table."""
-CODE = ("algorithm.advantage", "algorithm.loss", "algorithm.gradient_control")
-"""Those that may name code of one's own."""
 FILE = "record.msgpack"
 """Name of the record in the run folder."""
 
@@ -118,17 +105,18 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
 
 
 def record_settings(config: Config) -> JsonObject:
-    """Return the settings of `PLAN` by key, as JSON values, and the hashes of the base model and of one's own code of
-    the algorithm, whose files are read and may lie elsewhere at a replay.
+    """Return what must be the same for a replay to give the same weights: the settings that are marked fixed or plan
+    (engine.config.marks), and the hashes of the base model and of one's own code of the algorithm, whose files are read
+    and may lie elsewhere at a replay.
 
-    They include train.steps if the learning rate decays towards the last step.
+    They include train.steps if the learning rate decays towards the last step, but not train.mode: a replay trains the
+    same windows in any mode.
     """
-    flat = flatten_keys(config.model_dump(mode="json"))
+    tables = config.model_dump(mode="json")
     found: JsonObject = {"content of model.path": content_hash(Path(config.model.path))}
-    falls = config.train.schedule != "constant"
-    for key in (*PLAN, "train.steps") if falls else PLAN:
-        found |= {name: value for name, value in flat.items() if f"{name}.".startswith(f"{key}.")}
-    found |= {key: name_code(flat[key]) for key in CODE}
+    found |= {key: compared_value(tables, key) for key in keys_of("fixed", "plan") if key != "train.mode"}
+    if config.train.schedule != "constant":
+        found["train.steps"] = config.train.steps
     [code] = find_inputs(config, Path(config.model.path), ["algorithms"]).values()
     return found | ({"content of the algorithm's code": code["hash"]} if code["named"] else {})
 

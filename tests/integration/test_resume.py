@@ -142,7 +142,7 @@ REFUSED = {
     "other prompts by a key": (
         nothing,
         ["rollout.max_new_tokens=4", "rollout.max_context=6"],
-        "Changed: rollout.max_context",
+        "Changed: rollout.max_new_tokens, rollout.max_context",
     ),
     "another record": (nothing, ["train.micro_batch_tokens=512"], "but the record was taken with"),
     "another store of MLflow": (nothing, ["tracking.uri=sqlite:///gone.db"], "there is no such store"),

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from engine.config import Config
-from engine.errors import BadInput, CheckpointError, DeadlineError, MetronomeError, TakenOver
+from engine.errors import CheckpointError, DeadlineError, MetronomeError, TakenOver
 from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import (
@@ -63,10 +63,11 @@ from engine.run.checkpoint_files import (
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import write_json
-from engine.run.folder import RunFolder, check_same_keys
+from engine.run.folder import RunFolder
 from engine.run.identity import read_run_id
 from engine.run.logs import log_line
-from engine.run.run_inputs import check_inputs_kept, read_inputs
+from engine.run.resume import check_continues
+from engine.run.run_inputs import read_inputs
 from engine.run.threads import in_thread
 from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
 from engine.trainer.policy import Policy
@@ -286,7 +287,7 @@ class Checkpoints:
             return None
         folder = self._root / found.name
         state = json.loads((folder / STATE).read_text())
-        self._check_same_model(folder, state)
+        check_continues(self._config, state, self._inputs, _as_json(asdict(self._policy.models.shape)))
         same_layout = state["layout"] == present_layout()
         try:
             load_state(
@@ -377,17 +378,6 @@ class Checkpoints:
     def _tell(self, message: str) -> None:
         log_line(message)
         self.notices = (*self.notices, message)
-
-    def _check_same_model(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Raise BadInput if the checkpoint has other inputs, another model or another fixed key."""
-        check_inputs_kept(self._root.parent, self._config, self._inputs, state["inputs"])
-        ours = _as_json(asdict(self._policy.models.shape))
-        if differs := sorted(key for key in ours if ours[key] != state["model"].get(key)):
-            raise BadInput(
-                f"checkpoint {folder}: it is of another model than model.path = {self._config.model.path!r} "
-                f"({', '.join(differs)} differ)"
-            )
-        check_same_keys(self._config, state["config"])
 
     def _print_on_rank_0(self, message: str) -> None:
         if self._policy.ranks.rank == 0:

@@ -9,7 +9,7 @@ from engine.config.recipe import HOME, load_config
 from engine.data.prepared import prepare_problems
 from engine.data.problem_statistics import record_data
 from engine.errors import BadInput
-from engine.run.folder import RunFolder, check_same_run
+from engine.run.folder import RunFolder
 from engine.run.run_start import RunStart
 from tasks.resume import find_resumed
 
@@ -110,13 +110,3 @@ def test_the_files_of_a_run_may_lie_elsewhere_if_they_hold_the_same(tmp_path, tr
     shutil.copytree(tmp_path / "new", tmp_path / "newer")
     with pytest.raises(BadInput, match=r"data\.train is .*newer.*its content has the SHA-256"):
         find_resumed(None, [one.replace("/new/", "/newer/") for one in keys])
-
-
-def test_what_a_key_names_besides_a_folder_stays(tmp_path):
-    keys = moved_run(tmp_path, SETS["several"])
-    own = RunFolder(tmp_path / "moved").read_config()
-    for other, key in (("loss.py:other", "algorithm.loss"), ("losses.py:own", "algorithm.loss")):
-        with pytest.raises(BadInput, match=f"{key} is "):
-            check_same_run(load_config(None, [one.replace("loss.py:own", other) for one in keys]), own)
-    with pytest.raises(BadInput, match=r"data\.train is "):
-        check_same_run(load_config(None, [one.replace("1.0", "2.0", 1) for one in keys]), own)

@@ -14,9 +14,10 @@ from engine.run.checkpoint_files import step_of
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_lines
-from engine.run.folder import RunFolder, check_same_keys
+from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id, read_run_id
 from engine.run.progress import read_progress
+from engine.run.resume import check_continues
 from engine.run.run_start import read_start
 from engine.run.served_model import weight_version
 from engine.run.trace import Trace, read_spans
@@ -92,7 +93,7 @@ def checks(path, config=None):
     resume_checks._check_files(folder)
     state = resume_checks._newest_state(config, folder)
     if state is not None:
-        check_same_keys(config, state["config"])
+        check_continues(config, state, state["inputs"], state["model"])
     begun_by_this_flow(folder)
     last_end(folder)
     name_of(folder)

@@ -177,7 +177,7 @@ def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, 
 def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shared_place(build, tmp_path, capsys):
     """Two run folders with numbers of their own, one place."""
     place = tmp_path / "published"
-    kept = {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1}
+    kept = {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1, "train__steps": 100}
     pairs = {}
     numbers = {"first": "019a000000007" + "1" * 19, "second": "019a000000007" + "2" * 19}
     for name, number in numbers.items():
