@@ -36,7 +36,7 @@ data/smollm2: | $(VENV)/installed
 smollm2: data/smollm2  ## train SmolLM2-135M-Instruct, a pretrained model, on word problems (about 10 minutes on 2 cores)
 	$(BIN)/metronome run infra/recipes/smollm2.toml --set run.name=$(NAME:quickstart-%=smollm2-%) $(ARGS)
 
-services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
+services: $(VENV)/installed-dev  ## Prefect server and MLflow server on loopback, until Ctrl-C
 	$(BIN)/python -m tasks.cluster.services $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)

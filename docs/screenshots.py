@@ -26,12 +26,14 @@ from urllib.parse import quote
 
 from engine.run.files import read_lines
 from tasks.cluster.prefect_api import CLIENT_AUTH, post_json
-from tasks.cluster.services import Services
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+from support.stack import Services  # noqa: E402
+
 IMAGES = HERE / "images"
 MODES = ("sync", "periodic")
 TURNS = 6
@@ -84,7 +86,7 @@ def main() -> None:
             _compare(browser, folder, dict(os.environ))
     if arguments.only:
         return
-    with Services(folder / "services", s3=None) as services:
+    with Services(folder / "services", s3=False) as services:
         environment = {**os.environ, **services.environment, "PREFECT_LOGGING_LEVEL": "INFO"}
         _metronome(environment, "deploy", *_sets(DEPLOYED))
         if not (folder / "runs/deployed/policy/config.json").exists():

@@ -385,7 +385,7 @@ def deploy(
         float, typer.Option(min=1, help="minutes that a run may wait for a worker without a message")
     ] = 30.0,
 ) -> None:
-    """Update work pools, deployments and automations on the server of PREFECT_API_URL. Nothing starts automatically
+    """Update work pools, deployments and alerts on the server of PREFECT_API_URL. Nothing starts automatically
     without --schedule (or a cron line)."""
     with _exit_codes():
         recipe = _named(recipe)
@@ -414,25 +414,6 @@ def deploy(
             ),
         )
         console.print_table("Deployed", rows)
-
-
-@app.command()
-def worker(
-    pool: Annotated[str, typer.Option(help="work pool, of type process")] = "cpu",
-    name: Annotated[str, typer.Option(help="name in the UI (default: made up)")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="runs at a time (0: any number)")] = 0,
-    grace_s: Annotated[
-        float, typer.Option("--grace", min=1, help="seconds that its runs have to save and end when it is stopped")
-    ] = 50.0,
-    healthcheck: Annotated[
-        bool, typer.Option("--with-healthcheck", help="answer /health (PREFECT_WORKER_WEBSERVER_PORT, 8080)")
-    ] = False,
-) -> None:
-    """Start the runs of a work pool on this machine. SIGTERM or Ctrl-C lets them save and schedules them again."""
-    with _exit_codes():
-        from tasks.cluster.worker import run_worker
-
-        run_worker(pool, name, limit=limit, grace_s=grace_s, healthcheck=healthcheck)
 
 
 @app.command()

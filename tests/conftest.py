@@ -63,9 +63,9 @@ def problems(tmp_path_factory):
 @pytest.fixture(scope="session")
 def services(tmp_path_factory):
     """Prefect server, MLflow server and S3 endpoint on free ports, one set for all tests
-    (tasks.cluster.services.Services)."""
+    (support.stack.Services)."""
+    from support.stack import Services
     from tasks.cluster.prefect_api import CLIENT_AUTH
-    from tasks.cluster.services import Services
 
     with Services(tmp_path_factory.mktemp("services")) as running:
         running.environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # a worker asks for runs every 10 s without it

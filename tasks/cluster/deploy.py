@@ -1,4 +1,4 @@
-"""Creates work pools, limits on devices, deployments with schedules, and automations on the Prefect server.
+"""Creates work pools, limits on devices, deployments with schedules, and alerts on the Prefect server.
 
 A repeated deploy updates all of them; nothing is created twice. Everything that a person can get wrong is checked
 before the server is changed. Work pools have the base job templates of infra/pools,
@@ -45,7 +45,9 @@ from tasks.console import DEPLOY, named_deployment, own_program
 
 POOLS = HOME / "infra/pools"
 """Folder of the templates and the list of pools."""
-TEMPLATES = ("process", "kubernetes")
+PROCESS = "process"
+"""Type of the work pools whose workers start runs as processes on their own node."""
+TEMPLATES = (PROCESS, "kubernetes")
 """The templates. Each is named after the type of its pools in Prefect."""
 
 
@@ -150,6 +152,13 @@ NIGHTLY_EVALUATION = "0 6 * * *"
 """Cron lines of --schedule."""
 LIMITS = 200
 """Number of limits that Prefect gives in one reply."""
+UNSEEN_S = 300.0
+"""Seconds after which a watchdog that has not looked at the server's runs counts as not there."""
+BEFORE = (
+    *("metronome: resume a crashed run", "metronome: a run is silent", "metronome: a run does not begin"),
+    *("metronome: a process does not begin", "metronome: a run crashes again and again"),
+)
+"""Automations that deploys of before made; the watchdog does their work."""
 UTC = "Etc/UTC"
 """Time zone of new schedules."""
 
@@ -207,7 +216,7 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     server = _server()
     _keep_timezones(tree)
     try:
-        return _change_server(tree, templates, config, choices, server)
+        return {"Prefect server": server, **_change_server(tree, templates, config, choices)}
     except (httpx.HTTPError, MetronomeError) as error:
         raise MetronomeError(f"{error}\nRepair: the same command once more, when the server answers") from error
 
@@ -217,22 +226,22 @@ def _change_server(
     templates: Mapping[str, tuple[str, JsonObject]],
     config: Config,
     choices: Choices,
-    server: str,
 ) -> dict[str, str]:
     _make_pools(templates)
     limits = _set_limits(choices, templates[choices.pool][0])
     _deploy(tree)
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
-    watched = watchdog.install_automations()
+    alerts.remove_automations(BEFORE)
+    made = _triggers(tree)
     if choices.notify:
-        watched += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
+        made += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
     return {
-        "Prefect server": server,
         "work pools": ", ".join(templates),
         "devices": limits,
         **rows,
-        "automations": "; ".join([*_triggers(tree), *watched]),
+        "automations": "; ".join(made),
+        "crashed runs": _who_resumes(),
         "start a worker": " and ".join(_worker_command(name, kind, choices) for name, (kind, _) in templates.items()),
     }
 
@@ -359,7 +368,7 @@ def _set_limits(choices: Choices, kind: str) -> str:
     wanted = {limit: slots for limit, slots in choices.limits.items() if slots}
     with get_client(sync_client=True) as client:
         known = {one.name for one in client.read_global_concurrency_limits(limit=LIMITS)}
-        here = visible_cuda_devices() if kind == watchdog.PROCESS else 0
+        here = visible_cuda_devices() if kind == PROCESS else 0
         derived = {CUDA_DEVICES: here} if here and CUDA_DEVICES not in {*known, *wanted} else {}
         for limit, slots in (wanted | derived).items():
             client.upsert_global_concurrency_limit_by_name(limit, slots)
@@ -445,14 +454,22 @@ def _row(one: Mapping[str, Any]) -> str:
     return f"{flow} on {one['work_pool']['name']}{''.join(when)}"
 
 
+def _who_resumes() -> str:
+    seen = watchdog.last_seen()
+    if seen is not None and seen < UNSEEN_S:
+        return f"resumed by the watchdog, which looked {max(0.0, seen):.0f} s ago"
+    start = shlex.join([sys.executable, "-m", "tasks.cluster.watchdog"])
+    return f"NOT resumed: no watchdog has looked within {UNSEEN_S / 60:.0f} minutes; start one: {start}"
+
+
 def _worker_command(pool: str, kind: str, choices: Choices) -> str:
     """The command that starts a worker. A worker of processes takes one flow run at a time, unless NPUs are counted or
     runs take instances from its own pool."""
     own_instances = choices.on_rollout_pool and choices.pool == choices.rollout_pool
-    if kind != watchdog.PROCESS:
+    if kind != PROCESS:
         return shlex.join([own_program("prefect"), "worker", "start", "--pool", pool])
     limit = ["--limit", "1"] if "ascend" not in pool and not own_instances else []
-    return shlex.join([own_program("metronome"), "worker", "--pool", pool, *limit])
+    return shlex.join([sys.executable, "-m", "tasks.cluster.graceful_worker", "--pool", pool, *limit])
 
 
 def _triggers(tree: Mapping[str, Any]) -> list[str]:

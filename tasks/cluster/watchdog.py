@@ -1,12 +1,14 @@
-"""Automations of the Prefect server that resume crashed runs without a person.
+"""Resumes crashed runs without a person: `python -m tasks.cluster.watchdog`.
 
-A worker reports a flow process that died as Crashed. If the worker died as well, the missing heartbeats of the flow
-show it. A crashed run is rescheduled as the same flow run, which continues from its run folder (flows.pipeline). The
-automations act only on flow runs with the tag `resumable`, which their deployments set.
+Prefect retries what fails inside a flow run. Between flow runs the watchdog is the way back. Every half minute it asks
+the server for flow runs with the tag `resumable`, which their deployments set:
 
-Automations react to events, and a server that is killed, or whose database is locked, may lose an event. So the
-watchdog (`python -m tasks.cluster.watchdog`) checks every minute for crashed runs that no automation has resumed, and
-for runs that did not start in time. `make services` and infra/compose start it along with the server.
+- A run that sends no more heartbeats, or that a worker took and that does not begin, is set to Crashed.
+- A run that crashed is scheduled again as the same flow run, which continues from its run folder (flows.pipeline). It
+  ends as Failed if it was started too often within half an hour.
+
+The watchdog keeps nothing, so it may be killed and started again. `make services`, infra/compose, infra/kubernetes and
+infra/systemd start it along with the server.
 """
 
 from __future__ import annotations
@@ -14,12 +16,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from uuid import UUID
 
 import httpx
-from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -28,282 +29,170 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
     FlowRunFilterTags,
 )
-from prefect.client.schemas.objects import FlowRun, WorkPool
-from prefect.events import RelatedResource, emit_event
-from prefect.events.actions import ChangeFlowRunState
-from prefect.events.filters import EventFilter, EventNameFilter, EventOccurredFilter, EventResourceFilter
-from prefect.events.related import tags_as_related_resources
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.client.schemas.objects import FlowRun
+from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
-from prefect.states import AwaitingRetry, Crashed, StateType
+from prefect.states import AwaitingRetry, Crashed, Failed, StateType
+from prefect.variables import Variable
 
 from engine.run.logs import log_line
 from engine.run.process import watch_lifeline
 
 TAG = "resumable"
-"""Tag of deployments whose crashed runs are rescheduled."""
+"""Tag of deployments whose crashed runs are resumed."""
+HEARTBEAT_S = 30
+"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, which infra/ sets. It is the shortest value that Prefect allows; its
+default is 180."""
 SILENCE_S = 300.0
-"""Seconds without a heartbeat after which a flow run counts as dead. A Prefect server restarts in less. In a work pool
-of type process this holds from the moment that a worker takes the run: until the run begins, which takes minutes on a
-slow machine, `metronome worker` sends its heartbeats for as long as its process lives (tasks.cluster.worker)."""
+"""Seconds without a heartbeat after which a running flow run counts as dead, if the server has answered for as long. A
+Prefect server restarts in less."""
 PENDING_S = 2400.0
-"""Seconds within which a run of another work pool must begin after a worker took it; otherwise it counts as dead,
-because the worker's node was lost at that moment. Longer than a pod may wait for its image and its NPUs
-(pod_watch_timeout_seconds in infra/pools). A worker sends heartbeats of a process that does not begin for no longer."""
-PROCESS = "process"
-"""Type of the work pools whose workers start runs as processes on their own node."""
+"""Seconds within which a run must begin after a worker took it; otherwise it counts as dead, because the worker was
+lost at that moment. A pod may wait that long for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
 DELAY_S = 30.0
-"""Seconds between a crash and the rescheduling. A worker reports a death twice, up to 15 s apart. If the run were
-rescheduled in between, the second report would crash it again, and a second process would be started for it."""
-CRASHES = 10
-"""Number of starts within `CRASHES_WITHIN_S` that end a run if it dies before it can count its attempts
-(run.resumes).
-"""
-CRASHES_WITHIN_S = 1800.0
-
-SWEEP_S = 60.0
-"""Seconds between two checks for crashed runs that no automation has resumed."""
+"""Seconds between a crash and the resume. A worker reports a death twice, up to 15 s apart. If the run were resumed in
+between, the second report would crash it again, and a second process would be started for it."""
+STARTS = 10
+"""Number of starts within `STARTS_WITHIN_S` after which a run ends that dies before it can count its attempts
+(run.resumes)."""
+STARTS_WITHIN_S = 1800.0
+SWEEP_S = 30.0
+"""Seconds between two looks."""
 FORGOTTEN_S = 3600.0
-"""Seconds after a crash during which the watchdog resumes a run."""
-
-HEARTBEAT = "prefect.flow-run.heartbeat"
-_RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
-_OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
-_PROCESSES = {"prefect.resource.role": "work-pool", "prefect.work-pool.type": PROCESS}
-_NO_PROCESSES = {"prefect.resource.role": "work-pool", "prefect.work-pool.type": f"!{PROCESS}"}
-_ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelling", "Cancelled", "Crashed")}
-"""Events of a run that has ended or is being cancelled. A cancelled run must not be resumed as a crashed one."""
-_BEGUN = {
-    f"prefect.flow-run.{sign}"
-    for sign in ("Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")
-}
-"""Each of these events says that a run began on its worker, is about to, or was taken back. There are several because
-one may be lost."""
-LEFT = {
-    f"prefect.flow-run.{state}"
-    for state in (
-        "Scheduled",
-        "AwaitingRetry",
-        "Pending",
-        "Submitting",
-        "Running",
-        "Cancelling",
-        "Cancelled",
-        "Completed",
-        "Failed",
-    )
-}
-"""Events of a run that is no longer crashed, for example because a person has scheduled it."""
+"""Seconds after a crash during which a run is resumed."""
+SEEN = "metronome_watchdog"
+"""Prefect variable with the time of the last look, by which a deploy sees that somebody looks."""
 
 
-def install_automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[str]:
-    """Create or update the automations on the server that PREFECT_API_URL names; returns their names."""
-    return install(build_automations(delay_s, silence_s, crashes))
+@dataclass(frozen=True)
+class Limits:
+    """When a run counts as dead, and when it is resumed. Times in seconds."""
+
+    delay_s: float = DELAY_S
+    silence_s: float = SILENCE_S
+    pending_s: float = PENDING_S
+    starts: int = STARTS
 
 
-def install(wanted: Sequence[Automation]) -> list[str]:
-    """Create or update automations, by their names; returns these."""
-    for automation in wanted:
-        try:
-            automation.id = Automation.read(name=automation.name).id
-        except (ValueError, ObjectNotFound):
-            automation.create()
+def sweep(limits: Limits, *, judge_silence: bool = True) -> list[str]:
+    """Look once at all runs; returns what was done, one line for each run. Without `judge_silence` no run is taken for
+    dead that sends no heartbeats."""
+    with get_client(sync_client=True) as client:
+        done = [*_crash_late(client, limits.pending_s)]
+        if judge_silence:
+            done += _crash_silent(client, limits.silence_s)
+        done += _resume_crashed(client, limits)
+    Variable.set(SEEN, datetime.now(UTC).isoformat(), overwrite=True)
+    return done
+
+
+def last_seen() -> float | None:
+    """Seconds since a watchdog last looked at the server's runs; None if none ever has."""
+    seen = Variable.get(SEEN)
+    return None if seen is None else (datetime.now(UTC) - datetime.fromisoformat(str(seen))).total_seconds()
+
+
+def _crash_late(client: SyncPrefectClient, pending_s: float) -> list[str]:
+    """Set runs to Crashed that a worker took long ago and that have not begun."""
+    since = _ago(pending_s)
+    late = [run for run in _runs(client, StateType.PENDING) if run.state and run.state.timestamp < since]
+    for run in late:
+        client.set_flow_run_state(run.id, Crashed(message=f"Did not start within {pending_s:.0f} s"))
+    return [f"{run.name} did not start in time" for run in late]
+
+
+def _crash_silent(client: SyncPrefectClient, silence_s: float) -> list[str]:
+    """Set runs to Crashed whose heartbeats have ended. A run that never sent one is left alone."""
+    since = _ago(silence_s)
+    silent = []
+    for run in _runs(client, StateType.RUNNING):
+        if run.state and run.state.timestamp < since:
+            last = _last_heartbeat(client, run)
+            if last is not None and last < since:
+                client.set_flow_run_state(run.id, Crashed(message=f"No heartbeat for {silence_s:.0f} s"))
+                silent.append(f"{run.name} sends no more heartbeats")
+    return silent
+
+
+def _resume_crashed(client: SyncPrefectClient, limits: Limits) -> list[str]:
+    """Schedule crashed runs again, or end those that crash again and again."""
+    window = FlowRunFilterEndTime(after_=_ago(FORGOTTEN_S), before_=_ago(limits.delay_s))
+    done = []
+    for run in _runs(client, StateType.CRASHED, window):
+        if not run.deployment_id:  # no worker would take it
+            continue
+        states = client.read_flow_run_states(run.id)
+        starts = sum(one.name == "Pending" and one.timestamp > _ago(STARTS_WITHIN_S) for one in states)
+        if starts < limits.starts:
+            client.set_flow_run_state(run.id, AwaitingRetry(message="Resumed after a crash"))
+            done.append(f"resumed {run.name}")
         else:
-            automation.update()
-    return [automation.name for automation in wanted]
+            often = f"Started {starts} times in {STARTS_WITHIN_S / 60:.0f} minutes and crashed each time"
+            message = f"{often}: not resumed again; see the worker's log"
+            client.set_flow_run_state(run.id, Failed(message=message), force=True)
+            done.append(f"{run.name} crashes again and again")
+    return done
 
 
-def build_automations(
-    delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES
-) -> list[Automation]:
-    """The automations that `install_automations` creates.
-
-    `delay_s`: seconds before a resume; `silence_s`: without a sign of life, must be longer than two heartbeats;
-    `crashes`: the limit of starts in half an hour.
-    """
-    return [
-        _resume(delay_s),
-        _silent(silence_s),
-        _not_begun("metronome: a run does not begin", _NO_PROCESSES, PENDING_S),
-        _not_begun("metronome: a process does not begin", _PROCESSES, silence_s),
-        _loop(crashes),
-    ]
-
-
-def _resume(delay_s: float) -> Automation:
-    return Automation(
-        name="metronome: resume a crashed run",
-        description="A run whose process died is scheduled again; it continues from its last complete checkpoint.",
-        trigger=EventTrigger(
-            after={"prefect.flow-run.Crashed"},
-            expect=LEFT,
-            match=_RUNS,
-            match_related=_OURS,
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=delay_s),
-        ),
-        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="Resumed after a crash")],
+def _runs(client: SyncPrefectClient, state: StateType, ended: FlowRunFilterEndTime | None = None) -> Sequence[FlowRun]:
+    wanted = FlowRunFilter(
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
+        tags=FlowRunFilterTags(all_=[TAG]),
+        end_time=ended,
     )
+    return client.read_flow_runs(flow_run_filter=wanted)
 
 
-def _silent(silence_s: float) -> Automation:
-    return Automation(
-        name="metronome: a run is silent",
-        description=f"A run that has not ended and sent no heartbeat for {silence_s:.0f} s counts as crashed.",
-        trigger=EventTrigger(
-            after={HEARTBEAT},
-            expect={HEARTBEAT, *_ENDS},
-            match=_RUNS,
-            match_related=_OURS,
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=silence_s),
-        ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {silence_s:.0f} s")],
-    )
-
-
-def _not_begun(name: str, pools: dict[str, str], within_s: float) -> Automation:
-    """Mark a run as crashed that does not begin. `_silent` waits for a first heartbeat, so it cannot act earlier."""
-    return Automation(
-        name=name,
-        description=f"A run that a worker took and that did not start within {within_s:.0f} s counts as crashed.",
-        trigger=EventTrigger(
-            after={"prefect.flow-run.Pending"},
-            expect=_BEGUN | _ENDS,
-            match=_RUNS,
-            match_related=[_OURS, pools],
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=within_s),
-        ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=_late(within_s))],
-    )
-
-
-def _late(within_s: float) -> str:
-    return f"Did not start within {within_s:.0f} s"
-
-
-def _loop(crashes: int) -> Automation:
-    """End a run that crashes again and again. A run that reaches its run folder counts its attempts itself and ends
-    before this automation acts."""
-    often = f"Crashed {crashes - 1} times in {CRASHES_WITHIN_S / 60:.0f} minutes"
-    message = f"{often}: not resumed again; see the worker's log"
-    return Automation(
-        name="metronome: a run crashes again and again",
-        description="A run that cannot start (for example because its code cannot be imported) ends as failed.",
-        trigger=EventTrigger(
-            expect={"prefect.flow-run.Pending"},
-            match=_RUNS,
-            match_related=_OURS,
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=crashes,
-            within=timedelta(seconds=CRASHES_WITHIN_S),
-        ),
-        actions=[ChangeFlowRunState(state=StateType.FAILED, message=message)],
-    )
-
-
-def reschedule_crashed(older_than_s: float = 2 * DELAY_S) -> list[str]:
-    """Reschedule the runs that crashed between `older_than_s` and `FORGOTTEN_S` seconds ago; returns their names."""
-    now = datetime.now(UTC)
-    window = FlowRunFilterEndTime(
-        after_=now - timedelta(seconds=FORGOTTEN_S), before_=now - timedelta(seconds=older_than_s)
-    )
-    crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
-    wanted = FlowRunFilter(state=crashed, tags=FlowRunFilterTags(all_=[TAG]), end_time=window)
-    resumed = []
-    with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=wanted):
-            if run.deployment_id:
-                client.set_flow_run_state(run.id, AwaitingRetry(message="Resumed after a crash, by the watchdog"))
-                resumed.append(run.name)
-    return resumed
-
-
-def crash_late(older_than_s: float = 2 * DELAY_S) -> list[str]:
-    """Set runs to Crashed that should have begun at least `older_than_s` seconds ago; returns their names."""
-    pending = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
-    wanted = FlowRunFilter(state=pending, tags=FlowRunFilterTags(all_=[TAG]))
-    late = []
-    with get_client(sync_client=True) as client:
-        processes = {pool.name for pool in client.read_work_pools() if pool.type == PROCESS}
-        for run in client.read_flow_runs(flow_run_filter=wanted):
-            within_s = SILENCE_S if run.work_pool_name in processes else PENDING_S
-            since = datetime.now(UTC) - timedelta(seconds=within_s + older_than_s)
-            if run.state and run.state.timestamp < since and not _has_heartbeat(client, run.id, since):
-                client.set_flow_run_state(run.id, Crashed(message=f"{_late(within_s)}, says the watchdog"))
-                late.append(run.name)
-    return late
-
-
-def _has_heartbeat(client: SyncPrefectClient, run: UUID, since: datetime) -> bool:
-    """Whether the server has a heartbeat of the run since then."""
+def _last_heartbeat(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
     wanted = EventFilter(
-        event=EventNameFilter(name=[HEARTBEAT]),
-        resource=EventResourceFilter(id=[f"prefect.flow-run.{run}"]),
-        occurred=EventOccurredFilter(since=since),
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{run.id}"]),
     )
-    return bool(client.read_events(wanted, limit=1).events)
+    found = client.read_events(wanted, limit=1).events  # the newest first
+    return found[0].occurred if found else None
 
 
-def send_heartbeat(run: FlowRun, pool: WorkPool) -> None:
-    """Send a heartbeat of a run for it, with what the automations match."""
-    pool_labels = {"prefect.resource.id": f"prefect.work-pool.{pool.id}", "prefect.resource.role": "work-pool"}
-    emit_event(
-        event=HEARTBEAT,
-        resource={"prefect.resource.id": f"prefect.flow-run.{run.id}", "prefect.resource.name": run.name},
-        related=[
-            RelatedResource(pool_labels | {"prefect.resource.name": pool.name, "prefect.work-pool.type": pool.type}),
-            *tags_as_related_resources(run.tags),
-        ],
-    )
-
-
-def _ask() -> None:
-    """Raise httpx.HTTPError while the server does not answer. (Prefect's own client raises a bare RuntimeError the
-    first time.)"""
-    httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
+def _ago(seconds: float) -> datetime:
+    return datetime.now(UTC) - timedelta(seconds=seconds)
 
 
 def main() -> None:
-    """Sweep forever. While the server does not answer, keep trying."""
+    """Look at the runs for ever. While the server does not answer, keep trying."""
     watch_lifeline()
-    parser = argparse.ArgumentParser(description="reschedules crashed runs that no automation has resumed")
+    parser = argparse.ArgumentParser(description="resumes crashed runs")
+    for option, default, what in (
+        ("--every", SWEEP_S, "between two looks"),
+        ("--after", DELAY_S, "between a crash and the resume"),
+        ("--silence", SILENCE_S, "without a heartbeat after which a run is dead"),
+        ("--pending", PENDING_S, "within which a run must begin"),
+    ):
+        parser.add_argument(
+            option, type=float, default=default, metavar="SECONDS", help=f"{what} (default: %(default)s)"
+        )
     parser.add_argument(
-        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two checks (default: %(default)s)"
+        "--starts", type=int, default=STARTS, help="in half an hour that end a run (default: %(default)s)"
     )
     parser.add_argument(
-        "--after",
-        type=float,
-        default=2 * DELAY_S,
-        metavar="SECONDS",
-        help="for which a run must have been crashed or late (default: %(default)s, longer than an automation takes)",
+        "--alive", type=Path, metavar="FILE", help="touched after each look, by which others see that it works"
     )
-    parser.add_argument(
-        "--alive", type=Path, metavar="FILE", help="touched after each check, by which others see that it works"
-    )
-    arguments = parser.parse_args()
+    given = parser.parse_args()
+    limits = Limits(given.after, given.silence, given.pending, given.starts)
+    answers_since: float | None = None
     while True:
         try:
-            _ask()
-            for name in crash_late(arguments.after):
-                log_line(f"{name} did not start in time")
-            for name in reschedule_crashed(arguments.after):
-                log_line(f"resumed {name}")
+            # Prefect's own client raises a bare RuntimeError while the server does not answer.
+            httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
+            answers_since = answers_since or time.monotonic()
+            for line in sweep(limits, judge_silence=time.monotonic() - answers_since >= limits.silence_s):
+                log_line(line)
         # no answer, an invalid one (a proxy's page: ValueError), or the run was deleted in between
         except (httpx.HTTPError, ObjectNotFound, ValueError) as error:
+            answers_since = None
             log_line(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}")
-        if arguments.alive is not None:
-            arguments.alive.touch()
-        time.sleep(arguments.every)
+        if given.alive is not None:
+            given.alive.touch()
+        time.sleep(given.every)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 
 from engine.run.process import LIFELINE, hold_lifeline
+from support.ports import free_port
 from support.runs import ROOT, overrides
-from tasks.cluster.services import free_port
 
 LOOPBACK = "127.0.0.1"
 NETWORK = f"10.213.{os.getpid() % 250}"

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from chaos.link import SPOILED
+from support.ports import free_port
 from support.runs import ROOT, wait_for
-from tasks.cluster.services import free_port
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
 BODY = b'{"choices": [{"token_ids": [1, 2, 3]}]}'

@@ -1,4 +1,4 @@
-"""All that a disturbed run needs: servers, a deployment with its automations, a worker, the run, and the guest."""
+"""All that a disturbed run needs: servers, a deployment, a watchdog, a worker, the run, and the guest."""
 
 import contextlib
 import os
@@ -14,9 +14,10 @@ from chaos.guest import Guest, namespaces_work
 from chaos.progress import Progress
 from support import flow_runs
 from support.brake import braked, slow_down
+from support.ports import free_port
 from support.runs import ROOT, overrides, seeded_settings, wait_for
+from support.stack import BUCKET, QUICKLY, Services
 from tasks.cluster.prefect_api import CLIENT_AUTH
-from tasks.cluster.services import BUCKET, Services, free_port
 
 PATIENCE_S = 600.0
 """Longest wait for a start, an end or a step; a quiet machine needs a tenth."""
@@ -56,7 +57,7 @@ class World:
         self.has_space_of_its_own = False
         self.servers_went = False
         """Whether a fault has killed a server so far. (The worker's log has the lines of all runs.)"""
-        self.services = Services(folder / "services")
+        self.services = Services(folder / "services", watchdog=(*QUICKLY, "--starts", str(CRASHES)))
         self._ends = contextlib.ExitStack()
 
     def __enter__(self):
@@ -120,12 +121,11 @@ class World:
         slow_down(self.folder, seconds)
 
     def _deploy(self):
-        lasting = f"from tasks.cluster import watchdog; watchdog.install_automations(crashes={CRASHES})"
-        for command in ([sys.executable, "-m", "flows.cli", "deploy"], [sys.executable, "-c", lasting]):
-            done = subprocess.run(
-                command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+        command = [sys.executable, "-m", "flows.cli", "deploy"]
+        done = subprocess.run(
+            command, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Disturbed:
@@ -246,7 +246,7 @@ class Disturbed:
     def processes(self, role):
         """Those of a role that live, the oldest first."""
         if role == "worker":
-            return _tree(self.worker.child.pid, "flows.cli worker")
+            return _tree(self.worker.child.pid, "prefect worker start")
         if role == "guest":
             return _tree(self.guest.process.pid, "") if self.guest.process is not None else []
         return _alive(pid for pid, line in self.own().items() if ROLES[role] in line)
@@ -276,6 +276,6 @@ def _tree(pid, part):
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
-        return [one for one in tree if part in (line := " ".join(one.cmdline())) and "engine.run.guard" not in line]
+        return [one for one in tree if part in (line := " ".join(one.cmdline())) and "support/guard" not in line]
     except psutil.Error:
         return []

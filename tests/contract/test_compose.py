@@ -21,7 +21,7 @@ from prefect.settings.legacy import _get_settings_fields
 from prefect.settings.models.root import Settings
 
 from support.runs import ROOT
-from tasks.cluster.services import Services
+from tasks.cluster.services import mlflow_server, prefect_server
 
 FOLDER = ROOT / "infra/compose"
 SCHEMA = json.loads((Path(__file__).parent / "compose_spec_1.29.json").read_text())
@@ -199,7 +199,6 @@ def test_addresses_name_services_and_their_ports():
 
 
 def test_health_is_asked_where_the_servers_of_make_services_answer(tmp_path):
-    services = Services(tmp_path)
-    for name in ("prefect", "mlflow"):
+    for name, server in (("prefect", prefect_server(tmp_path, 1, "")), ("mlflow", mlflow_server(tmp_path, 1))):
         (path,) = {address.path for one, address in addresses() if one == name and "health" in address.path}
-        assert path == getattr(services, f"_{name}")().health
+        assert path == server.health

@@ -24,8 +24,8 @@ from prefect_kubernetes.settings import KubernetesSettings
 
 from support.runs import ROOT
 from tasks.cluster.deploy import ADDRESSES, read_pools, read_template
-from tasks.cluster.services import HEARTBEAT_S
-from tasks.cluster.worker import GRACE_S
+from tasks.cluster.graceful_worker import GRACE_S
+from tasks.cluster.watchdog import HEARTBEAT_S
 
 FOLDERS = ("gpu", "npu", "ray-gpu", "ray-npu")
 DEVICES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}

@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
 from tasks.cluster.deploy import read_pools, read_template
-from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.watchdog import HEARTBEAT_S
 
 DEVICES = ("huawei.com/Ascend910", "huawei.com/npu", "huawei.com/ascend-1980", "nvidia.com/gpu")
 SHIPPED = [name for name in read_pools() if read_template(name)[0] == "kubernetes"]

@@ -17,8 +17,8 @@ import pytest
 
 from engine.run.files import read_lines
 from support.runs import ROOT, overrides, wait_for
+from support.stack import Services
 from support.stores import half_migrated
-from tasks.cluster.services import Services
 
 pytestmark = pytest.mark.slow
 STEPS = 12
@@ -108,7 +108,7 @@ def test_after_a_kill_at_any_moment_the_next_call_goes_on(settings, tmp_path, se
 
 def test_the_mlflow_server_starts_on_a_store_that_was_made_halfway(tmp_path):
     half_migrated(tmp_path / "mlflow.db")
-    with Services(tmp_path, prefect=None, s3=None) as services:
+    with Services(tmp_path, prefect=False, s3=False) as services:
         client = mlflow.MlflowClient(services.environment["MLFLOW_TRACKING_URI"])
         assert client.create_experiment("works")
 

@@ -10,7 +10,6 @@ import sys
 import urllib.request
 from types import SimpleNamespace
 
-import boto3
 import pytest
 
 from engine.client.service import ServiceClient
@@ -20,10 +19,11 @@ from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PutPro
 from support.brake import braked, slow_down
 from support.browser import STRANGER, OpenServer, attack, attempt, chromium, open_server
 from support.fuzz_routes import Server
+from support.ports import free_port
 from support.runs import ROOT, base_settings, overrides, wait_for, write_config
+from support.stack import Services
 from support.whole_runs import run, same, steps, weights
-from tasks.cluster.prefect_api import post_json
-from tasks.cluster.services import CLIENT_AUTH, Services, free_port
+from tasks.cluster.prefect_api import CLIENT_AUTH, post_json
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 TOKEN = "token-that-was-stolen"
@@ -70,18 +70,10 @@ def of_a_plane(url, name):
 
 
 def of_the_services(environment):
-    bucket = environment["AWS_ENDPOINT_URL"]
-    key = f"AWS4-HMAC-SHA256 Credential={environment['AWS_ACCESS_KEY_ID']}/20260101/us-east-1/s3/aws4_request"
-    signed = {"Authorization": f"{key}, SignedHeaders=host, Signature=0"}
     prefect = environment["PREFECT_API_URL"]
     mlflow = f"{environment['MLFLOW_TRACKING_URI']}/api/2.0/mlflow/experiments"
     typed = {"Content-Type": "application/json"}
     return (
-        [
-            attempt("GET", f"{bucket}/metronome/kept", **signed),
-            attempt("POST", f"{bucket}/moto-api/reset", b"{}", **signed),
-            attempt("DELETE", f"{bucket}/metronome/kept", **signed),
-        ],
         [
             attempt("GET", f"{prefect}/admin/settings"),
             attempt("POST", f"{prefect}/flows/", b'{"name":"stranger"}', **typed),
@@ -145,7 +137,7 @@ def made(problems, tmp_path):
 
 @pytest.fixture
 def world(made, tmp_path):
-    """All that is attacked: a run in the middle of its first step, an instance, a service, and the three servers."""
+    """All that is attacked: a run in the middle of its first step, an instance, a service, and the two servers."""
     chromium()  # skips before anything is started
     run(made | {"run.name": "alone"}, tmp_path, timeout_s=400)
     slow_down(tmp_path, 500)
@@ -157,7 +149,7 @@ def world(made, tmp_path):
             stack.enter_context(started("flows.cli", "service", *sets(made | {"run.name": "service"}))),
             stack.enter_context(started("flows.cli", *serving)),
         ]
-        services = stack.enter_context(Services(tmp_path / "services"))
+        services = stack.enter_context(Services(tmp_path / "services", s3=False))
         planes = [address_of(tmp_path / name, one) for name, one in zip(("run", "service"), attacked, strict=False)]
         serve = Attacked(f"127.0.0.1:{port}")
         wait_for(lambda: answers(serve, "/load"), "metronome serve", 300)
@@ -171,12 +163,6 @@ def world(made, tmp_path):
 def answers(one, route):
     with contextlib.suppress(OSError):
         return one.get(route)
-
-
-def objects(services):
-    names = {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
-    given = {key: services.environment[name] for key, name in names.items()}
-    return boto3.client("s3", endpoint_url=services.environment["AWS_ENDPOINT_URL"], region_name="us-east-1", **given)
 
 
 def test_the_attack_gets_through_to_a_server_that_takes_everybody(tmp_path):
@@ -202,8 +188,6 @@ def test_the_attack_gets_through_to_a_server_that_takes_everybody(tmp_path):
 
 def test_a_page_reads_nothing_and_moves_nothing(world, made, tmp_path):
     environment = world.services.environment
-    kept = objects(world.services)
-    kept.put_object(**KEPT, Body=b"bytes")
     instances = [world.run.instance(), world.service.instance(), world.serve]
     before = [one.asked.state() for one in instances]
     held = [plane.instances() for plane in (world.run, world.service)]
@@ -229,7 +213,6 @@ def test_a_page_reads_nothing_and_moves_nothing(world, made, tmp_path):
     assert [plane.instances() for plane in (world.run, world.service)] == held
     assert world.service.get("/status")["steps"] == service["steps"]
     assert [one.asked.state() for one in instances] == before
-    assert kept.get_object(**KEPT)["Body"].read() == b"bytes"
     flows = post_json(f"{environment['PREFECT_API_URL']}/flows/filter", {}, environment[CLIENT_AUTH])
     assert "stranger" not in {one["name"] for one in flows}
     with urllib.request.urlopen(

@@ -20,9 +20,10 @@ from support.brake import braked
 from support.flow_runs import patiently, processes, start, state
 from support.listening import listening
 from support.runs import ROOT, overrides, wait_for
+from support.stack import BUCKET
 from tasks.cluster import alerts
+from tasks.cluster.deploy import BEFORE
 from tasks.cluster.prefect_api import post_json
-from tasks.cluster.services import BUCKET
 from tasks.cluster.watchdog import PENDING_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -102,6 +103,10 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory, 
         "checkpoint.path": f"s3://{BUCKET}/checkpoints",
     }
     sets = [part for override in overrides(small) for part in ("--set", override)]
+    trigger = {"type": "event", "expect": ["nothing"], "posture": "Reactive", "threshold": 1, "within": 0}
+    actions = [{"type": "do-nothing"}]
+    old = {"name": BEFORE[0], "trigger": trigger, "actions": actions}
+    post_json(f"{environment['PREFECT_API_URL']}/automations/", old)
     for _ in range(2):
         said = call(
             [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"],
@@ -110,6 +115,8 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory, 
         assert messages[0] not in said
         assert "nightly" in said
         assert "Asia/Shanghai" in said
+    automations = post_json(f"{environment['PREFECT_API_URL']}/automations/filter", {})
+    assert [one["name"] for one in automations if one["name"] in BEFORE] == []
     start_worker("cpu", "day")
     return environment["PREFECT_API_URL"], overrides(small), folder
 
@@ -258,9 +265,9 @@ def _check_the_flow_runs_to_prune(environment, folder, flow_run):
 
 def _check_sockets(seen):
     """Of the servers, of the worker, and of all that the flows start."""
-    for part in ("flows.cli worker", "orchestrator.launch", "trainer.rank", "instance.embedded"):
+    for part in ("prefect worker start", "orchestrator.launch", "trainer.rank", "instance.embedded"):
         assert any(part in name for name in seen.processes), (part, seen.processes)
-    for part in ("prefect", "mlflow", "cluster.s3_endpoint", "orchestrator.launch", "instance.embedded"):
+    for part in ("prefect", "mlflow", "moto.server", "orchestrator.launch", "instance.embedded"):
         assert any(part in name for name in seen.sockets.values()), (part, seen.sockets)
     assert seen.open_ones == {}
 
@@ -387,9 +394,9 @@ def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_pa
 
 
 def test_a_deploy_leaves_no_address_of_an_earlier_one_on_the_server(deployed, environment, messages):
-    """Alerts that are signed have another block; the last of these are those that the fixture has made."""
+    """Alerts have one block; the last of these are those that the fixture has made."""
     api, *_ = deployed
-    code = "import sys; from tasks.cluster import alerts; alerts.install_alerts(*sys.argv[1:3], 30, sys.argv[3])"
+    code = "import sys; from tasks.cluster import alerts; alerts.install_alerts(*sys.argv[1:3], 30)"
 
     def blocks(*given):
         call([sys.executable, "-c", code, *given], environment)
@@ -397,9 +404,9 @@ def test_a_deploy_leaves_no_address_of_an_earlier_one_on_the_server(deployed, en
         told = [one["name"] for one in post_json(f"{api}/automations/filter", {}) if " alert: " in one["name"]]
         return {one["name"] for one in found if "alerts" in one["name"]}, len(told)
 
-    assert blocks("https://open.feishu.cn/open-apis/bot/v2/hook/x", "feishu", "SECabc") == ({alerts.SIGNED_BLOCK}, 5)
-    assert blocks("off", "", "") == (set(), 0)
-    assert blocks(messages[0], "json", "") == ({alerts.BLOCK}, 5)
+    assert blocks("https://open.feishu.cn/open-apis/bot/v2/hook/x", "feishu") == ({alerts.BLOCK}, 5)
+    assert blocks("off", "") == (set(), 0)
+    assert blocks(messages[0], "json") == ({alerts.BLOCK}, 5)
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):

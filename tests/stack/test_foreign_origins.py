@@ -4,12 +4,10 @@ import json
 import urllib.error
 import urllib.request
 
-import boto3
 import pytest
 
 from support.flow_runs import get_json
 from tasks.cluster.prefect_api import post_json
-from tasks.cluster.services import PASSWORD
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 FOREIGN = "http://evil.example"
@@ -39,41 +37,12 @@ def test_a_foreign_page_can_neither_read_nor_start_anything(services):
     assert "evil" not in [one["name"] for one in post_json(f"{api}/flows/filter", {})]
 
 
-def test_neither_a_foreign_page_nor_a_stranger_reaches_the_bucket(services, monkeypatch):
-    """moto itself answers everybody, and its reset erased the bucket."""
-    url = services.environment["AWS_ENDPOINT_URL"]
-    for name in services.environment:
-        if name.startswith("AWS_"):
-            monkeypatch.setenv(name, services.environment[name])
-    client = boto3.client("s3")
-    client.put_object(Bucket="metronome", Key="kept", Body=b"bytes")
-    key = services.environment["AWS_ACCESS_KEY_ID"]
-    signed = {"Authorization": f"AWS4-HMAC-SHA256 Credential={key}/20260101/us-east-1/s3/aws4_request"}
-    for path, method in (("/moto-api/reset", "POST"), ("/metronome/kept", "GET"), ("/metronome/kept", "DELETE")):
-        for headers in ({}, signed):
-            status, answered = as_a_page(f"{url}{path}", method, {}, **headers)
-            assert (status, answered["Access-Control-Allow-Origin"]) == (403, None), path
-        for headers in ({"Host": "evil.example", **signed}, {"Sec-Fetch-Site": "same-site", **signed}, {}):
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(urllib.request.Request(f"{url}{path}", headers=headers, method=method))
-    assert client.get_object(Bucket="metronome", Key="kept")["Body"].read() == b"bytes"
-    address = client.generate_presigned_url("get_object", {"Bucket": "metronome", "Key": "kept"})
-    assert urllib.request.urlopen(address).read() == b"bytes"
-    assert (services.folder / "s3.key").stat().st_mode & 0o777 == 0o600
-
-
 def test_with_the_password_the_server_answers_and_anybody_may_ask_whether_it_lives(services):
     api = services.environment["PREFECT_API_URL"]
     assert isinstance(post_json(f"{api}/flows/filter", {}), list)
     assert get_json(f"{api}/health") is True
     with pytest.raises(urllib.error.HTTPError, match="401"):
         post_json(f"{api}/flows/filter", {}, "metronome:wrong")
-
-
-def test_the_password_is_for_its_owner_only_and_stays(services):
-    file = services.folder / PASSWORD
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert file.read_text() == services.environment["PREFECT_API_AUTH_STRING"]
 
 
 def test_of_web_pages_mlflow_takes_its_own_and_links(services):

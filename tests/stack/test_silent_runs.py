@@ -1,8 +1,4 @@
-"""Flow runs whose end nobody hears of, on a real Prefect server and workers: an automation finds them, the watchdog
-resumes them.
-
-What the other automations do is in test_crashes.
-"""
+"""Flow runs whose end nobody hears of, on a real Prefect server and workers: the watchdog finds and resumes them."""
 
 import subprocess
 import sys
@@ -12,12 +8,14 @@ import pytest
 from support.flow_runs import get_json, kill, patiently, processes, start, state
 from support.runs import ROOT, wait_for
 from tasks.cluster.prefect_api import post_json
-from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.watchdog import HEARTBEAT_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 SILENCE_S = 2 * HEARTBEAT_S + 10
 """Longer than two heartbeats: shorter, a run that lives is taken for dead between two of them."""
+PENDING_S = SILENCE_S + 2 * HEARTBEAT_S
+"""Longer than the slow flow takes to begin."""
 POOL = "lonely"
 """Of its own: a worker that another test left on a shared pool would report the end that nobody is to hear of."""
 NAMES = ("lonely", "unheard", "unbegun", "slow")
@@ -39,17 +37,13 @@ def {name}(folder: str) -> None:
 DEPLOY = """
 import sys
 from prefect import flow
-from prefect.automations import Automation
 from tasks.cluster import deploy, watchdog
 
 deploy._make_pools({{{pool!r}: deploy.read_template("cpu")}})
-watchdog.install_automations(silence_s={silence})
-Automation.read(name="metronome: resume a crashed run").delete()
 for name in {names}:
     found = flow.from_source(source={folder!r}, entrypoint=f"{{name}}.py:{{name}}")
     found.deploy(name, work_pool_name={pool!r}, tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
 """
-INSTALL = "from tasks.cluster import watchdog; watchdog.install_automations()"
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +60,12 @@ def call(environment):
 
 @pytest.fixture(scope="module")
 def api(call, environment, tmp_path_factory):
-    """The API's URL once flows are deployed that wait for a file.
-    Silence is short, and no automation hears of crashes."""
+    """The API's URL once flows are deployed that wait for a file."""
     folder = tmp_path_factory.mktemp("flows")
     for name in NAMES:
         (folder / f"{name}.py").write_text(FLOW.format(name=name, loads=SILENCE_S + HEARTBEAT_S))
-    call(DEPLOY.format(names=NAMES, silence=SILENCE_S, folder=str(folder), pool=POOL))
-    yield environment["PREFECT_API_URL"]
-    call(INSTALL)
+    call(DEPLOY.format(names=NAMES, folder=str(folder), pool=POOL))
+    return environment["PREFECT_API_URL"]
 
 
 def begun(folder):
@@ -98,9 +90,10 @@ def history(api, run):
 
 
 @pytest.mark.nightly
-def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, start_worker, environment, tmp_path):
-    """One crash is reported and the event lost. Then worker and flows of two are killed, one before it began: nobody is
-    left to report them. The last takes longer to begin than silence may last, and is left alone."""
+def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, start_worker, environment, tmp_path):
+    """Worker and flows of two are killed, one before it began: nobody is left to report them. The worker reports the
+    third. The last takes longer to begin than silence may last, and is left alone."""
+    services["watchdog"].stop()
     folders = {name: tmp_path / name for name in NAMES}
     worker = start_worker(POOL, "lost")
     for folder in folders.values():
@@ -124,26 +117,25 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, start_worker, e
         (folder / "go").touch()
     start_worker(POOL, "found")
     runs["slow"] = start(api, "slow", {"folder": str(folders["slow"])})
-    command = [sys.executable, "-m", "tasks.cluster.watchdog", "--every", "1", "--after", "1"]
-    dog = subprocess.Popen(command, env=environment, cwd=ROOT)
+    limits = ["--every", "1", "--after", "1", "--silence", str(SILENCE_S), "--pending", str(PENDING_S)]
+    dog = subprocess.Popen([sys.executable, "-m", "tasks.cluster.watchdog", *limits], env=environment, cwd=ROOT)
     try:
         for run in runs.values():
             wait_for(
-                lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", SILENCE_S + 160
+                lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", PENDING_S + 200
             )
     finally:
         dog.kill()
         dog.wait()
-    resumed = ("AwaitingRetry", "Resumed after a crash, by the watchdog")
+        services["watchdog"].start()
+    resumed = ("AwaitingRetry", "Resumed after a crash")
     told = {name: history(api, run) for name, run in runs.items()}
-    crashed = ("Crashed", f"No heartbeat for {SILENCE_S} s")
-    assert crashed in told["lonely"], told
-    silent = told["lonely"].index(crashed)
-    assert told["lonely"][silent + 1] == resumed
+    for name, crashed in (
+        ("lonely", ("Crashed", f"No heartbeat for {SILENCE_S} s")),
+        ("unbegun", ("Crashed", f"Did not start within {PENDING_S} s")),
+    ):
+        assert crashed in told[name], told
+        assert told[name][told[name].index(crashed) + 1] == resumed
     assert resumed in told["unheard"]
-    # its worker may have sent one heartbeat
-    late = ("Crashed", f"Did not start within {SILENCE_S} s")
-    [found] = [number for number, one in enumerate(told["unbegun"]) if one in (late, crashed)]
-    assert told["unbegun"][found + 1] == resumed
     assert "Crashed" not in [name for name, _ in told["slow"]]
     assert [len(begun(folder)) for folder in folders.values()] == [2, 2, 1, 1]

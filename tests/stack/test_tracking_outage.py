@@ -11,8 +11,9 @@ from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.run.files import append_line, read_lines
 from flows.local import evaluate_here
+from support.ports import free_port
 from support.runs import config_of, save_model
-from tasks.cluster.services import Services, free_port
+from support.stack import Services
 from tasks.tracking import evaluations, mirror, retry, tracked_run
 from tasks.tracking.registered_policies import model_folder, registered_name
 
@@ -23,7 +24,7 @@ RECIPE = "infra/recipes/quickstart.toml"
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory):
-    with Services(tmp_path_factory.mktemp("services"), prefect=None, s3=None) as found:
+    with Services(tmp_path_factory.mktemp("services"), prefect=False, s3=False) as found:
         yield found
 
 
@@ -129,7 +130,7 @@ def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):
 @pytest.mark.nightly
 def test_policies_outlast_a_restart_of_the_services_and_are_named_when_their_files_are_gone(tmp_path):
     place = tmp_path / "services"
-    with Services(place, prefect=None) as running:
+    with Services(place, prefect=False) as running:
         client = mlflow.MlflowClient(running["mlflow"].url)
         run = client.create_run(client.create_experiment("mine"))
         client.log_artifacts(run.info.run_id, save_model(tmp_path / "model"), "policy")
@@ -137,7 +138,7 @@ def test_policies_outlast_a_restart_of_the_services_and_are_named_when_their_fil
         name = registered_name(RECIPE, Config())
         client.create_registered_model(name)
         client.create_model_version(name, source, run.info.run_id)
-    with Services(place, prefect=None) as running:  # with the S3 endpoint, which has forgotten everything
+    with Services(place, prefect=False) as running:  # with the S3 endpoint, which has forgotten everything
         tracking = Tracking(uri=running["mlflow"].url)
         here = Config(run=Run(name="run", output=str(tmp_path)), tracking=tracking)
         found = Path(model_folder(here, RECIPE, "latest").model.path)

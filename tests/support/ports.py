@@ -19,3 +19,9 @@ def two_neighbours():
             continue
         return port
     raise AssertionError("100 ports tried, and none was free with the one after it")
+
+
+def free_port():
+    """A port of loopback on which no process listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

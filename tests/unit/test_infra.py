@@ -11,8 +11,7 @@ import yaml
 
 from support.runs import ROOT
 from tasks.cluster import doctor
-from tasks.cluster.services import HEARTBEAT_S
-from tasks.cluster.watchdog import SILENCE_S
+from tasks.cluster.watchdog import HEARTBEAT_S, SILENCE_S
 
 COMPOSE = ROOT / "infra/compose/compose.yaml"
 CONTAINERS = sorted((ROOT / "infra/containers").glob("*.Containerfile"))

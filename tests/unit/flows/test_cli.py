@@ -7,9 +7,9 @@ from importlib import metadata
 import pytest
 from typer.testing import CliRunner
 
-from engine.run.guard import guarded_command
 from engine.run.process import Child
 from flows.cli import app
+from support.guard import guarded_command
 from support.runs import ROOT
 
 ROW = '{"problem": "1+1=", "answer": "2"}\n'

@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from engine.platform.parallel import STORE
 from engine.ranks.agent import GLOO_INTERFACE, FixedNodes, interface_to
 from engine.wire.rendezvous_store import serve_store
+from support.ports import free_port
 from support.runs import ROOT, wait_for
-from tasks.cluster.services import free_port
 
 
 def nodes(port, count, wait_s=10.0):

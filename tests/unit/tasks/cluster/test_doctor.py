@@ -221,8 +221,8 @@ def test_a_folder_of_runs_that_others_can_read_gets_a_warning(monkeypatch, tmp_p
 
 
 def test_the_servers_of_a_shell_are_named_and_asked(monkeypatch):
+    from support.ports import free_port
     from tasks.cluster.doctor import check_servers
-    from tasks.cluster.services import free_port
 
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:word@127.0.0.1:{free_port()}")

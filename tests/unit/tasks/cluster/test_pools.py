@@ -10,7 +10,7 @@ from prefect.workers.process import ProcessJobConfiguration
 from engine.errors import BadInput
 from support.runs import ROOT
 from tasks.cluster.deploy import POOLS, read_pools, read_template
-from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.watchdog import HEARTBEAT_S
 
 ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}
 

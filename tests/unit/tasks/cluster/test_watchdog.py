@@ -1,209 +1,149 @@
-"""Which events the automations answer, asked of the Prefect server's own triggers;
-tests/stack/test_silent_runs.py fires them. Which runs the watchdog resumes."""
+"""Which runs the watchdog takes for dead, resumes and ends; tests/stack/test_silent_runs.py has a real server."""
 
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
-from uuid import uuid4
 
 import pytest
 import yaml
-from prefect.server.events.schemas.automations import EventTrigger
-from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.variables import Variable
 
 from tasks.cluster import watchdog
 from tasks.cluster.deploy import FILE, read_template
-from tasks.cluster.services import HEARTBEAT_S
-from tasks.cluster.watchdog import (
-    FORGOTTEN_S,
-    PENDING_S,
-    SILENCE_S,
-    TAG,
-    build_automations,
-    crash_late,
-    reschedule_crashed,
-)
-
-SILENT = "metronome: a run is silent"
-NOT_BEGUN = "metronome: a run does not begin"
-NO_PROCESS = "metronome: a process does not begin"
+from tasks.cluster.watchdog import FORGOTTEN_S, HEARTBEAT_S, PENDING_S, SILENCE_S, STARTS, TAG, Limits, sweep
 
 
-def trigger(name):
-    """As the server keeps it."""
-    [found] = [one for one in build_automations() if one.name == name]
-    return EventTrigger.model_validate(found.trigger.model_dump(exclude={"id"}))
-
-
-def event(what, *tags, pool="process"):
-    related = [
-        {"prefect.resource.id": "prefect.work-pool.1", "prefect.resource.role": "work-pool"}
-        | {"prefect.work-pool.type": pool}
-    ]
-    related += [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
-    return ReceivedEvent(
-        id=uuid4(),
-        occurred=datetime.now(UTC),
-        event=f"prefect.flow-run.{what}",
-        resource={"prefect.resource.id": f"prefect.flow-run.{uuid4()}"},
-        related=related,
-    )
-
-
-@pytest.mark.parametrize("name", [one.name for one in build_automations()])
-def test_only_runs_that_are_to_be_resumed_are_watched(name):
-    what = "Pending" if name == "metronome: a run crashes again and again" else "Cancelled"
-    pool = "kubernetes" if name == NOT_BEGUN else "process"
-    assert trigger(name).covers(event(what, "nightly", TAG, pool=pool))
-    assert not trigger(name).covers(event(what, "nightly", pool=pool))
-
-
-def test_only_a_pod_may_wait_long_before_its_run_begins():
-    """A worker that is killed just after it took a run leaves it pending."""
-    for pool in ("process", "kubernetes", "docker"):
-        taken = event("Pending", TAG, pool=pool)
-        watching = [name for name in (NOT_BEGUN, NO_PROCESS) if trigger(name).covers(taken)]
-        assert watching == [NO_PROCESS if pool == "process" else NOT_BEGUN]
-    _, pods = read_template("kubernetes-ascend-train")
-    pod_waits_s = pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"]
-    assert trigger(NOT_BEGUN).within.total_seconds() > pod_waits_s
-    assert trigger(NO_PROCESS).within == trigger(SILENT).within
-
-
-def test_a_run_keeps_its_slot_until_it_begins_or_is_taken_for_dead():
-    """Prefect cancels a run whose slot was given to another one before it began."""
-    limits = [
-        one["concurrency_limit"]
-        for one in yaml.safe_load(FILE.read_text())["deployments"]
-        if "concurrency_limit" in one
-    ]
-    assert len(limits) == 3
-    assert {one["grace_period_seconds"] for one in limits} == {PENDING_S + SILENCE_S}
-
-
-@pytest.mark.parametrize(("name", "begins"), [(SILENT, "heartbeat"), (NOT_BEGUN, "Pending"), (NO_PROCESS, "Pending")])
-def test_a_run_that_ends_or_is_being_cancelled_is_not_taken_for_crashed(name, begins):
-    watched = trigger(name)
-    assert watched.starts_after(f"prefect.flow-run.{begins}")
-    for end in ("Completed", "Failed", "Crashed", "Cancelling", "Cancelled"):
-        assert watched.expects(f"prefect.flow-run.{end}"), end
-        assert not watched.starts_after(f"prefect.flow-run.{end}"), end
-
-
-def test_silence_is_longer_than_two_heartbeats_and_each_begins_it_anew():
-    watched = trigger(SILENT)
-    assert watched.starts_after("prefect.flow-run.heartbeat")
-    assert watched.expects("prefect.flow-run.heartbeat")
-    assert watched.within.total_seconds() > 2 * HEARTBEAT_S
-
-
-@pytest.mark.parametrize("name", [NOT_BEGUN, NO_PROCESS])
-@pytest.mark.parametrize("sign", ["Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot"])
-def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(name, sign):
-    """The event Running alone may be lost: a healthy run would be set to Crashed."""
-    watched = trigger(name)
-    assert watched.expects(f"prefect.flow-run.{sign}")
-    assert not watched.starts_after(f"prefect.flow-run.{sign}")
-
-
-def test_a_workers_heartbeat_of_a_run_is_a_sign_of_its_life_until_the_next(monkeypatch):
-    sent = []
-    monkeypatch.setattr(watchdog, "emit_event", lambda **event: sent.append(event))
-    run = SimpleNamespace(id=uuid4(), name="night", tags=["nightly", TAG])
-    watchdog.send_heartbeat(run, SimpleNamespace(id=uuid4(), name="cpu", type="process"))
-    [event] = sent
-    received = ReceivedEvent.model_validate(
-        event | {"id": uuid4(), "occurred": datetime.now(UTC), "related": [one.root for one in event["related"]]}
-    )
-    assert received.resource.id == f"prefect.flow-run.{run.id}"
-    for name in (SILENT, NO_PROCESS):
-        assert trigger(name).covers(received)
-        assert trigger(name).expects(received.event)
-    assert trigger(SILENT).starts_after(received.event)
+def before(seconds):
+    return datetime.now(UTC) - timedelta(seconds=seconds)
 
 
 class Server:
     """Takes the place of the Prefect server's client: flow runs, found by the filters that the watchdog sends."""
 
-    def __init__(self, runs, heartbeats=None):
-        """`heartbeats`: seconds since the last one, by run."""
+    def __init__(self, runs):
         self.runs = runs
-        self.heartbeats = heartbeats or {}
-        self.resumed = []
+        self.set = {}
+        """(state, message) by run."""
 
     def read_flow_runs(self, flow_run_filter):
         wanted = flow_run_filter.model_dump(exclude_none=True)
-        tags = wanted.get("tags", {"all_": []})["all_"]
-        ended = wanted.get("end_time", {})
+        ended = wanted.get("end_time")
         return [
             run
             for run in self.runs
             if run.state_type in wanted["state"]["type"]["any_"]
-            and set(tags) <= run.tags
+            and {*wanted["tags"]["all_"]} <= run.tags
             and (not ended or ended["after_"] <= run.end_time <= ended["before_"])
         ]
 
-    def read_work_pools(self):
-        return [SimpleNamespace(name="cpu", type="process"), SimpleNamespace(name="cluster", type="kubernetes")]
+    def read_flow_run_states(self, number):
+        [run] = [one for one in self.runs if one.id == number]
+        return [SimpleNamespace(name="Pending", timestamp=before(one)) for one in run.starts]
 
     def read_events(self, wanted, limit):
-        assert wanted.event.name == ["prefect.flow-run.heartbeat"]
-        [run] = wanted.resource.id
-        before_s = self.heartbeats.get(run.removeprefix("prefect.flow-run."))
-        heard = before_s is not None and wanted.occurred.since < datetime.now(UTC) - timedelta(seconds=before_s)
-        return SimpleNamespace(events=["a heartbeat"] if heard else [])
+        assert (wanted.event.name, limit) == (["prefect.flow-run.heartbeat"], 1)
+        [number] = wanted.resource.id
+        [run] = [one for one in self.runs if f"prefect.flow-run.{one.id}" == number]
+        return SimpleNamespace(events=[SimpleNamespace(occurred=before(one)) for one in run.heard[:1]])
 
-    def set_flow_run_state(self, run, state):
-        self.resumed.append((run, state.type, state.name))
-
-
-def crashed(name, before_s=120.0, **changes):
-    settings = {"id": name, "name": name, "tags": {TAG, "nightly"}, "state_type": "CRASHED", "deployment_id": "ours"}
-    return SimpleNamespace(**settings | changes, end_time=datetime.now(UTC) - timedelta(seconds=before_s))
+    def set_flow_run_state(self, run, state, force=False):
+        self.set[run] = (state.name, state.message)
 
 
-def test_the_watchdog_resumes_the_crashed_runs_that_are_to_be_resumed_and_that_no_automation_has(monkeypatch):
-    server = Server(
+def run(name, state, for_s=0.0, *, heard=(), starts=(), **changes):
+    """A run that has been in a state for so long. `heard`, `starts`: seconds since its heartbeats, the newest first,
+    and since a worker took it."""
+    fields = {"id": name, "name": name, "tags": {TAG, "nightly"}, "deployment_id": "ours", "end_time": before(for_s)}
+    own = SimpleNamespace(timestamp=before(for_s))
+    return SimpleNamespace(**fields | changes, state_type=state, state=own, heard=heard, starts=starts)
+
+
+@pytest.fixture
+def swept(monkeypatch):
+    """(state by run, lines) of one look at runs."""
+    monkeypatch.setattr(Variable, "set", lambda *_, **__: None)
+
+    def look(runs, **given):
+        server = Server(runs)
+        monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
+        lines = sweep(Limits(), **given)
+        return {name: state for name, (state, _) in server.set.items()}, lines
+
+    return look
+
+
+def test_crashed_runs_are_resumed_within_an_hour_and_only_those_that_ask_for_it(swept):
+    found, lines = swept(
         [
-            crashed("forgotten by the automations"),
-            crashed("an automation may still resume it", before_s=50.0),
-            crashed("given up", before_s=FORGOTTEN_S + 60),
-            crashed("of somebody else", tags={"nightly"}),
-            crashed("failed", state_type="FAILED"),
-            crashed("without a deployment, which no worker takes", deployment_id=None),
+            run("crashed", "CRASHED", 60),
+            run("may be reported a second time", "CRASHED", 15),
+            run("given up", "CRASHED", FORGOTTEN_S + 60),
+            run("of somebody else", "CRASHED", 60, tags={"nightly"}),
+            run("failed", "FAILED", 60),
+            run("cancelled", "CANCELLED", 60),
+            run("without a deployment, which no worker takes", "CRASHED", 60, deployment_id=None),
         ]
     )
-    monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
-    assert reschedule_crashed() == ["forgotten by the automations"]
-    assert server.resumed == [("forgotten by the automations", "SCHEDULED", "AwaitingRetry")]
-    assert reschedule_crashed(older_than_s=40.0) == [
-        "forgotten by the automations",
-        "an automation may still resume it",
-    ]
+    assert found == {"crashed": "AwaitingRetry"}
+    assert lines == ["resumed crashed"]
 
 
-def pending(name, pool, for_s, **changes):
-    state = SimpleNamespace(timestamp=datetime.now(UTC) - timedelta(seconds=for_s))
-    settings = {"id": name, "name": name, "tags": {TAG}, "state_type": "PENDING", "work_pool_name": pool}
-    return SimpleNamespace(**settings | changes, state=state)
-
-
-def test_the_watchdog_crashes_runs_that_did_not_begin_and_that_no_automation_has(monkeypatch):
-    """The server may have lost the event, if it was killed when the worker took the run."""
-    server = Server(
+def test_a_run_that_crashes_again_and_again_is_ended(swept):
+    found, lines = swept(
         [
-            pending("of a dead worker", "cpu", SILENCE_S + 70),
-            pending("an automation may still act", "cpu", SILENCE_S + 50),
-            pending("still loads", "cpu", 4 * SILENCE_S),
-            pending("loaded until its worker died", "cpu", 4 * SILENCE_S),
-            pending("of a lost node", "cluster", PENDING_S + 70),
-            pending("waits for NPUs", "cluster", PENDING_S - 60),
-            pending("of somebody else", "cpu", PENDING_S + 70, tags={"nightly"}),
-            pending("runs", "cpu", PENDING_S + 70, state_type="RUNNING"),
-        ],
-        heartbeats={"still loads": 20.0, "loaded until its worker died": SILENCE_S + 70},
+            run("again and again", "CRASHED", 60, starts=range(60, 60 + STARTS)),
+            run("once less", "CRASHED", 60, starts=range(60, 60 + STARTS - 1)),
+            run("over hours", "CRASHED", 60, starts=range(0, 600 * STARTS, 600)),
+        ]
     )
-    monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
-    late = ["of a dead worker", "loaded until its worker died", "of a lost node"]
-    assert crash_late() == late
-    assert server.resumed == [(name, "CRASHED", "Crashed") for name in late]
+    assert found == {"again and again": "Failed", "once less": "AwaitingRetry", "over hours": "AwaitingRetry"}
+    assert "again and again crashes again and again" in lines
+
+
+def test_runs_without_heartbeats_are_taken_for_dead_if_the_server_has_answered_for_as_long(swept):
+    """One that waits for its end is not: a cancelled run must not be resumed."""
+    late = SILENCE_S + 10
+    runs = (
+        run("silent", "RUNNING", 1000, heard=[late]),
+        run("of a new attempt, silent", "RUNNING", late, heard=[1000]),
+        run("has just begun", "RUNNING", 10, heard=[1000]),
+        run("alive", "RUNNING", 1000, heard=[HEARTBEAT_S, late]),
+        run("never heard of", "RUNNING", 1000),
+        run("is being cancelled", "CANCELLING", 1000, heard=[late]),
+        run("of somebody else", "RUNNING", 1000, heard=[late], tags={"nightly"}),
+    )
+    assert swept(runs)[0] == {"silent": "Crashed", "of a new attempt, silent": "Crashed"}
+    assert swept(runs, judge_silence=False)[0] == {}
+    assert SILENCE_S > 2 * HEARTBEAT_S  # one lost heartbeat is not silence
+
+
+def test_runs_that_a_worker_took_and_that_do_not_begin_are_taken_for_dead(swept):
+    found, _ = swept(
+        [
+            run("of a lost node", "PENDING", PENDING_S + 10),
+            run("waits for NPUs", "PENDING", PENDING_S - 10),
+            run("waits for a worker", "SCHEDULED", PENDING_S + 10),
+            run("of somebody else", "PENDING", PENDING_S + 10, tags={"nightly"}),
+        ]
+    )
+    assert found == {"of a lost node": "Crashed"}
+    _, pods = read_template("kubernetes-ascend-train")
+    assert pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"] < PENDING_S
+
+
+def test_a_run_keeps_its_slot_until_it_begins_or_is_taken_for_dead():
+    """Prefect cancels a run whose slot was given to another one before it began."""
+    deployments = yaml.safe_load(FILE.read_text())["deployments"]
+    limits = [one["concurrency_limit"] for one in deployments if "concurrency_limit" in one]
+    assert len(limits) == 3
+    assert {one["grace_period_seconds"] for one in limits} == {PENDING_S + SILENCE_S}
+
+
+def test_a_deploy_sees_when_a_watchdog_has_last_looked(monkeypatch):
+    kept = {}
+    monkeypatch.setattr(Variable, "set", lambda name, value, overwrite: kept.update({name: value}))
+    monkeypatch.setattr(Variable, "get", kept.get)
+    monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(Server([])))
+    assert watchdog.last_seen() is None
+    sweep(Limits())
+    assert 0 <= watchdog.last_seen() < 60

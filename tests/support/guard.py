@@ -1,28 +1,23 @@
 """Runs a program that does not know lifelines, and ends it when the parent ends.
 
-`python -m engine.run.guard PROGRAM ARGUMENT...`
-
 Servers and workers of other projects outlive a killed parent. The guard leads their process group, watches the lifeline
 (engine.run.process) and ends as the program did: with its exit status, or by its signal.
 """
-
-from __future__ import annotations
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 
-from engine.run.process import python_command, watch_lifeline
+from engine.run.process import watch_lifeline
 
 
-def guarded_command(arguments: Sequence[str]) -> list[str]:
+def guarded_command(arguments):
     """Command line that runs `arguments` under a guard."""
-    return python_command("engine.run.guard", *arguments)
+    return [sys.executable, __file__, *arguments]
 
 
-def main() -> int:
+def main():
     """Run the program to its end. Return its exit status, or die of the signal of which it died, so that the parent can
     name it."""
     for number in (signal.SIGTERM, signal.SIGINT):
