@@ -247,4 +247,8 @@ def _unknown_key(loc: tuple[int | str, ...], value: object) -> str:
 def _other_name(key: str) -> str:
     """The message about a key of another library; "" if it is of none."""
     ours = find_other_name(key)
-    return f"unknown key {key}; did you mean {ours}?" if ours in KEYS else ours and f"unknown key {key}: {ours}"
+    return (
+        f"unknown key {key}; did you mean {ours}?"
+        if ours in KEYS
+        else ours and f"unknown key {key}: in Metronome {ours}"
+    )
