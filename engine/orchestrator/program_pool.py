@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,8 @@ from engine.errors import MetronomeError, ProcessDied, RewardError
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.pool.reply_check import problem_of_tokens
 from engine.orchestrator.verifier_pool import (
-    DEATHS,
     MOST_PROCESSES,
-    TICK_S,
+    AwakeTimer,
     VerifierProcess,
     WorkerDied,
     verifier_environment,
@@ -45,6 +43,8 @@ from engine.wire.verifier_messages import (
 
 START_S = 120.0
 """Seconds in which a process must have loaded the program."""
+STOP_S = 5.0
+"""Seconds in which a program must end once it is stopped. Else its process hangs, and is killed."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,31 @@ class _ProgramWorker:
     process: VerifierProcess
     inboxes: dict[int, asyncio.Queue[VerifierMessage | MetronomeError]] = field(default_factory=dict)
     """By number of the attempt: what its process has sent, or how it ended."""
-    alone: bool = False
-    """Whether its episode must have the process for itself."""
-
+    is_stale: bool = False
+    """Whether a program ran out of time in it, and may have left threads that hang."""
     reader: asyncio.Task[None] | None = None
 
     def begin_reading(self) -> None:
         """Read the messages of the process in the background."""
         self.reader = asyncio.create_task(self._read_messages())
 
-    def end_reading(self) -> None:
-        """Read no more."""
+    def end(self, error: MetronomeError) -> None:
+        """Read no more, and give all episodes in the process this error."""
         if self.reader is not None:
             self.reader.cancel()
+        self.end_episodes(error)
+
+    def replace(self, why: str) -> None:
+        """Kill the process and start another. The episodes in it begin again."""
+        self.end(WorkerDied(why))
+        self.process.restart()
+        self.begin_reading()
+
+    def leave(self, attempt: int) -> None:
+        """Forget an attempt. A stale process is replaced once it has no other."""
+        self.inboxes.pop(attempt, None)
+        if self.is_stale and not self.inboxes:
+            self.replace("")
 
     async def _read_messages(self) -> None:
         """Give each message to its episode. If the process dies, all episodes in it get the error, and another
@@ -101,6 +113,7 @@ class _ProgramWorker:
         for inbox in self.inboxes.values():
             inbox.put_nowait(error)
         self.inboxes.clear()
+        self.is_stale = False
 
 
 class ProgramPool:
@@ -127,11 +140,6 @@ class ProgramPool:
             )
             for index in range(reward.workers)
         ]
-        self._freed = asyncio.Event()
-        self._wanted_alone = 0
-        self.waiting: set[Episode] = set()
-        """Episodes that wait for an instance, until the others of their group have ended or failed too. They may keep
-        their process only while no episode wants it for itself: that one may be of the same group."""
         self._attempts = 0
 
     async def start(self, tokenizer: LoadTokenizer) -> None:
@@ -151,56 +159,27 @@ class ProgramPool:
     def close(self) -> None:
         """Kill all processes. Episodes under way raise ProcessDied."""
         for worker in self._workers:
-            worker.end_reading()
             worker.process.close()
-            worker.end_episodes(ProcessDied("the programs were closed before the response was complete"))
+            worker.end(ProcessDied("the programs were closed before the response was complete"))
 
     def begin_episode(self, prompt: Prompt, seed: int | None, sampling: SamplingSettings) -> Episode:
         """Begin a response. It takes a process when its first turn is asked for."""
         return Episode(self, prompt, seed, sampling)
 
-    async def take_worker(self, alone: bool) -> tuple[_ProgramWorker, int]:
-        """Return the process with the fewest episodes, and a number for the attempt. `alone`: wait for a process
-        without any."""
-        self._wanted_alone += alone
-        if alone:
-            for episode in list(self.waiting):
-                episode.repeat()
-        try:
-            while (found := self._pick(alone)) is None:
-                self._freed.clear()
-                await self._freed.wait()
-        finally:
-            self._wanted_alone -= alone
-        found.alone = alone
+    def take_worker(self) -> tuple[_ProgramWorker, int]:
+        """Return the process with the fewest episodes, and a number for the attempt."""
+        found = min(self._workers, key=lambda worker: (worker.is_stale, len(worker.inboxes)))
         self._attempts += 1
         found.inboxes[self._attempts] = asyncio.Queue()
         return found, self._attempts
-
-    def _pick(self, alone: bool) -> _ProgramWorker | None:
-        if alone:
-            return next((worker for worker in self._workers if not worker.inboxes), None)
-        open_ones = [worker for worker in self._workers if not worker.alone and not self._wanted_alone]
-        return min(open_ones, key=lambda worker: len(worker.inboxes), default=None)
-
-    @property
-    def wanted_alone(self) -> bool:
-        """Whether an episode waits for a process without any."""
-        return self._wanted_alone > 0
-
-    def free_worker(self, worker: _ProgramWorker, attempt: int) -> None:
-        """Forget an attempt."""
-        worker.inboxes.pop(attempt, None)
-        worker.alone = worker.alone and bool(worker.inboxes)
-        self._freed.set()
 
 
 @dataclass
 class _Conversation:
     """What follows the prompt, from when the program began."""
 
-    left_s: float
-    """Seconds that the program may still take."""
+    timer: AwakeTimer
+    """The time that the program may still take."""
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: bytearray = field(default_factory=bytearray)
     """fp32; 0 for tokens that were appended."""
@@ -231,40 +210,38 @@ class Episode:
         self._sampling = sampling
         self._worker: tuple[_ProgramWorker, int] | None = None
         self._over = False
-        self._deaths = 0
-        self._alone = False
+        self._died = False
+        """Whether its process has died once."""
         self._program_s = 0.0
-        self._talk = _Conversation(pool.config.rollout.program_timeout_s)
+        self._talk = self._new_talk()
 
-    def _forget(self) -> None:
-        """Begin the conversation again."""
-        self._talk = _Conversation(self._pool.config.rollout.program_timeout_s)
+    def _new_talk(self) -> _Conversation:
+        return _Conversation(AwakeTimer(self._pool.config.rollout.program_timeout_s))
 
     async def next_turn(self) -> TurnRequest | None:
         """Return the turn that the program asks for, the same one until `add_turn`; None once the program is over.
 
-        If its process dies, the program begins again with the same seeds. Raises RewardError if it fails or takes too
-        long and the recipe says "stop".
+        If its process dies, the program begins again with the same seeds, once. Raises RewardError if it fails or takes
+        too long and the recipe says "stop".
         """
-        self._pool.waiting.discard(self)
         while self._talk.asked is None and not self._over:
             try:
                 await self._take_message()
             except WorkerDied as error:
                 self._leave()
-                self._alone = True
-                self._deaths += 1
-                if self._deaths >= DEATHS:
-                    self._fail("error", f"{DEATHS} processes died of it; last error: {error}")
+                if self._died:
+                    self._fail("error", f"two processes died of it; last error: {error}")
                 else:
-                    self._forget()
+                    self._died = True
+                    self._talk = self._new_talk()
             except TimeoutError:
-                self._time_out()
+                await self._end_late_program()
+                self._fail("timeout", f"not over within {self._pool.config.rollout.program_timeout_s:g} s")
         return self._talk.asked
 
     async def _take_message(self) -> None:
         if self._worker is None:
-            worker, attempt = self._worker = await self._pool.take_worker(self._alone)
+            worker, attempt = self._worker = self._pool.take_worker()
             call = verifier_messages.make_score_call(self._prompt, (), text_only=False)
             await worker.process.ready()
             worker.process.send(BeginEpisode(attempt, call))
@@ -283,23 +260,28 @@ class Episode:
             raise message
 
     async def _wait_for_message(self, worker: _ProgramWorker, attempt: int) -> VerifierMessage | MetronomeError:
-        """Raises TimeoutError once the program has used up its time, not counting time when this process was
-        suspended."""
+        """Raises TimeoutError once the program has used up its time."""
         inbox = worker.inboxes.get(attempt)
         if inbox is None:
             raise WorkerDied("its process ended")
-        while self._talk.left_s > 0:
-            began = time.monotonic()
+        before = self._talk.timer.left_s
+        try:
+            return await self._talk.timer.wait(inbox.get())
+        finally:
+            self._program_s += before - self._talk.timer.left_s
+
+    async def _end_late_program(self) -> None:
+        """Stop the program. One that does not even end holds up its process, which is replaced."""
+        assert self._worker is not None, "a message was awaited"
+        worker, attempt = self._worker
+        if (inbox := worker.inboxes.get(attempt)) is not None:
+            worker.is_stale = True
+            worker.process.send(StopEpisode(attempt))
             try:
-                async with asyncio.timeout(min(self._talk.left_s, TICK_S)):
-                    return await inbox.get()
+                await AwakeTimer(STOP_S).wait(inbox.get())
             except TimeoutError:
-                pass
-            finally:
-                took = min(time.monotonic() - began, TICK_S)
-                self._talk.left_s -= took
-                self._program_s += took
-        raise TimeoutError
+                worker.replace("another program in its process hung")
+        self._leave()
 
     def _ask(self, message: SampleTurn) -> None:
         """Append what the program says, and note the turn that it asks for."""
@@ -385,28 +367,6 @@ class Episode:
             "episode/program_s": self._program_s,
         }
 
-    def _time_out(self) -> None:
-        """Kill the process. The program failed if it had the process for itself; else another may have held it up, so
-        all that were in it begin again, each alone."""
-        assert self._worker is not None, "a message was awaited"
-        worker, attempt = self._worker
-        if attempt not in worker.inboxes:  # another program has just timed out there
-            self._leave()
-            self._alone = True
-            self._forget()
-            return
-        guilty = self._alone or len(worker.inboxes) == 1
-        self._leave()
-        worker.end_episodes(WorkerDied("another program in the process took too long"))
-        worker.end_reading()
-        worker.process.restart()
-        worker.begin_reading()
-        self._alone = True
-        if guilty:
-            self._fail("timeout", f"not over within {self._pool.config.rollout.program_timeout_s:g} s")
-        else:
-            self._forget()
-
     def _fail(self, status: str, why: str) -> None:
         """End with a score that says why. Raises RewardError if the recipe says "stop"."""
         reward = self._pool.config.reward
@@ -419,8 +379,9 @@ class Episode:
 
     def _leave(self) -> None:
         if self._worker is not None:
-            self._pool.free_worker(*self._worker)
+            worker, attempt = self._worker
             self._worker = None
+            worker.leave(attempt)
 
     def _stop(self) -> None:
         if self._worker is not None:
@@ -430,19 +391,16 @@ class Episode:
 
     def repeat(self) -> None:
         """Begin again with the same seeds."""
-        self._pool.waiting.discard(self)
         self._stop()
-        self._forget()
+        self._talk = self._new_talk()
 
     def wait_for_instance(self, keep: bool) -> None:
         """The instance failed on a turn, which another is asked for later. `keep`: the turns before may stay; else the
-        response begins again, as it does where another episode wants the process or has it for itself."""
-        self._pool.waiting.add(self)
+        response begins again."""
         self._talk.kept = True
-        if not keep or self._alone or self._pool.wanted_alone:
+        if not keep:
             self.repeat()
 
     def close(self) -> None:
         """Stop the program if it is not over."""
-        self._pool.waiting.discard(self)
         self._stop()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -82,8 +82,10 @@ NO_TOKENIZER = LoadTokenizer()
 """Used if each response to be scored comes with its text."""
 
 TICK_S = 0.5
-"""The longest interval in seconds that counts towards a call's time limit between two looks at the clock. So a call
-does not time out because the orchestrator was suspended."""
+"""The longest interval in seconds that counts towards a time limit between two looks at the clock. So nothing times out
+because the orchestrator was suspended."""
+
+Result = TypeVar("Result")
 
 
 class WorkerDied(RewardError):
@@ -308,7 +310,7 @@ class VerifierProcess:
         call = msgspec.structs.replace(call, number=self._calls)
         answer = None
         try:
-            answer = _checked_answer(call, await _within(timeout_s, self._send_and_receive(call)))
+            answer = _checked_answer(call, await AwakeTimer(timeout_s).wait(self._send_and_receive(call)))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
             how = self._how_it_ended()
@@ -479,18 +481,22 @@ def _shown(functions: Sequence[WeightedFunction]) -> str:
     return f'{"rollout.program" if functions[0].program else "reward.function"} = "{functions[0].function}"'
 
 
-async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:
-    """Return the result of `work`. Raises TimeoutError after `timeout_s`, not counting time when this process was
-    suspended."""
-    task = asyncio.ensure_future(work)
-    left = timeout_s
-    try:
-        while left > 0:
-            began = time.monotonic()
-            await asyncio.wait((task,), timeout=min(left, TICK_S))
-            if task.done():
-                return task.result()
-            left -= min(time.monotonic() - began, TICK_S)
-        raise TimeoutError
-    finally:
-        task.cancel()
+class AwakeTimer:
+    """Time for work, not counting time when this process was suspended."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.left_s = limit_s
+
+    async def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of `work`. Raises TimeoutError, and cancels it, once no time is left."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if self.left_s <= 0:
+                    raise TimeoutError
+                began = time.monotonic()
+                await asyncio.wait((task,), timeout=min(self.left_s, TICK_S))
+                self.left_s -= min(time.monotonic() - began, TICK_S)
+            return task.result()
+        finally:
+            task.cancel()

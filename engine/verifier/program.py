@@ -322,15 +322,12 @@ async def _run_episode(
     channel: Channel,
     check: Callable[[object, int], Score],
 ) -> None:
-    """Run the program for one response, and send what came out."""
+    """Run the program for one response, and send what came out, or that it was stopped."""
     value: object = None
     score = None
     error = ""
     with UserCode(whatever=True) as attempt:
         value = await program.call(prompt, chat)
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        return
     if attempt.error is not None and not isinstance(attempt.error, OutOfRoom):
         error = f"raised {describe_error(attempt.error, program.file)}"
     elif value is not None:

@@ -108,6 +108,8 @@ async def misbehaves(prompt, chat):
             time.sleep(1000)
         case "die":
             os._exit(3)
+        case "die once" if _once("died"):
+            os._exit(3)
         case "nonsense":
             return "much"
         case "wrong token":

@@ -18,6 +18,7 @@ from engine.config import Config
 from engine.data.loader import sampling_seed, turn_seed
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, RewardError
+from engine.orchestrator import program_pool
 from engine.orchestrator.pool import health
 from engine.orchestrator.producer import Producer
 from engine.orchestrator.program_pool import ProgramPool
@@ -115,26 +116,47 @@ async def test_a_response_ends_where_no_token_or_turn_is_left(tmp_path, tiny_mod
         assert response.finish_reason == "length"
 
 
+async def scores_of(w, *kinds):
+    """The score of `misbehaves` by kind; all are run at once."""
+    await w.run([Prompt(kind, kind.partition("#")[0], "", (1, 2, 3)) for kind in kinds], within_s=200)
+    found = {group.prompt.id: group.scores[0] for group in w.groups}
+    return {kind: found[kind] for kind in kinds}
+
+
+def lenient(folder, tiny_model, **rollout):
+    """A world with one process, in which a failure counts as 0 and a response that is too late is left out."""
+    reward = {"on_error": "zero", "on_timeout": "exclude", "workers": 1, "environment": ["METRONOME_TEST_MARKS"]}
+    return world(folder, tiny_model, "misbehaves", reward, group_size=1, concurrency=8, **rollout)
+
+
 async def test_a_program_that_misbehaves_fails_alone(tmp_path, tiny_model):
-    kinds = ["raise", "sleep", "hang", "die", "nonsense", "wrong token", "well"]
-    prompts = [Prompt(kind, kind, "", (1, 2, 3)) for kind in kinds]
-    reward = {"on_error": "zero", "on_timeout": "exclude"}
-    async with world(
-        tmp_path, tiny_model, "misbehaves", reward, program_timeout_s=1.0, group_size=1, concurrency=8
-    ) as w:
-        await w.run(prompts, within_s=200)
-    found = {group.prompt.id: group for group in w.groups}
-    said = {kind: found[kind].scores[0].detail for kind in kinds}
-    assert "ValueError: no such tool" in said["raise"]
-    assert "programs.py:" in said["raise"]
-    assert "not over within 1 s" in said["sleep"]
-    assert "not over within 1 s" in said["hang"]
-    assert "3 processes died of it" in said["die"]
-    assert "returned 'much'" in said["nonsense"]
-    assert "appended tokens: token 0 is 1000000" in said["wrong token"]
-    assert [score.status for score in found["hang"].scores] == ["timeout"]
-    assert all(score.excluded for score in found["sleep"].scores)
-    assert [score.status for score in found["well"].scores] == ["ok"]
+    told = {
+        "raise": ("error", r"raised ValueError: no such tool .*programs\.py"),
+        "sleep": ("timeout", "not over within 3 s"),
+        "nonsense": ("error", "returned 'much'"),
+        "wrong token": ("error", "appended tokens: token 0 is 1000000"),
+        "well": ("ok", "^$"),
+    }
+    async with lenient(tmp_path, tiny_model, program_timeout_s=3.0) as w:
+        found = await scores_of(w, *told)
+    for kind, (status, detail) in told.items():
+        assert found[kind].status == status
+        assert re.search(detail, found[kind].detail), found[kind]
+        assert found[kind].excluded == (status == "timeout")
+
+
+async def test_programs_whose_process_dies_begin_again_once_and_their_next_process_is_a_new_one(
+    tmp_path, tiny_model, monkeypatch
+):
+    monkeypatch.setenv("METRONOME_TEST_MARKS", str(tmp_path))
+    async with lenient(tmp_path, tiny_model, program_timeout_s=2.0) as w:
+        once = await scores_of(w, "die once", "die once#2", "well", "well#2")
+        assert {one.status for one in once.values()} == {"ok"}
+        assert "two processes died of it" in (await scores_of(w, "die"))["die"].detail
+        monkeypatch.setattr(program_pool, "STOP_S", 0.5)
+        hung = await scores_of(w, "hang", "raise")
+        assert "not over within 2 s" in hung["hang"].detail
+        assert (await scores_of(w, "well#3"))["well#3"].status == "ok"
 
 
 async def test_a_failure_stops_the_run_where_the_recipe_says_so(tmp_path, tiny_model):
