@@ -34,7 +34,7 @@ from engine import platform
 from engine.errors import BadInput
 from engine.model.flops import micro_step, peak_of
 from engine.tools.acceptance.comparisons import TINY, build, chosen, comparisons, random_groups
-from engine.tools.acceptance.devices import exact_matmuls
+from engine.tools.acceptance.device_parts import exact_matmuls
 
 SHAPES = {
     "0.6b": replace(

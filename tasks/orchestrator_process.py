@@ -1,4 +1,4 @@
-"""Starts the orchestrator and follows its steps.jsonl. The orchestrator ends whenever `run_training` ends."""
+"""Starts the orchestrator and follows its events. The orchestrator ends whenever `run_training` ends."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from engine import errors
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
+from engine.errors import DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import orchestrator_command, timeline_command
-from engine.run.fence import TAKEN_OVER
+from engine.run.event_stream import EventReader, Kind
 from engine.run.files import parse_line
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.logs import last_message
 from engine.run.process import Child
-from engine.run.progress import Progress, folder_size, format_size
+from engine.run.progress import Progress, folder_size, format_size, write_progress
 from engine.types import JsonObject
 from tasks.console import print_error, say
+from tasks.fenced import run_folder
 from tasks.interruption import say_stopping, signal_of
-from tasks.progress_display import show_progress, written
+from tasks.progress_display import show_progress
 
 POLL_S = 0.3
-"""Seconds between two reads of steps.jsonl."""
+"""Longest wait in seconds for an event, before the orchestrator is looked at."""
 PAUSE_S = 5.0
 """Longest silence in seconds that is counted between two reads."""
 STOP_S = 9.0
@@ -97,40 +99,71 @@ def run_training(
     is left behind. At the end of the training the timeline is drawn; after an error `timeline_at_end` draws it. A
     signal that ends this process is passed on to the orchestrator.
     """
-    folder = RunFolder(config.folder)
+    folder = run_folder(config)
     folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
-    follower = LineFollower(folder.steps)
-    notices = LineFollower(folder.notices)
-
-    def look() -> None:
-        for notice in notices.new():
-            say(notice["stage"], notice["text"])
-        for row in follower.new():
-            on_step(row)
-
-    folder.progress.unlink(missing_ok=True)  # left by a killed orchestrator
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
         dump_config(config, file)
-        child = Child("orchestrator", orchestrator_command(file, resume, replay), folder.logs / "orchestrator.log")
-        watch = _Watch(child, folder.heartbeat, config)
+        reader = EventReader()
+        child = _start(orchestrator_command(file, resume, replay, reader.writer), folder, reader)
+        told = _Told(folder, on_step)
         try:
-            with show_progress(
-                "train", written(folder.progress, "starting the orchestrator", "the orchestrator ends its processes")
-            ):
-                code = _follow(child, watch, look)
+            with reader, show_progress("train", lambda: told.progress):
+                code = _follow(child, reader, told, Silence(child, config))
         except BaseException as ended:
             _stop(child, signal_of(ended), config)
             raise
+        finally:
+            told.close()
         child.stop(STOP_S)
-    if code == TAKEN_OVER:
-        raise TakenOver(
-            f"run folder {folder.path}: another orchestrator writes it now; process {child.pid} has stopped"
-        )
+    if told.failure is not None:
+        raise told.failure
     if code:
-        raise _failure(child, folder, code)
+        raise ProcessDied(f"the orchestrator {child.how_it_ended()}")
     _draw(folder, DRAW_S)
     return folder
+
+
+def _start(command: Sequence[str], folder: RunFolder, reader: EventReader) -> Child:
+    try:
+        return Child("orchestrator", command, folder.logs / "orchestrator.log", pass_fds=[reader.writer])
+    finally:
+        os.close(reader.writer)
+
+
+class _Told:
+    """What the orchestrator tells: prints its notices, passes its steps on, and shows its progress in the run
+    folder."""
+
+    def __init__(self, folder: RunFolder, on_step: Callable[[JsonObject], None]) -> None:
+        self._folder = folder
+        self._on_step = on_step
+        self.failure: MetronomeError | None = None
+        """The error that ended the run."""
+        self._show_progress(Progress("starting the orchestrator"))
+
+    def take(self, kind: Kind, content: Any) -> None:  # noqa: ANN401
+        """Take the next event."""
+        if kind == "step":
+            self._on_step(content)
+        elif kind == "notice":
+            say(*content)
+        elif kind == "progress":
+            self._show_progress(Progress(*content))
+        else:
+            name, message = content
+            self.failure = getattr(errors, name, MetronomeError)(message)
+
+    def close(self) -> None:
+        """Nothing is in progress any more."""
+        if not self._folder.fence.is_passed:
+            self._folder.progress.unlink(missing_ok=True)
+
+    def _show_progress(self, progress: Progress) -> None:
+        self.progress = progress
+        if not self._folder.fence.is_passed:
+            with suppress(OSError):  # nothing depends on it
+                write_progress(self._folder.progress, progress)
 
 
 @contextmanager
@@ -187,13 +220,12 @@ def _draw(folder: RunFolder, within_s: float) -> None:
     print_error(f"warning: the timeline is not drawn: {reason}; draw it: {shlex.join(timeline_command(folder.path))}")
 
 
-class _Watch:
+class Silence:
     """Notices an orchestrator that hangs or was stopped, early enough to end it within 2 x train.timeout_s. The
     orchestrator itself enforces all other deadlines of a run."""
 
-    def __init__(self, child: Child, heartbeat: Path, config: Config) -> None:
+    def __init__(self, child: Child, config: Config) -> None:
         self._child = child
-        self._heartbeat = heartbeat
         timeout_s = config.train.timeout_s
         self._limit_s, self._limit_text = max(
             (2 * timeout_s - STOP_S, f"2 x train.timeout_s, less {STOP_S:g} s to end in"),
@@ -201,18 +233,17 @@ class _Watch:
         )
         self._start_s = config.rollout.timeout_s
         """Additional seconds before the orchestrator's first sign of life, because it may wait for a lock."""
-        self._seen = self._touched()
         self._silence_s = 0.0
         self._looked = time.monotonic()
 
-    def look(self) -> None:
-        """Raise DeadlineError if the orchestrator has given no sign of life for too long."""
+    def look(self, heard: bool) -> None:
+        """Note whether there was a sign of life since the last call. Raise DeadlineError if there was none for too
+        long."""
         now = time.monotonic()
         # if this process slept as well, only a moment of the pause counts
         self._silence_s += min(now - self._looked, PAUSE_S)
         self._looked = now
-        if (touched := self._touched()) != self._seen:
-            self._seen = touched
+        if heard:
             self._silence_s = 0.0
             self._start_s = 0.0
         limit = self._limit_s + self._start_s
@@ -223,34 +254,20 @@ class _Watch:
                 + f"): it hangs or was stopped, and is ended; its log: {self._child.log}"
             )
 
-    def _touched(self) -> int:
-        return self._heartbeat.stat().st_mtime_ns if self._heartbeat.exists() else 0
 
-
-def _follow(child: Child, watch: _Watch, look: Callable[[], None]) -> int:
-    """Call `look`, which passes new lines on, until the orchestrator ends. Return its exit status.
+def _follow(child: Child, reader: EventReader, told: _Told, silence: Silence) -> int:
+    """Pass the orchestrator's events on until it ends. Return its exit status.
 
     Raises DeadlineError if the orchestrator hangs.
     """
     while True:
-        try:
-            code: int | None = child.process.wait(POLL_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        look()
+        code = child.process.poll()  # before the events are read, so that those of an ended one are all there
+        events = reader.read(POLL_S if code is None else 0.0)
+        for kind, content in events:
+            told.take(kind, content)
         if code is not None:
             return code
-        watch.look()
-
-
-def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
-    """The error that the orchestrator wrote, or, if it wrote none, how it died."""
-    if code == 2:  # it may not have written to the run folder, so a reason there may be an earlier run's
-        return BadInput(last_error(child))
-    if (told := folder.last_failure()) is not None:
-        name, message = told
-        return getattr(errors, name, MetronomeError)(message)
-    return ProcessDied(f"the orchestrator {child.how_it_ended()}")
+        silence.look(bool(events))
 
 
 def last_error(child: Child) -> str:

@@ -102,18 +102,9 @@ def _bar(stage: str, look: Look, ended: threading.Event) -> None:
             bar.refresh()
 
 
-def written(file: Path, before: str, after: str = "") -> Look:
-    """The progress that another process writes to a file. `before`, `after`: the text before it begins to write, and
-    once it has removed the file."""
-    seen = False
-
-    def look() -> Progress:
-        nonlocal seen
-        found = read_progress(file)
-        seen = seen or found is not None
-        return found or Progress(after if seen and not file.exists() else before)
-
-    return look
+def written(file: Path, before: str) -> Look:
+    """The progress that another process writes to a file. `before`: the text before it begins to write."""
+    return lambda: read_progress(file) or Progress(before)
 
 
 def copied(what: str, done: Callable[[], int], size: int) -> Look:

@@ -1,6 +1,6 @@
 """The orchestrator: starts, watches and ends the processes of a run.
 
-`python -m engine.orchestrator.launch --config FILE [--resume] [--replay FILE]`
+`python -m engine.orchestrator.launch --config FILE [--resume] [--replay FILE] [--events DESCRIPTOR]`
 
 The orchestrator runs the producer, the table of rows and its server, and starts the verifier workers and the rollout
 instances. The ranks of trainer and scorers run under torch elastic. All of these processes end with the orchestrator,
@@ -24,11 +24,12 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.data.problem_statistics import recorded_problems
 from engine.data.problems import Problems
-from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, TakenOver, WeightSyncError
+from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, WeightSyncError, clean_line
 from engine.orchestrator.checks import check_instances, check_training
 from engine.orchestrator.live_progress import LiveProgress
 from engine.orchestrator.opening import serving_plane
 from engine.orchestrator.plane import Plane
+from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
 from engine.orchestrator.weight_sync.place import weights_folder
@@ -39,15 +40,17 @@ from engine.run.commands import (
     trainer_environment,
 )
 from engine.run.disk import named_disk_errors
-from engine.run.fence import TAKEN_OVER, Fence
+from engine.run.event_stream import EventWriter
+from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.limits import saving_s
 from engine.run.lock import hold_lock
-from engine.run.logs import log_error
+from engine.run.logs import log_error, log_line, log_traceback
 from engine.run.open_files import raise_limit
-from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.process import BAD_INPUT, Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.progress import Progress
 from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace
 from engine.wire import record
@@ -68,8 +71,11 @@ BEAT_S = 0.5
 """Seconds between two signs of life."""
 
 
-def launch_run(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
-    """Train, and return the run folder. `config.model.path` must be a local folder.
+def launch_run(
+    config: Config, resume: bool = False, replay: Path | None = None, events: EventWriter | None = None
+) -> RunFolder:
+    """Train, and return the run folder. `config.model.path` must be a local folder. `events`: gets steps, notices and
+    progress.
 
     Raises the error that ended the run. No process is left behind.
     """
@@ -80,6 +86,7 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
     else:
         record.check_record(replay, config)
     folder = RunFolder(config.folder)
+    folder.events = events or folder.events
     lock = hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", TAKEOVER_S)
     with lock, open(os.devnull) as reserve:
         claim_run_id(folder.path, config, resume)
@@ -94,9 +101,13 @@ def launch_run(config: Config, resume: bool = False, replay: Path | None = None)
             reserve.close()  # failure.json is written although no further file could be opened
             if isinstance(error, WeightSyncError | RatioGapError):
                 error.args = (f"{error}{_last_update(folder)}",)
-            ours = isinstance(error, MetronomeError)
-            folder.write_failure(error if ours else MetronomeError(f"unexpected {type(error).__name__}: {error}"))
-            raise
+            if isinstance(error, MetronomeError):
+                folder.write_failure(error)
+                raise
+            log_traceback(error)
+            told = MetronomeError(f"unexpected {type(error).__name__}: {error}")
+            folder.write_failure(told)
+            raise told from error
         finally:
             if not folder.fence.is_passed:
                 (folder.path / INVITATION).unlink(missing_ok=True)
@@ -129,7 +140,7 @@ class _Orchestrator:
         self._signal: str | None = None
         """Name of the first signal that told the run to end; None if there was none."""
         self._plane: Plane | None = None
-        self._live = LiveProgress(folder, config.train.steps)
+        self._notices = RunEvents(self._tell)
         self._scorers: list[ScorerProcess] = []
         """The scorers of the stages whose ranks are ours; empty in a replay, whose record holds their columns."""
 
@@ -139,24 +150,33 @@ class _Orchestrator:
         All processes start at the same time, because each takes seconds.
         """
         self._stop_on_signals()
-        self._beating = asyncio.create_task(self._beat())
+        server = Server(self.config)
+        self._beating = asyncio.create_task(self._beat(server))
         try:
-            await self._run()
+            await self._run(server)
         finally:
             self._beating.cancel()
-            self._live.close()
+            self._notices.close()
+            self._send_progress(Progress("the orchestrator ends its processes"))
 
-    async def _beat(self) -> None:
-        """Show the flow that this process is alive (tasks.orchestrator_process). Raises TakenOver if another
-        orchestrator now writes the run."""
+    async def _beat(self, server: Server) -> None:
+        """Send the flow progress, which also shows that this process is alive (tasks.orchestrator_process), and the
+        notices that are due. Raises TakenOver if another orchestrator now writes the run."""
+        live = LiveProgress(server, self.folder.checkpoints, self.config.train.steps)
         while True:
             self.folder.fence.check_attempt()
-            self.folder.heartbeat.touch()
-            self._live.write_progress()
+            self._notices.report_due()
+            self._send_progress(live.look())
             await asyncio.sleep(BEAT_S)
 
-    async def _run(self) -> None:
-        server = Server(self.config)
+    def _send_progress(self, progress: Progress) -> None:
+        self.folder.events.send("progress", [progress.text, progress.share])
+
+    def _tell(self, stage: str, text: str) -> None:
+        log_line(f"{stage}: {clean_line(text)}")
+        self.folder.add_notice(stage, text)
+
+    async def _run(self, server: Server) -> None:
         async with server.listening(self.folder.path, self._certificate):
             if self.replay is not None:
                 plane = Plane(self.config, self.folder, self.trace)
@@ -179,7 +199,7 @@ class _Orchestrator:
             problems=problems,
             server=server,
             weights=weights,
-            live=self._live,
+            notices=self._notices,
         ) as plane:
             await self._serve_trainer(plane, server, trainer)
 
@@ -193,7 +213,6 @@ class _Orchestrator:
     async def _serve_trainer(self, plane: Plane, server: Server, trainer: Child) -> None:
         """Answer the trainer's requests and watch all processes until the trainer ends."""
         self._plane = plane
-        self._live.plane = plane
         server.serve(plane)
         try:
             await self._wait_for_trainer(trainer, server, plane)
@@ -288,10 +307,10 @@ class _Orchestrator:
 
 
 def main() -> int:
-    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input, 3 if another orchestrator has
-    begun.
+    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input.
 
-    The reason is printed; `launch_run` also leaves an error of a started run in failure.json.
+    The reason is printed, and sent to the process that started this one; `launch_run` also leaves an error of a started
+    run in failure.json.
     """
     watch_lifeline()
     raise_limit()
@@ -299,18 +318,21 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--replay", type=Path)
+    parser.add_argument("--events", type=int)
     arguments = parser.parse_args()
+    events = EventWriter(arguments.events)
     try:
-        launch_run(load_config(arguments.config), arguments.resume, arguments.replay)
-    except BadInput as error:
-        log_error(f"error: {error}")
-        return 2
+        launch_run(load_config(arguments.config), arguments.resume, arguments.replay, events)
     except MetronomeError as error:
-        log_error(f"error: {type(error).__name__}: {error}")
-        return TAKEN_OVER if isinstance(error, TakenOver) else 1
+        events.send("failed", [type(error).__name__, str(error)])
+        refused = isinstance(error, BadInput)
+        log_error(f"error: {error}" if refused else f"error: {type(error).__name__}: {error}")
+        return BAD_INPUT if refused else 1
     except asyncio.CancelledError as ended:
         log_error(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}")
         return 1
+    finally:
+        events.close()
     return 0
 
 

@@ -1,8 +1,4 @@
-"""What the flow shows of a run between two lines of steps.jsonl: the progress of the training, and lines for the user.
-
-Both are files in the log folder. They show that the run is going on, and nothing depends on them: a full disk that
-can't take them does not end the run.
-"""
+"""How far a training is, in words, as the console and the page of a run show it between two steps."""
 
 from __future__ import annotations
 
@@ -12,14 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import clean_line, counted
-from engine.orchestrator.plane import Plane
-from engine.orchestrator.pool.pool import Pool
-from engine.orchestrator.run_events import RunEvents
+from engine.errors import counted
+from engine.orchestrator.server import Server
 from engine.run.checkpoint_files import partial_of
-from engine.run.folder import RunFolder
-from engine.run.logs import log_line
-from engine.run.progress import Progress, folder_size, format_size, write_progress
+from engine.run.progress import Progress, folder_size, format_size
 from engine.types import JsonObject
 
 YOUNG_S = 30.0
@@ -27,58 +19,33 @@ YOUNG_S = 30.0
 
 
 class LiveProgress:
-    """Writes both files of a run folder. `pool` and `plane` are set as soon as they exist."""
+    """Looks at the parts of a run, as soon as they are there."""
 
-    def __init__(self, folder: RunFolder, steps: int) -> None:
-        """`steps`: the run's number of steps (train.steps)."""
-        self._folder = folder
+    def __init__(self, server: Server, checkpoints: Path, steps: int) -> None:
+        """`server`: has the pool and the plane; `steps`: the run's number of steps (train.steps)."""
+        self._server = server
+        self._checkpoints = checkpoints
         self._steps = steps
-        self._written: Progress | None = None
-        self._left_over = arriving_size(folder.checkpoints)
+        self._left_over = arriving_size(checkpoints)
         """Bytes of a checkpoint that an interrupted run did not finish. If they change, one is being fetched."""
-        self.notices = RunEvents(self._append)
-        self.pool: Pool | None = None
-        self.plane: Plane | None = None
 
-    def write_progress(self) -> None:
-        """Write the progress if it has changed, and the notices that are due."""
-        self.notices.report_due()
-        found = self._progress()
-        if found == self._written or self._folder.fence.is_passed:
-            return
-        try:
-            write_progress(self._folder.progress, found)
-        except OSError as error:
-            log_line(f"{self._folder.progress} can't be written: {error}")
-        self._written = found
-
-    def close(self) -> None:
-        """Write the remaining notices, and delete the progress file, since nothing is in progress."""
-        self.notices.close()
-        if not self._folder.fence.is_passed:
-            self._folder.progress.unlink(missing_ok=True)
-
-    def _progress(self) -> Progress:
+    def look(self) -> Progress:
+        """Return the progress now."""
         found: JsonObject = {"ready": False}
-        if self.pool is not None:
-            loads = [one.load for one in self.pool.instances if one.load is not None]
+        if (pool := self._server.pool) is not None:
+            loads = [one.load for one in pool.instances if one.load is not None]
             found |= {
-                "instances": len(self.pool.processes.declared),
-                "met": sum(one.met for one in self.pool.instances),
+                "instances": len(pool.processes.declared),
+                "met": sum(one.met for one in pool.instances),
                 "running": sum(load.running for load in loads),
-                "tokens_per_s": round(sum(one.tokens_per_s for one in self.pool.instances)),
+                "tokens_per_s": round(sum(one.tokens_per_s for one in pool.instances)),
             }
-        if self.plane is not None:
-            found |= self.plane.stage_progress()
-        size = 0 if found["ready"] else arriving_size(self._folder.checkpoints)
+        if self._server.plane is not None:
+            found |= self._server.plane.stage_progress()
+        size = 0 if found["ready"] else arriving_size(self._checkpoints)
         if size and size != self._left_over:
             return Progress(f"fetching a checkpoint: {format_size(size)} so far")
         return training_progress(found, self._steps)
-
-    def _append(self, stage: str, text: str) -> None:
-        text = clean_line(text)
-        log_line(f"{stage}: {text}")
-        self._folder.add_notice(stage, text)
 
 
 def training_progress(found: Mapping[str, Any], steps: int) -> Progress:

@@ -15,9 +15,9 @@ from engine.data.problems import Problems
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.orchestrator.column_store import starting_store
-from engine.orchestrator.live_progress import LiveProgress
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.rollout_service import rollout_service
+from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.identity import read_run_id, run_began
@@ -34,12 +34,12 @@ async def serving_plane(
     problems: Problems,
     server: Server,
     weights: Path,
-    live: LiveProgress | None = None,
+    notices: RunEvents | None = None,
     trains: bool = True,
 ) -> AsyncIterator[Plane]:
     """Start instances, verifiers and store at the same time, since each takes seconds. Create the plane once the
-    instances serve, and stop everything when the `async with` body ends. `live`: receives what the user sees. `trains`:
-    whether the trainer is ours."""
+    instances serve, and stop everything when the `async with` body ends. `notices`: receives what the user should
+    see. `trains`: whether the trainer is ours."""
     async with (
         rollout_service(
             config=config,
@@ -49,15 +49,13 @@ async def serving_plane(
             group_size=config.rollout.group_size,
             trace=trace,
             synced=True,
-            notices=live.notices if live is not None else None,
+            notices=notices,
         ) as service,
         starting_store(config, folder.path) as store,
     ):
         server.pool = service.pool
         service.pool.how_to_join = how_to_join(config, folder)
         service.pool.needed = lambda: not trains
-        if live is not None:
-            live.pool = service.pool
         loader = await asyncio.to_thread(prompt_loader, config, problems, service.tokenizer)
         await service.pool.connect_instances()
         plane = Plane(

@@ -262,6 +262,7 @@ class Plane:
     def status(self) -> JsonObject:
         """Return the part of GET /status about the steps in progress."""
         return {
+            "ready": self._is_ready,
             "version": self._publishing.verified if self._publishing is not None else None,
             "steps": self._batches.steps,
             "arrived": [batch.arrived for batch in self._batches.values()],
@@ -283,6 +284,8 @@ class Plane:
         run's prompts."""
         self._is_ready = True
         self._leases.is_over = request.start >= self.config.train.steps
+        for text in request.notices:
+            self.folder.add_notice("resume", text)
         if self._generator is not None:
             self._generator.replica_groups = request.replica_groups
             if self._trains or self._publishing is None or self._publishing.version is None:

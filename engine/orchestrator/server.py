@@ -107,6 +107,11 @@ class Server:
         self.environment = {TOKEN: self._ranks_key}
         """Environment variables that our ranks need to use the server."""
 
+    @property
+    def plane(self) -> Plane | None:
+        """The plane that answers /ask; None before there is one."""
+        return self._plane.result() if self._plane.done() else None
+
     def serve(self, plane: Plane) -> None:
         """Begin to answer /ask."""
         self._plane.set_result(plane)
@@ -365,7 +370,7 @@ class Server:
     async def _status(self, request: web.Request) -> web.Response:
         """Answer with the instances, the last finished step, and the steps in progress."""
         pool = self.pool
-        plane = self._plane.result() if self._plane.done() else None
+        plane = self.plane
         failure = (plane.failure if plane is not None else None) or (pool.failure if pool is not None else None)
         return web.json_response(
             {
@@ -383,7 +388,7 @@ class Server:
         return web.Response(body=metrics_text(instances, self._last()), headers={"Content-Type": METRICS})
 
     def _last(self) -> Mapping[str, Any]:
-        return self._plane.result().last if self._plane.done() else {}
+        return self.plane.last if self.plane is not None else {}
 
 
 def rendezvous_neighbour(config: Config) -> str:

@@ -26,12 +26,13 @@ LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 
 
-def orchestrator_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
-    """Command line of the orchestrator. `config`: a resolved config file."""
+def orchestrator_command(config: Path, resume: bool, replay: Path | None, events: int | None = None) -> list[str]:
+    """Command line of the orchestrator. `config`: a resolved config file; `events`: the file descriptor of the pipe
+    that gets its events (engine.run.event_stream)."""
     arguments = ["--config", str(config), *(["--resume"] if resume else [])]
-    return python_command(
-        "engine.orchestrator.launch", *arguments, *(["--replay", str(replay)] if replay is not None else [])
-    )
+    arguments += [] if replay is None else ["--replay", str(replay)]
+    arguments += [] if events is None else ["--events", str(events)]
+    return python_command("engine.orchestrator.launch", *arguments)
 
 
 def service_command(config: Path) -> list[str]:

@@ -15,9 +15,6 @@ from engine.errors import BadInput, TakenOver
 from engine.run.files import write_atomically
 
 Kind = Literal["orchestrator", "flow"]
-TAKEN_OVER = 3
-"""Exit status of an orchestrator that stopped because another one has begun. The run folder, including the reason of a
-failure, now belongs to the other one."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import tomli_w
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError, clean_line
+from engine.run.event_stream import EventWriter
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error, log_line
@@ -54,14 +55,15 @@ class RunFolder:
         """The ids of Prefect's flow runs that entered the folder, one a line."""
         self.lock = path / "lock"
         self.orchestrator_lock = self.logs / "orchestrator.lock"
-        self.heartbeat = self.logs / "orchestrator.alive"
-        """The orchestrator touches this file as long as it lives."""
         self.progress = self.logs / "progress.json"
-        """Progress of the training (engine.orchestrator.live_progress)."""
+        """What the run does now, for `watch` and `status`. During a training it is written twice a second, also if it
+        is the same, so it is the sign of life, too."""
         self.notices = self.logs / "notices.jsonl"
         """Lines for the run's user (engine.orchestrator.run_events): stage, text, at."""
         self.fence = Fence(path, 0)
         """The fence of the orchestrator or flow that writes through this object."""
+        self.events = EventWriter()
+        """Also gets the steps and notices that are written through this object."""
         self._reserve = path / ".reserve"
         self._ended: dict[Path, float] = {}
         """Newest time of a line, by file of lines."""
@@ -79,7 +81,6 @@ class RunFolder:
             self._keep_private()
         self.failure.unlink(missing_ok=True)
         write_atomically(self._reserve, "." * RESERVE)
-        self.heartbeat.touch()
         dump_config(config, self.config)
 
     def _keep_private(self) -> None:
@@ -119,8 +120,10 @@ class RunFolder:
         self.fence.check_attempt()
         line = asdict(report)
         line |= line.pop("reward_metrics") or {}
+        line = {key: value for key, value in line.items() if value is not None}
         line["ended_s"] = self._end_time(self.steps)
-        append_line(self.steps, {key: value for key, value in line.items() if value is not None})
+        append_line(self.steps, line)
+        self.events.send("step", line)
 
     def add_evaluation(self, row: Mapping[str, object]) -> None:
         """Append one line to evaluations.jsonl, with its time (`ended_s`). Raises TakenOver as `add_step` does."""
@@ -139,8 +142,10 @@ class RunFolder:
         told in the log."""
         if self.fence.is_passed:
             return
+        text = clean_line(text)
+        self.events.send("notice", [stage, text])
         try:
-            append_line(self.notices, {"stage": stage, "text": clean_line(text), "at": time.time()})
+            append_line(self.notices, {"stage": stage, "text": text, "at": time.time()})
         except OSError as error:
             log_line(f"{self.notices} can't be written: {error}")
 

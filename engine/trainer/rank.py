@@ -205,6 +205,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     rollouts = _rollouts(config=config, arguments=arguments, plane=plane, ranks=ranks, policy=policy)
     rollouts.prompt_position = checkpoints.prompt_position
     rollouts.prompts = checkpoints.prompts
+    rollouts.notices = checkpoints.notices
     policy.heartbeat = rollouts.heartbeat
 
     def begin(step: int) -> None:

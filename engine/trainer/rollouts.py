@@ -134,6 +134,8 @@ class LiveRollouts:
         self.prompt_position: int | None = None
         self.prompts: str | None = None
         """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
+        self.notices: tuple[str, ...] = ()
+        """What the run's user should see of the checkpoint."""
 
     @classmethod
     def of(cls, service: ServiceClient, ranks: Ranks | None = None) -> LiveRollouts:
@@ -157,6 +159,7 @@ class LiveRollouts:
             prompt_position=self.prompt_position,
             prompts=self.prompts,
             replica_groups=self._ranks.replica_groups,
+            notices=self.notices,
         )
         self.prompts = self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint or self.prompts
 
@@ -273,6 +276,7 @@ class ReplayedRollouts:
 
     prompt_position: int | None = None
     prompts: str | None = None
+    notices: tuple[str, ...] = ()
     sent_bytes = 0
 
     def __init__(self, path: Path, control: Connection, ranks: Ranks, config: Config) -> None:
@@ -283,7 +287,11 @@ class ReplayedRollouts:
     def begin(self, start: int) -> None:
         """Tell the orchestrator that the trainer is ready."""
         ready = messages.Ready(
-            start=start, prompt_position=None, prompts=None, replica_groups=self._ranks.replica_groups
+            start=start,
+            prompt_position=None,
+            prompts=None,
+            replica_groups=self._ranks.replica_groups,
+            notices=self.notices,
         )
         self._ranks.from_first(lambda: self._control.ask(ready))
 

@@ -206,6 +206,8 @@ class Ready(Request[Prompts]):
     """Fingerprint of the run's prompts, from the checkpoint; None if the checkpoint has none."""
     replica_groups: int = 1
     """Number of replica groups that take windows independently."""
+    notices: tuple[str, ...] = ()
+    """What the run's user should see of the checkpoint from which the trainer goes on."""
 
 
 class Report(Request[Done]):

@@ -21,7 +21,6 @@ from engine.data.loader import sampling_seed
 from engine.run.commands import instance_command
 from engine.run.files import read_lines
 from engine.run.process import LIFELINE, hold_lifeline
-from engine.run.progress import read_progress
 from engine.run.trace import read_spans
 from engine.wire import record
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
@@ -197,8 +196,9 @@ class Job:
     def is_ready(self):
         """Whether the trainer has loaded its models."""
         self.check()
-        progress = read_progress(self.folder / "logs/progress.json")
-        return progress is not None and not progress.text.startswith(("loading the models", "fetching a checkpoint"))
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            return self.call("/status").get("ready", False)
+        return False
 
     # waiting --------------------------------------------------------------------------------------
 

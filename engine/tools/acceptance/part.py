@@ -18,7 +18,7 @@ MODULES = {
     "devices": "device_parts",
     "kernels": "device_parts",
     "broadcast": "device_parts",
-    "completion": "completion",
+    "completion": "run_parts",
     "weight sync": "run_parts",
     "training step": "run_parts",
     "sync against periodic": "run_parts",

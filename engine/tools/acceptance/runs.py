@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,39 @@ from engine.run.files import read_lines
 from engine.run.folder import RunFolder, dump_config
 from engine.run.process import Child
 from engine.run.vllm_command import device_of, visible_devices, vllm_interpreter
-from engine.tools.acceptance.devices import complete_platform, device_count
+from engine.tools.acceptance.device_parts import complete_platform, device_count
 from engine.tools.acceptance.notes import PartTask
-from engine.types import JsonObject
+from engine.types import Group, JsonObject, Prompt, Response, Score
+
+
+def random_group(prompt: int, lengths: Sequence[int], vocabulary: int, seed: int = 0, step: int = 0) -> Group:
+    """A prompt of `prompt` random tokens with responses of these lengths and random rewards. Its index is the seed."""
+    draw = random.Random(seed)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(vocabulary) for _ in range(count))
+
+    responses = tuple(
+        Response(
+            token_ids=tokens(length),
+            logprobs=(-1.0,) * length,
+            versions=((0, step),),
+            loss_mask=(True,) * length,
+            finish_reason="length",
+            text="",
+            seed=0,
+            instance="",
+        )
+        for length in lengths
+    )
+    return Group(
+        step=step,
+        index=seed,
+        prompt=Prompt(str(seed), "", "", tokens(prompt)),
+        responses=responses,
+        scores=tuple(Score(draw.random()) for _ in lengths),
+    )
+
 
 SMALL: dict[str, Any] = {}
 """The quickstart's sizes: 1 million parameters."""

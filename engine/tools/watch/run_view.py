@@ -26,7 +26,7 @@ from engine.types import JsonObject
 RECENT = 20
 """Number of steps whose mean time predicts the time left."""
 BEAT_S = 30.0
-"""An orchestrator that gave a sign of life within so many seconds is alive, also on another machine."""
+"""A training whose progress was written within so many seconds goes on, also on another machine."""
 LIVE_STEPS = 4
 """Number of newest steps on the timeline of a run that goes on."""
 NOTICES = 300
@@ -154,7 +154,7 @@ class RunView:
         return "died" if live else "ended", None
 
     def _is_held(self) -> bool:
-        beat = self.folder / "logs/orchestrator.alive"
+        beat = self.folder / "logs/progress.json"
         beats = beat.exists() and time.time() - beat.stat().st_mtime < BEAT_S
         return is_seen_held(self.folder / "lock") or (beats and not (self.folder / "failure.json").exists())
 

@@ -226,6 +226,8 @@ class Checkpoints:
         determines it."""
         self.prompts: str | None = None
         """Fingerprint of the prompts in order (`PromptLoader.fingerprint`): first the checkpoint's, then the run's."""
+        self.notices: tuple[str, ...] = ()
+        """What the run's user should see of the checkpoints that `resume` looked at."""
 
     def save(self, step: int, figures: Mapping[str, object] | None = None) -> None:
         """Take the checkpoint before step `step`; return once the tensors are copied.
@@ -374,11 +376,8 @@ class Checkpoints:
         return CheckpointFound(None if folder is None else folder.name)
 
     def _tell(self, message: str) -> None:
-        """Print it, and add it to the run's notices, which its console and its page show."""
         log_line(message)
-        folder = RunFolder(self._root.parent)
-        folder.fence = self._fence
-        folder.add_notice("resume", message)
+        self.notices = (*self.notices, message)
 
     def _print_on_rank_0(self, message: str) -> None:
         if self._policy.ranks.rank == 0:

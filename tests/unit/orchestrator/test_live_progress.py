@@ -1,11 +1,9 @@
 import os
 import time
+from types import SimpleNamespace
 
-from engine.config import Config
 from engine.orchestrator.live_progress import LiveProgress, training_progress
 from engine.run.checkpoint_files import folder_of, partial_of
-from engine.run.folder import RunFolder
-from engine.run.progress import read_progress
 
 STEP = {"ready": True, "instances": 2, "met": 2, "running": 16, "tokens_per_s": 1234, "step": 12, "expected": 32}
 
@@ -36,20 +34,13 @@ def test_how_far_a_step_is():
 
 
 def test_a_checkpoint_that_is_fetched_before_training(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.create(Config(), resume=False)
-    partial = partial_of(folder_of(folder.checkpoints, 40))
+    partial = partial_of(folder_of(tmp_path, 40))
     partial.mkdir(parents=True)
     (partial / "__0_0.distcp").write_bytes(b"w" * 2**21)
-    live = LiveProgress(folder, 50)
-    live.write_progress()
-    assert read_progress(folder.progress).text == "loading the models; starting"  # left by an interrupted save
+    live = LiveProgress(SimpleNamespace(pool=None, plane=None), tmp_path, 50)
+    assert live.look().text == "loading the models; starting"  # left by an interrupted save
     (partial / "__0_0.distcp").write_bytes(b"w" * 2**22)
-    live.write_progress()
-    assert read_progress(folder.progress).text == "fetching a checkpoint: 4.0 MiB so far"
+    assert live.look().text == "fetching a checkpoint: 4.0 MiB so far"
     then = time.time() - 3600  # left by a killed run
     os.utime(partial / "__0_0.distcp", (then, then))
-    live.write_progress()
-    assert read_progress(folder.progress).text == "loading the models; starting"
-    live.close()
-    assert read_progress(folder.progress) is None
+    assert live.look().text == "loading the models; starting"

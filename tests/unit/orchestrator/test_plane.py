@@ -12,8 +12,8 @@ from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, DeadlineError, RatioGapError, ServiceConflict
 from engine.orchestrator import run_state
-from engine.orchestrator.live_progress import LiveProgress
 from engine.orchestrator.plane import Plane
+from engine.orchestrator.run_events import RunEvents
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
@@ -282,7 +282,7 @@ async def report_cosines(conduct, tmp_path, cosines, **algorithm):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.responses.mkdir()
-    plane.service.notices = LiveProgress(folder, len(cosines)).notices
+    plane.service.notices = RunEvents(folder.add_notice)
     plane.service.tokenizer = SimpleNamespace(decode=str, pieces=str)
     figures = {name: value for name, value in FIGURES.items() if name not in GIVEN_BY_THE_PLANE}
     for step, cosine in enumerate(cosines):

@@ -1,7 +1,6 @@
 """Two orchestrators of one run folder."""
 
 import asyncio
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +9,8 @@ import pytest
 from engine.config import Config, Run
 from engine.errors import BadInput, MetronomeError, TakenOver
 from engine.orchestrator import launch
-from engine.run.fence import TAKEN_OVER, Fence
+from engine.orchestrator.server import Server
+from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from support.run_folders import a_checkpoint, finished
@@ -91,28 +91,15 @@ async def test_a_orchestrator_stops_at_its_next_sign_of_life_also_where_no_step_
     folder.create(config, resume=False)
     folder.fence = Fence.begin_attempt(folder.path)
     orchestrator = launch._Orchestrator(config, folder, resume=False, replay=None)
-    orchestrator._beating = asyncio.create_task(orchestrator._beat())
-    server = SimpleNamespace(bug=asyncio.get_running_loop().create_future())
+    server = Server(config)
+    orchestrator._beating = asyncio.create_task(orchestrator._beat(server))
     plane = SimpleNamespace(check_run=partial(asyncio.sleep, 0), failure=None)
     waiting = asyncio.create_task(orchestrator._wait_for_trainer(SimpleNamespace(alive=True), server, plane))
     await asyncio.sleep(0.7)
     assert not waiting.done()
     Fence.begin_attempt(folder.path)
-    touched = folder.heartbeat.stat().st_mtime_ns
     with pytest.raises(TakenOver):
         await asyncio.wait_for(waiting, 5)
-    assert folder.heartbeat.stat().st_mtime_ns == touched
-
-
-def test_the_exit_status_says_that_another_orchestrator_has_begun(tmp_path, monkeypatch, capsys):
-    def taken_over(*arguments):
-        raise TakenOver("another orchestrator (attempt 2) writes it now")
-
-    monkeypatch.setattr(launch, "launch_run", taken_over)
-    monkeypatch.setattr(launch, "load_config", lambda path: Config())
-    monkeypatch.setattr(sys, "argv", ["launch", "--config", str(tmp_path / "config.toml")])
-    assert launch.main() == TAKEN_OVER == 3
-    assert capsys.readouterr().err.startswith("error: TakenOver: another orchestrator")
 
 
 def test_a_process_without_a_orchestrator_is_not_fenced_off(tmp_path):

@@ -9,7 +9,7 @@ from prefect.exceptions import TerminationSignal
 
 from engine.config import Config, Run
 from engine.errors import RewardError, TakenOver
-from engine.run.fence import TAKEN_OVER, Fence
+from engine.run.fence import Fence
 from engine.run.folder import RunFolder
 from engine.run.run_start import RunStart
 from tasks import orchestrator_process, shown_stages, train
@@ -65,16 +65,18 @@ def test_the_older_flow_leaves_no_reason_in_the_newer_ones_folder(config):
 
 TAKEN = """
 import pathlib, sys
+from engine.run.event_stream import EventWriter
 pathlib.Path(sys.argv[1]).write_text('{"error": "DiskError", "message": "of the newer orchestrator"}')
-sys.exit(int(sys.argv[2]))
+EventWriter(int(sys.argv[2])).send("failed", ["TakenOver", "another orchestrator writes it now"])
+sys.exit(1)
 """
 
 
 def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(config, monkeypatch):
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    command = [sys.executable, "-c", TAKEN, str(folder.failure), str(TAKEN_OVER)]
-    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
+    command = [sys.executable, "-c", TAKEN, str(folder.failure)]
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *given: [*command, str(given[-1])])
     monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext())
     with pytest.raises(TakenOver, match="another orchestrator writes it now"):
         train.train.fn(config)

@@ -1,5 +1,4 @@
 import json
-import os
 import sys
 import time
 from types import SimpleNamespace
@@ -7,15 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import Config, Model, Rollout, Run, Train
-from engine.errors import BadInput, DeadlineError, ProcessDied, RatioGapError, TakenOver
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, RatioGapError, TakenOver
 from engine.run import limits
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.run.process import Child
 from engine.run.trace import Trace
 from tasks import interruption, orchestrator_process
 from tasks.fenced import write_fenced
-from tasks.orchestrator_process import LineFollower, _failure, run_training, timeline_at_end
+from tasks.orchestrator_process import LineFollower, Silence, run_training, timeline_at_end
 
 
 def test_follower_gives_each_line_once_and_waits_for_a_half_written_one(tmp_path):
@@ -46,35 +44,66 @@ def test_follower_of_a_resumed_run_gives_only_the_steps_done_again(tmp_path):
 
 
 @pytest.fixture
-def ended(tmp_path):
-    """A child that printed a line and exited with 2."""
-    code = "import sys; print('error: no such thing'); sys.exit(2)"
-    child = Child("orchestrator", [sys.executable, "-c", code], tmp_path / "orchestrator.log")
-    child.process.wait(30)
-    child.stop()
-    return child
+def orchestrator(tmp_path, monkeypatch):
+    """Runs code in the orchestrator's place: `send` sends an event, and `folder` is the run folder. The time to stop it
+    is short."""
+    monkeypatch.setattr(orchestrator_process, "STOP_S", 0.1)
+    head = (
+        "import os, pathlib, signal, sys, time\n"
+        "from engine.run.event_stream import EventWriter\n"
+        "send = EventWriter(int(sys.argv[1])).send\n"
+        f"folder = pathlib.Path({str(tmp_path / 'mine')!r})\n"
+    )
+
+    def becomes(code):
+        def command(config, resume, replay, events):
+            return [sys.executable, "-c", head + code, str(events)]
+
+        monkeypatch.setattr(orchestrator_process, "orchestrator_command", command)
+
+    return becomes
 
 
-def test_the_orchestrators_own_error_is_raised(tmp_path, ended):
-    folder = RunFolder(tmp_path)
-    folder.write_failure(RatioGapError("weights differ"))
-    failure = _failure(ended, folder, 1)
-    assert isinstance(failure, RatioGapError)
-    assert str(failure) == "weights differ"
+@pytest.fixture
+def config(tmp_path):
+    return Config(run=Run(name="mine", output=str(tmp_path)))
 
 
-def test_a_orchestrator_that_left_no_reason_died(tmp_path, ended):
-    failure = _failure(ended, RunFolder(tmp_path), -9)
-    assert isinstance(failure, ProcessDied)
-    assert "no such thing" in str(failure)
+def test_steps_notices_and_progress_are_passed_on_and_nothing_is_in_progress_at_the_end(config, orchestrator, capsys):
+    orchestrator("""
+send("progress", ["loading", None])
+send("notice", ["rewards", "3 of 8 groups teach nothing"])
+for step in range(3):
+    send("step", {"step": step})
+send("progress", ["3/4 steps", 0.75])
+while b"0.75" not in (folder / "logs/progress.json").read_bytes():
+    time.sleep(0.1)
+""")
+    rows = []
+    folder = run_training(config, on_step=rows.append)
+    assert rows == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert "rewards      3 of 8 groups teach nothing\n" in capsys.readouterr().out
+    assert not folder.progress.exists()
 
 
-def test_the_message_of_bad_input_comes_from_the_log_not_from_an_earlier_failure(tmp_path, ended):
-    folder = RunFolder(tmp_path)
-    folder.write_failure(RatioGapError("weights differ"))
-    failure = _failure(ended, folder, 2)
-    assert isinstance(failure, BadInput)
-    assert str(failure) == "no such thing"
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        ('send("failed", ["RatioGapError", "weights differ"]); sys.exit(1)', RatioGapError, "^weights differ$"),
+        ('send("failed", ["BadInput", "no such key"]); sys.exit(2)', BadInput, "^no such key$"),
+        ('send("failed", ["NoSuchError", "it failed"]); sys.exit(1)', MetronomeError, "^it failed$"),
+        ('print("the last words", flush=True); os.abort()', ProcessDied, "(?s)ended by SIGABRT.*the last words"),
+    ],
+)
+def test_the_error_that_the_orchestrator_told_is_raised_or_how_it_died(config, orchestrator, code, error, message):
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    folder.write_failure(DeadlineError("of an earlier attempt"))
+    orchestrator(code)
+    with pytest.raises(error, match=message) as raised:
+        run_training(config)
+    assert type(raised.value) is error
+    assert not folder.failure.exists()
 
 
 def test_bad_input_that_only_the_orchestrator_sees_is_bad_input_here(tmp_path):
@@ -87,30 +116,19 @@ def test_bad_input_that_only_the_orchestrator_sees_is_bad_input_here(tmp_path):
     assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free
 
 
-STOPS = """
-import os, pathlib, signal, sys, time
-time.sleep(0.2)
-if sys.argv[2] == "beats":
-    for _ in range(5):
-        pathlib.Path(sys.argv[1]).touch()
-        time.sleep(0.2)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
-@pytest.mark.parametrize("beats", ["beats", "never"])
-def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch, beats):
+@pytest.mark.parametrize("beats", [5, 0])
+def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, orchestrator, beats):
     config = Config(
         run=Run(name="mine", output=str(tmp_path)), train=Train(timeout_s=0.5), rollout=Rollout(timeout_s=1.0)
     )
-    folder = RunFolder(config.folder)
-    folder.logs.mkdir(parents=True)
-    folder.heartbeat.touch()  # of an attempt before
-    command = [sys.executable, "-c", STOPS, str(folder.heartbeat), beats]
-    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
-    monkeypatch.setattr(orchestrator_process, "STOP_S", 0.1)
+    orchestrator(f"""
+for beat in range({beats}):
+    send("progress", ["alive", None])
+    time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGSTOP)
+""")
     said = "0.9 s .2 x train.timeout_s, less 0.1 s to end in"
-    if beats == "never":
+    if not beats:
         said = said.replace("0.9", "1.9") + " . rollout.timeout_s"
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=rf"the orchestrator .process \d+. gave no sign of life for {said}."):
@@ -118,31 +136,24 @@ def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch
     assert time.monotonic() - began < 60
 
 
-SAVES = """
-import pathlib, signal, sys, time
-def save(*_):
-    time.sleep(2)
-    pathlib.Path(sys.argv[1], "saved").touch()
-    sys.exit()
-signal.signal(signal.SIGINT, save)
-with open(sys.argv[1] + "/steps.jsonl", "w") as steps:
-    steps.write('{"step": 0, "pool_size": 1}\\n{"step": 1, "pool_size": 1}\\n')
-time.sleep(60)
-"""
-
-
 @pytest.mark.parametrize(("parameters", "whole"), [(135_000_000, True), (1, False)])
-def test_a_checkpoint_has_the_time_that_its_size_takes(tmp_path, monkeypatch, capsys, parameters, whole):
+def test_a_checkpoint_has_the_time_that_its_size_takes(tmp_path, orchestrator, monkeypatch, capsys, parameters, whole):
     """The trainer of SmolLM2 takes two seconds to save, after which another is ended."""
     (tmp_path / "model").mkdir()
     header = json.dumps({"weight": {"shape": [parameters], "dtype": "F32"}}).encode()
     (tmp_path / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(tmp_path / "model")))
     folder = RunFolder(config.folder)
-    folder.logs.mkdir(parents=True)
-    command = [sys.executable, "-c", SAVES, str(folder.path)]
-    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: command)
-    monkeypatch.setattr(orchestrator_process, "STOP_S", 0.1)
+    orchestrator("""
+def save(*_):
+    time.sleep(2)
+    (folder / "saved").touch()
+    sys.exit()
+signal.signal(signal.SIGINT, save)
+(folder / "steps.jsonl").write_text('{"step": 0, "pool_size": 1}\\n{"step": 1, "pool_size": 1}\\n')
+send("step", {"step": 1})
+time.sleep(60)
+""")
     monkeypatch.setattr(limits, "UNDER_WAY_S", 0.1)
     monkeypatch.setattr(interruption, "_command", interruption._Command())
     interruption.note_run(config, "train")
@@ -156,40 +167,31 @@ def test_a_checkpoint_has_the_time_that_its_size_takes(tmp_path, monkeypatch, ca
     seconds = 31 if whole else 0
     said = f"stopping: the trainer saves the weights from before this step, for up to {seconds} s; Ctrl-C again ends "
     assert f"{said}at once and loses 2 finished steps\n" in capsys.readouterr().err
-    assert b"is lost (at most 2 finished steps)" in interruption._command.last_words
 
 
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(10, 11), (6, 6)])  # twice as long less 9 s, but not shorter
 def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slept_a_moment_counts(
-    tmp_path, monkeypatch, timeout_s, limit_s
+    monkeypatch, timeout_s, limit_s
 ):
     now = 0.0
     monkeypatch.setattr(orchestrator_process, "time", SimpleNamespace(monotonic=lambda: now))
     config = Config(train=Train(timeout_s=timeout_s), rollout=Rollout(timeout_s=7.0))
-    sign = tmp_path / "orchestrator.alive"
-    watch = orchestrator_process._Watch(SimpleNamespace(pid=1, log="its log"), sign, config)
+    silence = Silence(SimpleNamespace(pid=1, log="its log"), config)
 
-    def after(seconds):
+    def after(seconds, heard=False):
         nonlocal now
         for pause_s in seconds:
             now += pause_s
-            watch.look()
+            silence.look(heard)
 
     after([1.0] * (limit_s + 7))
-    for at in (1, 2):
-        sign.touch()
-        os.utime(sign, ns=(at, at))
-        after([1.0] * (limit_s + 1))
-    os.utime(sign, ns=(3, 3))
-    after([1.0, 3600.0, *[1.0] * (limit_s - 5)])
+    for _ in range(2):
+        after([0.0], heard=True)
+        after([1.0] * limit_s)
+    after([0.0], heard=True)
+    after([3600.0, *[1.0] * (limit_s - 5)])
     with pytest.raises(DeadlineError, match=f"no sign of life for {limit_s} s"):
         after([0.1])
-
-
-def test_a_damaged_reason_is_named(tmp_path, ended):
-    folder = RunFolder(tmp_path)
-    folder.failure.write_text('{"error": "Rat')
-    assert "failure.json: why the run ended can't be read" in str(_failure(ended, folder, 1))
 
 
 DRAWS = """
@@ -228,9 +230,8 @@ def test_a_timeline_is_drawn_when_the_end_is_written_and_holds_an_interruption_u
     assert not (traced.logs / "timeline.log").exists()
 
 
-def test_a_crash_is_drawn_once_its_resumes_are_over_and_a_run_that_was_taken_over_is_not(traced, monkeypatch, capsys):
-    crashes = [sys.executable, "-c", "raise OSError"]
-    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_: crashes)
+def test_a_crash_is_drawn_once_its_resumes_are_over_and_a_run_that_was_taken_over_is_not(traced, orchestrator, capsys):
+    orchestrator("raise OSError")
     page = traced.path / "timeline.html"
     config = Config(run=Run(name=traced.path.name, output=str(traced.path.parent)))
     with pytest.raises(ProcessDied):
