@@ -70,7 +70,7 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
     from engine.config.recipe import load_config
     from engine.ranks import models
     from engine.run.memory import trainer_need
-    from engine.tools.dry_run.known_models import shape_of
+    from engine.tools.dry_run.model_shape import shape_of
     from engine.trainer.policy import Policy
 
     config = load_config(f"infra/recipes/papers/{recipe}.toml", [])

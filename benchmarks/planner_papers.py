@@ -25,7 +25,7 @@ from common import result
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.tools.dry_run.roofline import DEVICES
+from engine.tools.planner.devices import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import StepModel, find_plan, prior_model
 from engine.tools.planner.search import count_devices

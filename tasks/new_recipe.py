@@ -20,7 +20,7 @@ from engine.errors import BadInput
 from engine.run.files import write_atomically
 from engine.run.sizes import total_parameters
 from engine.tools.dry_run import plan_run
-from engine.tools.dry_run.known_models import shape_of
+from engine.tools.dry_run.model_shape import shape_of
 
 Keys = dict[str, Any]
 """Dotted key → value, in the order of the file."""

@@ -19,9 +19,9 @@ from engine.run.files import write_atomically
 from engine.run.limits import checkpoint_size
 from engine.run.progress import format_size
 from engine.run.sizes import total_parameters
-from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import read_run
+from engine.tools.planner.devices import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import (
     Planned,

@@ -15,8 +15,7 @@ from engine.run.limits import Limit, machine_limits
 from engine.run.memory import Need, Room, host_bytes, instance_need, trainer_need
 from engine.run.progress import format_size
 from engine.run.sizes import total_parameters
-from engine.tools.dry_run.known_models import shape_of
-from engine.tools.dry_run.roofline import rows_of
+from engine.tools.dry_run.model_shape import shape_of
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,6 @@ def plan_sections(made: RunPlan) -> dict[str, dict[str, str]]:
         f"Memory of a {made.trainer.who}": _terms(made.trainer) | _host(made),
         f"Memory of a {made.instance.who}": _terms(made.instance) | _cache(made.cache),
         "A step": _step(made),
-        "Estimated MFU, not measured": rows_of(made.shape, made.config),
         "Limits of this machine": _limits(made),
     }
     return {title: rows for title, rows in tables.items() if rows}

@@ -16,10 +16,10 @@ from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, frozen_copies
 from engine.run.sizes import cheap_elements, rank_parameters, total_parameters, whole_layers
-from engine.tools.dry_run.known_models import shape_of
-from engine.tools.dry_run.roofline import COPY, DEVICES, Device
+from engine.tools.dry_run.model_shape import shape_of
 from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
 from engine.tools.planner.costs import Costs
+from engine.tools.planner.devices import COPY, DEVICES, Device
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.search import (
     ON_POLICY,
@@ -83,7 +83,7 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
         micro_batch=shape.layers * KERNELS * LAUNCH_S * (1 + frozen_copies(config) / 3),
         token=passes * active / shared / (device.flops * TRAINING)
         + exchanged / parallel.context
-        + 6 * cheap / parallel.context / (device.bandwidth * READING),  # as in estimate_training
+        + 6 * cheap / parallel.context / (device.bandwidth * READING),
         # scores and values of half of the keys; the backward pass is twice the work of the forward pass
         square=passes / 2 * 2 * shape.layers * heads / shared / (device.flops * TRAINING),
         update=reduced + 28 * stage / split / (device.bandwidth * READING),

@@ -10,9 +10,9 @@ import pytest
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import BadInput
-from engine.tools.dry_run.known_models import shape_of
-from engine.tools.dry_run.roofline import DEVICES
+from engine.tools.dry_run.model_shape import shape_of
 from engine.tools.planner.costs import Costs
+from engine.tools.planner.devices import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import (
     StepModel,
