@@ -27,7 +27,6 @@ from engine.instance.embedded.sampling import Sampling
 from engine.reward.verifiers import exact
 from engine.trainer.loop import Loop, Trainer
 from engine.trainer.policy import Policy
-from engine.trainer.rollouts import Work
 from engine.types import Group, Prompt, Response, Score
 
 
