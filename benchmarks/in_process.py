@@ -119,7 +119,7 @@ class InProcess:
     def heartbeat(self) -> None:
         """Does nothing, because no process waits for signs of life."""
 
-    def work(self, step: int, prepare: object) -> Iterator[Work]:
+    def windows(self, step: int, prepare: object) -> Iterator[list[Group]]:
         """The whole batch as one window."""
         yield self._ready.pop(step)
 
