@@ -73,8 +73,7 @@ async def record_evaluation(
     found: JsonObject = {**row, **_metric_means(groups), **more}
     if (base := tables.find_baseline(folder, row)) is not None:
         found["against"] = compare_rows(row, base, folder.path, config.evaluate.confidence)
-    folder.add_evaluation(found)
-    return found
+    return folder.add_evaluation(found)
 
 
 def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:

@@ -125,10 +125,13 @@ class RunFolder:
         append_line(self.steps, line)
         self.events.send("step", line)
 
-    def add_evaluation(self, row: Mapping[str, object]) -> None:
-        """Append one line to evaluations.jsonl, with its time (`ended_s`). Raises TakenOver as `add_step` does."""
+    def add_evaluation(self, row: Mapping[str, Any]) -> JsonObject:
+        """Append one line to evaluations.jsonl, with its time (`ended_s`); returns the line. Raises TakenOver as
+        `add_step` does."""
         self.fence.check_attempt()
-        append_line(self.evaluations, {**row, "ended_s": self._end_time(self.evaluations)})
+        line = {**row, "ended_s": self._end_time(self.evaluations)}
+        append_line(self.evaluations, line)
+        return line
 
     def _end_time(self, file: Path) -> float:
         """The time of a line that is appended to a file now: seconds since 1970 in whole milliseconds, and more than

@@ -79,7 +79,7 @@ def mlflow_server(folder: Path, port: int) -> LoopbackServer:
     from tasks.tracking.sqlite_store import whole_store
 
     command = ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
-    command += ["--app-name", "metronome"]  # tasks.tracking.guarded_server
+    command += ["--allowed-hosts", f"{HOST}:{port},localhost:{port}"]
     command += ["--backend-store-uri", whole_store(f"sqlite:///{folder / 'mlflow.db'}")]
     command += ["--artifacts-destination", str(folder / "mlartifacts")]
     # with job execution MLflow starts up to ten processes, which takes 30 s

@@ -13,7 +13,7 @@ from engine.run.folder import RunFolder
 from tasks.console import print_error, say
 from tasks.tracking import evaluation_texts, tracked_run
 from tasks.tracking.mirror import Mirror
-from tasks.tracking.others import push_once
+from tasks.tracking.others import CLOSE_S, OtherTrackers
 from tasks.tracking.retry import TrackingAway, retry_while_away
 
 
@@ -30,8 +30,11 @@ def log_finished(config: Config, tags: Mapping[str, str] = tracked_run.NO_TAGS) 
         known = tracked_run.create_run(config).info.run_id
         mlflow.end_run()
     run = retry_while_away(what, lambda: mlflow.MlflowClient().get_run(known))
-    retry_while_away(what, Mirror(run, config, tags, trains=False).push)
-    push_once(config)
+    others = OtherTrackers(config)
+    try:
+        retry_while_away(what, Mirror(run, config, tags, trains=False, also=others.log).push)
+    finally:
+        others.close(CLOSE_S)
     return str(known)
 
 

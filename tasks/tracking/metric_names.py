@@ -31,12 +31,15 @@ BEST_AT_ONE = ("best_at_k_bootstrap", "maj_at_k_bootstrap")
 """Figures of an evaluation that repeat avg@k and its interval if each problem has one response."""
 
 
-def evaluation_numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line of evaluations.jsonl, without repetitions. The metrics' step is already the weight
-    version.
-    """
-    repeated = ("weight_version", *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
-    return metric_values({name: value for name, value in row.items() if name not in repeated})
+NO_FIGURES = ("weight_version", "protocol", "skipped")
+"""Numbers of an evaluation that are not logged as figures. The metrics' step is already the weight version."""
+
+
+def evaluation_figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on, without repetitions."""
+    left_out = (*NO_FIGURES, *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
+    figures = metric_values({name: value for name, value in row.items() if name not in left_out})
+    return {f"{metric_name(row['benchmark'])}/{name}": value for name, value in figures.items()}
 
 
 def metric_name(text: str) -> str:

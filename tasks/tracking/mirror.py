@@ -1,13 +1,14 @@
-"""Mirrors a run folder in an MLflow run: a single writer makes passes, each of which writes what MLflow lacks.
+"""Mirrors a run folder in an MLflow run: a single writer makes passes, each of which sends what MLflow may lack.
 
-A pass keeps no record of what was written, but reads that from MLflow. So each figure is there exactly once after any
-kill, outage or resume. Only samples of the machine's load are not in the folder; they wait in memory.
+The timestamp of a figure is its line's `ended_s`. MLflow's databases keep a figure of the same name, step, time and
+value once, however often it is sent. So each line's figures are there exactly once after any kill, outage or resume,
+and a step that was trained again has the figures of both attempts. Only samples of the machine's load are not in the
+folder; they wait in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -33,15 +34,14 @@ from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import BadInput, clean_text, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
-from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.files import read_lines
+from engine.run.files import parse_line
 from engine.run.run_start import read_start
+from engine.types import JsonObject
 from tasks.console import print_error
 from tasks.fenced import run_folder
 from tasks.finished_stages import count_resumes, registered_policy
-from tasks.orchestrator_process import LineFollower
-from tasks.tracking import descriptions, view
-from tasks.tracking.metric_names import evaluation_numbers, metric_name, metric_values
+from tasks.tracking import descriptions
+from tasks.tracking.metric_names import evaluation_figures, metric_name, metric_values
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts
 
 DIGEST = 32
@@ -138,11 +138,38 @@ CHAMPION_TAG = "metronome.champion"
 whether and why its policy became champion."""
 TAG_LIMIT = 5000
 """MLflow's limit for the value of a tag, in characters."""
-REDONE = "metronome.redone_steps"
-"""Tag of an MLflow run: the steps whose figures in MLflow come from an attempt that ended before its next checkpoint.
-The figures in steps.jsonl differ, but MLflow never replaces one."""
-
 Item = TypeVar("Item")
+
+
+class NewLines:
+    """Reads the new complete lines of a file of JSON lines to which another process appends. A file that was replaced,
+    which is how it is shortened, is read from its start again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._position = 0
+        self._lines = 0
+        """Number of lines up to the position."""
+
+    def read(self) -> list[JsonObject]:
+        """The lines that were added since the last call; none without a file. Raises BadInput for a damaged one, again
+        in each later call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                self._inode = inode
+                self._position = 0
+                self._lines = 0
+            file.seek(self._position)
+            lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        rows = [parse_line(self._path, number, line) for number, line in enumerate(lines, self._lines + 1)]
+        self._position += sum(map(len, lines))
+        self._lines += len(lines)
+        return [row for row in rows if row is not None]
 
 
 class Mirror:
@@ -152,9 +179,16 @@ class Mirror:
     evaluations.
     """
 
-    def __init__(self, run: Run, config: Config, tags: Mapping[str, str], trains: bool = True) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        tags: Mapping[str, str],
+        trains: bool = True,
+        also: Callable[[int, Mapping[str, float]], None] = lambda step, figures: None,
+    ) -> None:
         """`tags`: further tags. `trains`: false for an evaluation, which does not change the settings of a run that has
-        some."""
+        some. `also`: gets the step and the figures of each new line; of an evaluation, those that MLflow lacked."""
         self.lost: list[str] = []
         """Names of the items that MLflow has refused."""
         self._client = mlflow.MlflowClient()
@@ -163,18 +197,21 @@ class Mirror:
         self._config = config
         self._folder = run_folder(config)
         self._trains = trains
+        self._also = also
         self._begun = bool(run.data.params)
         self._stepped = False
         self._given_tags = tags
         self._parameters = dict(run.data.params)
         self._tags = dict(run.data.tags)
-        self._follower = LineFollower(self._folder.steps)
-        self._rows = self._covered() if trains else {}
-        """Lines of steps.jsonl that MLflow may lack, by step."""
-        self._last = math.inf if run.data.metrics else -1
-        """MLflow has no figure of a step after this one."""
-        self._evaluations = 0
-        """Number of evaluations that are in MLflow."""
+        self._lines = NewLines(self._folder.steps)
+        self._rows = self._lines.read() if trains else []
+        """Lines of steps.jsonl that MLflow may lack."""
+        self._newest = max((row["ended_s"] for row in self._rows), default=0.0)
+        """Time of the newest line of steps.jsonl that was read."""
+        self._there: dict[str, set[int]] = {}
+        """By the name of a metric, the times in ms of its points in MLflow when this process began."""
+        self._evaluations: set[float] = set()
+        """Times of the evaluations that are in MLflow."""
         self._samples: dict[Path, int] = {}
         """Modification time in ns of each file of samples that MLflow has."""
         self._load: list[Metric] = []
@@ -194,7 +231,6 @@ class Mirror:
                 retry_conflicts(write)
             except STORE_ERRORS as error:
                 if not is_refused(error):
-                    self._last = math.inf  # it may have been written nevertheless
                     error.add_note(what)
                     raise
                 self.lost.append(what)
@@ -228,18 +264,20 @@ class Mirror:
         for part in monitor.monitors:
             part.clear_metrics()
 
-    def _covered(self) -> dict[int, dict[str, Any]]:
-        """The lines of steps.jsonl that a resume keeps. Later steps are trained again and get their figures then."""
-        checkpoint = latest_checkpoint(self._folder.checkpoints)
-        end = 0 if checkpoint is None else step_of(checkpoint)
-        return {row["step"]: row for row in read_lines(self._folder.steps) if row["step"] < end}
+    def _read_steps(self) -> None:
+        """Add the new lines of steps.jsonl to those that MLflow may lack."""
+        for row in self._lines.read():
+            if row["ended_s"] > self._newest:  # others are known: the file was replaced by its first lines
+                self._newest = row["ended_s"]
+                self._stepped = True
+                self._rows.append(row)
+                self._also(row["step"], metric_values(row))
 
     def _lacking(self, whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield each item that MLflow lacks: its name for messages, and the call that writes it. Make the call before
         asking for the next item, which records that this one is written."""
-        if self._trains and (made := self._follower.new()):
-            self._stepped = True
-            self._rows |= {row["step"]: row for row in made}
+        if self._trains:
+            self._read_steps()
         settled = whole or self.is_settled
         if settled and (self._trains or not self._begun):
             fresh = [Param(name, value) for name, value in self._settings().items() if name not in self._parameters]
@@ -248,17 +286,17 @@ class Mirror:
                 self._parameters |= {one.key: one.value for one in params}
         if settled and (tags := self._lacking_tags(whole)):
             yield "tags", partial(self._tag, tags)
-        if rows := dict(sorted(self._rows.items())):
-            steps = [*rows]
-            yield (
-                f"metrics of step {' to '.join(map(str, dict.fromkeys((steps[0], steps[-1]))))}",
-                partial(self._log_steps, rows),
-            )
-            self._rows = {}
+        if rows := self._rows:
+            ends = dict.fromkeys((rows[0]["step"], rows[-1]["step"]))
+            yield f"metrics of step {' to '.join(map(str, ends))}", partial(self._log_steps, rows)
+            self._rows = []
         if load := list(self._load):
             yield "system metrics", partial(self._log, load)
             self._load = self._load[len(load) :]
-        yield from self._lacking_evaluations()
+        for row in rows_of(self._folder):
+            if row["ended_s"] not in self._evaluations:
+                yield f"evaluation of {row['benchmark']} at step {row['step']}", partial(self._log_evaluation, row)
+                self._evaluations.add(row["ended_s"])
         if self._trains:
             yield from self._lacking_samples()
             yield from self._lacking_inputs()
@@ -285,17 +323,6 @@ class Mirror:
             tags |= self._fate(whole)
         return {name: value for name, value in tags.items() if self._tags.get(name) != value}
 
-    def _lacking_evaluations(self) -> Iterator[tuple[str, Callable[[], object]]]:
-        tables: dict[str, EvaluationRow] = {}
-        for row in rows_of(self._folder):
-            tables.setdefault(row["table"], row)
-        rows = list(tables.values())
-        for number, row in enumerate(rows[self._evaluations :], start=self._evaluations):
-            alike = [(one["benchmark"], one["step"]) == (row["benchmark"], row["step"]) for one in rows[:number]]
-            what = f"evaluation of {row['benchmark']} at step {row['step']}"
-            yield what, partial(self._log_evaluation, row, sum(alike))
-            self._evaluations = number + 1
-
     def _lacking_samples(self) -> Iterator[tuple[str, Callable[[], object]]]:
         steps = self._config.train.steps
         for step in sorted({*range(0, steps, max(1, steps // SAMPLES)), steps - 1}):
@@ -316,45 +343,28 @@ class Mirror:
                 yield "the base model", partial(log_base_model, self._client, self._run, model)
                 self._once.add("model")
 
-    def _log_steps(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log the figures of steps that MLflow lacks. Figures of an earlier attempt at a step are kept."""
-        there = self._figures() if min(rows) <= self._last else {}
-        ended = self._folder.steps.stat().st_mtime
-        lacking: list[Metric] = []
-        redone = {int(step) for step in self._tags.get(REDONE, "").split(", ") if step}
-        for step, row in sorted(rows.items(), reverse=True):
-            for name, value in metric_values(row).items():
-                if step not in there.get(name, ()):
-                    lacking.append(Metric(name, value, int(ended * 1000), step))
-                elif math.isfinite(value) and there[name][step] != value:
-                    redone.add(step)
-            ended -= row.get("step_s", 0.0)
-        self._log(lacking[::-1])
-        self._last = max(self._last, *rows)
-        if (told := ", ".join(map(str, sorted(redone)))) != self._tags.get(REDONE, ""):
-            self._tag({REDONE: told})
+    def _log_steps(self, rows: Sequence[JsonObject]) -> None:
+        """Log the figures of lines of steps.jsonl."""
+        there = self._times("step_s")
+        lacking = [row for row in rows if _time(row) not in there]
+        self._log([one for row in lacking for one in _metrics(row, metric_values(row), last="step_s")])
 
-    def _figures(self) -> dict[str, dict[int, float]]:
-        """The figures of steps in MLflow, by name and step."""
-        names = [name for name in self._client.get_run(self._id).data.metrics if not name.startswith("system/")]
-        found = {name: {one.step: one.value for one in self._history(name)} for name in names}
-        self._last = max((step for figures in found.values() for step in figures), default=-1)
-        return found
-
-    def _log_evaluation(self, row: EvaluationRow, earlier: int) -> None:
-        """Log the table, then the figures as `benchmark/avg_at_k` and so on. Skipped if MLflow has this accuracy and
-        more evaluations of this benchmark and step than the `earlier` ones."""
-        benchmark = metric_name(row["benchmark"])
-        there = [one.value for one in self._history(f"{benchmark}/avg_at_k") if one.step == row["step"]]
-        if len(there) > earlier and row["avg_at_k"] in there:
+    def _log_evaluation(self, row: EvaluationRow) -> None:
+        """Log the table of an evaluation, then its figures as `benchmark/avg_at_k` and so on."""
+        figures = evaluation_figures(row)
+        key = f"{metric_name(row['benchmark'])}/avg_at_k"
+        if _time(row) in self._times(key):
             return
         table = self._folder.path / row["table"]
         if table.exists():  # else run.keep_steps has deleted it while MLflow was away
             self._client.log_artifact(self._id, str(table), "evaluations")
-        at = (table if table.exists() else self._folder.evaluations).stat().st_mtime_ns // 1_000_000
-        shown = {name: value for name, value in row.items() if name not in ("protocol", "skipped")}
-        figures = evaluation_numbers(shown).items()
-        self._log([Metric(f"{benchmark}/{name}", value, at, row["step"]) for name, value in figures])
+        self._log(_metrics(row, figures, last=key))
+        self._also(row["step"], figures)
+
+    def _times(self, name: str) -> set[int]:
+        if name not in self._there:
+            self._there[name] = {point.timestamp for point in self._client.get_metric_history(self._id, name)}
+        return self._there[name]
 
     def _fate(self, whole: bool) -> dict[str, str]:
         """Tags that say how the run began, how often it was resumed and, if it has ended, how."""
@@ -365,9 +375,6 @@ class Mirror:
         if made := registered_policy(self._folder):
             tags[CHAMPION_TAG] = made.verdict[:TAG_LIMIT]
         return tags
-
-    def _history(self, name: str) -> list[Metric]:
-        return list(self._client.get_metric_history(self._id, name))
 
     def _log(self, metrics: Sequence[Metric]) -> None:
         for part in _parts(metrics, METRICS_AT_ONCE):
@@ -381,9 +388,17 @@ class Mirror:
         alone = not self._trains and not self._folder.steps.exists()
         text = (descriptions.of_evaluation if alone else descriptions.of_run)(self._config)
         descriptions.describe_run(self._client, self._id, text)
-        view.update_view(
-            self._client, self._run.info.experiment_id, [row["benchmark"] for row in rows_of(self._folder)]
-        )
+
+
+def _time(row: Mapping[str, Any]) -> int:
+    """The timestamp of a line's figures, in ms."""
+    return round(row["ended_s"] * 1000)
+
+
+def _metrics(row: Mapping[str, Any], figures: Mapping[str, float], last: str) -> list[Metric]:
+    """The figures of a line. The last one is there only if all are, since a batch may end between them."""
+    names = sorted(figures, key=lambda name: name == last)
+    return [Metric(name, figures[name], _time(row), row["step"]) for name in names]
 
 
 class MirrorThread:

@@ -7,7 +7,6 @@ import mlflow
 from engine.config import Config
 from tasks.tracking.retry import STORE_ERRORS
 from tasks.tracking.tracked_run import shown_uri, tracking_uri, ui_command
-from tasks.tracking.view import KEY
 
 UI = "http://127.0.0.1:5000"
 """Address of `mlflow ui`, for a store without a server."""
@@ -24,15 +23,15 @@ def ui_address(config: Config) -> str:
 
 
 def experiment_page(config: Config) -> str:
-    """Address of the table of the experiment's runs, in the view of `tasks.tracking.view`; the address of the UI's
-    first page if the experiment's id cannot be read from the store."""
+    """Address of the table of the experiment's runs; that of the UI's first page if the experiment's id cannot be read
+    from the store."""
     try:
         found = mlflow.MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
     except STORE_ERRORS:  # do not wait: the run is over, and its figures are in its folder
         found = None
     if found is None:
         return ui_address(config)
-    return f"{ui_address(config)}/#/experiments/{found.experiment_id}/runs?viewStateShareKey={KEY}"
+    return f"{ui_address(config)}/#/experiments/{found.experiment_id}/runs"
 
 
 def page_rows(config: Config) -> dict[str, str]:

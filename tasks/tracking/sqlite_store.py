@@ -6,13 +6,9 @@ call refuses it ("out-of-date database schema").
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sqlite3
-import time
 from pathlib import Path
 
-from mlflow.store.db.utils import _get_latest_schema_revision
 from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -22,11 +18,7 @@ from tasks.console import print_error
 
 SCHEME = "sqlite:///"
 WAIT_S = 120.0
-"""Seconds to wait for another process that is creating the store (about ten times what that takes), or that locks it,
-as a backup does."""
-
-_whole: set[str] = set()
-"""URIs of the stores that this process has found complete."""
+"""Seconds to wait for another process that is creating the store (about ten times what that takes)."""
 
 # do not log the migrations of a new store
 logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -39,52 +31,20 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def whole_store(uri: str) -> str:
-    """Return `uri` once its store is complete. An absent sqlite file is created; an incomplete one, left by a kill, is
-    moved aside and created again. A store with runs, and any other kind of store, is left to MLflow."""
+    """Return `uri` once its store is there: an absent sqlite file is created."""
     file = sqlite_file(uri)
-    if file is not None and uri not in _whole:
+    if file is not None and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(file.with_name(f".{file.name}.lock"), f"the tracking store {file}", WAIT_S, print_error):
-            _make_whole(file)
-        _whole.add(uri)
+            if not file.exists():
+                _create(file)
     return uri
 
 
-def _make_whole(file: Path) -> None:
-    if file.exists():
-        if _is_whole(file):
-            return
-        aside = file.with_name(f"{file.name}.half-made-{time.strftime('%Y%m%d-%H%M%S')}")
-        file.rename(aside)
-        print_error(
-            f"warning: the tracking store {file} was only half created and had no runs; it is kept as {aside.name}"
-        )
+def _create(file: Path) -> None:
     partial = file.with_name(f".{file.name}.partial")
     partial.unlink(missing_ok=True)  # sqlite itself drops the journal of an absent file
     store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
     partial.rename(file)
     sync_folder(file.parent)
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether all migrations were made. A store that has runs, or that sqlite cannot read, also counts; MLflow reports
-    what is wrong with it."""
-    with contextlib.closing(sqlite3.connect(file, timeout=WAIT_S)) as store:
-        try:
-            return (
-                _first(store, "SELECT 1 FROM runs") is not None
-                or _first(store, "SELECT version_num FROM alembic_version") == _get_latest_schema_revision()
-            )
-        except sqlite3.DatabaseError:
-            return True
-
-
-def _first(store: sqlite3.Connection, query: str) -> object:
-    """The first value of a query; None if there is no row or no such table."""
-    try:
-        return next((row[0] for row in store.execute(query)), None)
-    except sqlite3.OperationalError as error:
-        if "no such table" in str(error):
-            return None
-        raise

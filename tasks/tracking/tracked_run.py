@@ -27,7 +27,7 @@ from tasks.console import own_program, print_error
 from tasks.fenced import run_folder
 from tasks.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
-from tasks.tracking.others import OtherTrackersThread, check_others
+from tasks.tracking.others import OtherTrackers, check_others
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts, retry_while_away
 from tasks.tracking.sqlite_store import sqlite_file, whole_store
 
@@ -92,9 +92,9 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     """
     before, run = _started(config, find_run(config))
     run_id = run.info.run_id
-    mirror = Mirror(run, config, {**_tags(config), **tags})
+    others = OtherTrackers(config)
+    mirror = Mirror(run, config, {**_tags(config), **tags}, also=others.log)
     thread = MirrorThread(mirror, run_id)
-    others = OtherTrackersThread(config)
     status = "KILLED"
     patience = HURRY_S
     refused = False
@@ -304,7 +304,12 @@ def _with_number(config: Config, experiment: str) -> str | None:
 
 def _use(uri: str) -> None:
     """Set MLflow's store, but restore the environment variable that MLflow sets as well, because it is the user's
-    setting for later runs."""
+    setting for later runs. Raises BadInput for a folder."""
+    if uri.startswith("file:") or ":" not in uri and uri != "databricks":
+        raise BadInput(
+            f"tracking.uri = {uri!r}: a folder keeps a figure as often as it is sent; give sqlite:///FILE.db, another "
+            "database or a server (`mlflow migrate-filestore` copies its runs)"
+        )
     before = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(whole_store(uri))
     if before is None:

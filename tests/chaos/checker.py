@@ -44,18 +44,19 @@ def each_step_once(folder, steps):
 
 
 def wanted_figures(folder):
-    """By name, how often each step's figure must be in MLflow: those of steps.jsonl and of evaluations.jsonl."""
-    wanted = defaultdict(Counter)
+    """By name, the (step, time in ms) of each figure of steps.jsonl and of evaluations.jsonl."""
+    wanted = defaultdict(list)
     for row in read_lines(folder / "steps.jsonl"):
         for name in metric_values(row):
-            wanted[name][row["step"]] += 1
+            wanted[name].append((row["step"], round(row["ended_s"] * 1000)))
     for row in read_lines(folder / "evaluations.jsonl"):
-        wanted[f"{metric_name(row['benchmark'])}/avg_at_k"][row["step"]] += 1
+        wanted[f"{metric_name(row['benchmark'])}/avg_at_k"].append((row["step"], round(row["ended_s"] * 1000)))
     return dict(wanted)
 
 
 def each_figure_once(uri, folder):
-    """One finished MLflow run has the figures of the run folder, each once."""
+    """One finished MLflow run has the figures of the run folder, each once; of steps that were trained again it
+    may also have earlier ones."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -65,22 +66,28 @@ def each_figure_once(uri, folder):
         return [f"MLflow has these runs of {folder.name}: {[(run.info.run_id, run.info.status) for run in runs]}"]
     wanted = wanted_figures(folder)
     found = {
-        name: Counter(point.step for point in client.get_metric_history(runs[0].info.run_id, name)) for name in wanted
+        name: [(one.step, one.timestamp) for one in client.get_metric_history(runs[0].info.run_id, name)]
+        for name in wanted
     }
     return compared_figures(wanted, found)
 
 
 def compared_figures(wanted, found):
-    """Both by name: how often each step has a figure."""
+    """Both by name: the (step, time) of each figure."""
     problems = []
     if len(wanted) <= FEWEST_FIGURES:
         problems.append(f"a step has only {len(wanted)} figures")
     by_wrong = defaultdict(list)
-    for name, steps in wanted.items():
-        have = found.get(name, Counter())
-        if wrong := {step: have[step] for step in sorted({*steps, *have}) if have[step] != steps[step]}:
+    for name, points in wanted.items():
+        have = Counter(found.get(name, ()))
+        wrong = {point: have[point] for point in points if have[point] != 1}
+        newest = dict(sorted(points))  # by step, its latest time
+        wrong |= {point: have[point] for point in have if have[point] > 1 or point[1] > newest.get(point[0], -1)}
+        if wrong:
             by_wrong[_short(wrong)].append(name)
-    return problems + [f"MLflow has {', '.join(names)} so often at steps: {wrong}" for wrong, names in by_wrong.items()]
+    return problems + [
+        f"MLflow has {', '.join(names)} so often at (step, time): {wrong}" for wrong, names in by_wrong.items()
+    ]
 
 
 def clean_logs(files, servers_went):

@@ -1,7 +1,6 @@
 """Each check fires on a run that is doctored, and is silent on one that is not."""
 
 import json
-from collections import Counter
 
 import pytest
 
@@ -18,13 +17,13 @@ def run(tmp_path):
     (tmp_path / "policy/model.safetensors").write_bytes(b"weights of the run")
     write_steps(tmp_path, range(STEPS))
     (tmp_path / "evaluations.jsonl").write_text(
-        json.dumps({"benchmark": "small", "step": 0, "weight_version": 0}) + "\n"
+        json.dumps({"benchmark": "small", "step": 0, "weight_version": 0, "ended_s": 9.0}) + "\n"
     )
     return tmp_path
 
 
 def write_steps(folder, steps):
-    rows = [{"step": step, **{f"figure_{n}": n / 7 for n in range(40)}} for step in steps]
+    rows = [{"step": step, "ended_s": 10.0 + step, **{f"figure_{n}": n / 7 for n in range(40)}} for step in steps]
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -60,9 +59,11 @@ def test_figures_that_are_missing_doubled_or_too_many(run):
     assert any(name.endswith("avg_at_k") for name in wanted)
     assert checker.compared_figures(wanted, wanted) == []
     name = next(iter(wanted))
-    for doctored in (Counter(range(STEPS - 1)), Counter([*range(STEPS), 3]), Counter(range(STEPS + 1)), Counter()):
+    points = wanted[name]
+    for doctored in (points[1:], [*points, points[3]], [*points, (3, 20_000)], [*points, (STEPS, 20_000)], []):
         [problem] = checker.compared_figures(wanted, wanted | {name: doctored})
         assert name in problem
+    assert checker.compared_figures(wanted, wanted | {name: [*points, (3, 9_000)]}) == [], "step 3 was trained again"
     assert checker.compared_figures({name: wanted[name]}, wanted) == ["a step has only 1 figures"]
 
 

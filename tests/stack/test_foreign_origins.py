@@ -45,21 +45,14 @@ def test_with_the_password_the_server_answers_and_anybody_may_ask_whether_it_liv
         post_json(f"{api}/flows/filter", {}, "metronome:wrong")
 
 
-def test_of_web_pages_mlflow_takes_its_own_and_links(services):
-    """MLflow itself answers the pages of every server of this machine."""
+def test_a_foreign_page_changes_nothing_in_mlflow_and_no_other_name_leads_there(services):
+    """By MLflow's own checks, with the names that `make services` gives it."""
     url = services.environment["MLFLOW_TRACKING_URI"]
-    search = f"{url}/api/2.0/mlflow/experiments/search?max_results=5"
     create = f"{url}/api/2.0/mlflow/experiments/create"
-    for headers in (
-        {"Origin": FOREIGN},
-        {"Origin": "http://127.0.0.1:1"},
-        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "empty"},
-        {"Host": "evil.example", "Origin": "http://evil.example"},
-    ):
-        for address, body in ((search, None), (create, b'{"name": "stranger"}')):
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(urllib.request.Request(address, body, headers))
+    for headers in ({"Origin": FOREIGN}, {"Host": "evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(create, b'{"name": "stranger"}', headers))
+    search = f"{url}/api/2.0/mlflow/experiments/search?max_results=5"
     own = urllib.request.Request(search, headers={"Origin": url, "Sec-Fetch-Site": "same-origin"})
     assert "stranger" not in [one["name"] for one in json.load(urllib.request.urlopen(own))["experiments"]]
-    link = {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
-    assert b"<title>MLflow</title>" in urllib.request.urlopen(urllib.request.Request(url, headers=link)).read()
+    assert b"<title>MLflow</title>" in urllib.request.urlopen(url).read()

@@ -9,9 +9,10 @@ import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
-from engine.run.files import append_line, read_lines
+from engine.run.files import read_lines
 from flows.local import evaluate_here
 from support.ports import free_port
+from support.run_folders import add_line
 from support.runs import config_of, save_model
 from support.stack import Services
 from tasks.tracking import evaluations, mirror, retry, tracked_run
@@ -40,7 +41,7 @@ def config(services, tmp_path, monkeypatch):
 
 def do_step(config, step):
     """What the orchestrator does."""
-    append_line(config.folder / "steps.jsonl", {"step": step, "loss": step / 10, "versions_seen": [step]})
+    add_line(config.folder / "steps.jsonl", step=step, loss=step / 10, step_s=1.0)
 
 
 def history(run_id):

@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import time
 from dataclasses import fields, replace
 
 from engine.config import Config, Run, Train
@@ -42,6 +43,11 @@ EVALUATION = {
 """A line of evaluations.jsonl."""
 
 
+def add_line(file, **row):
+    """Append a line with its time to steps.jsonl or evaluations.jsonl."""
+    append_line(file, {"ended_s": time.time()} | row)
+
+
 def a_checkpoint(root, step, run="", content=b"weights", config=None):
     """A whole checkpoint of one file of tensors."""
     from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
@@ -75,11 +81,11 @@ def finished(output):
     for step in range(STEPS):
         for name in ("sync", "train", "rollout", "update"):
             trace.add_span(name, 10.0 * step, 10.0 * step + 5, lane="trainer-0", step=step)
-        append_line(folder.steps, FIGURES | {"step": step, "weight_version": step, "versions_seen": [step]})
+        add_line(folder.steps, **FIGURES | {"step": step, "weight_version": step, "versions_seen": [step]})
         append_line(folder.notices, {"stage": "rewards", "text": f"{step} of 4 groups teach nothing", "at": 1.5})
     trace.flush()
     for version in (0, 3):
-        append_line(folder.evaluations, EVALUATION | {"step": version, "weight_version": version})
+        add_line(folder.evaluations, **EVALUATION | {"step": version, "weight_version": version})
     in_run_evaluation.dropped_file(folder).parent.mkdir()
     append_line(in_run_evaluation.dropped_file(folder), {"weight_version": 2, "reason": "late", "exposed_s": 1.5})
     for step in (2, 4):

@@ -14,6 +14,7 @@ from engine.run.folder import RunFolder
 from engine.tools.comparison import run_figures
 from engine.tools.comparison.verdict import config_differences
 from support.compared_runs import evaluation, step
+from support.run_folders import add_line
 from support.simulated_runs import config, simulated_run, with_model
 from tasks.compare import compare_runs, from_folder, from_mlflow
 from tasks.tracking import tracked_run
@@ -22,7 +23,7 @@ from tasks.tracking import tracked_run
 def _fail_in_mlflow(config, ids):
     with tracked_run.track_run(config) as run_id:
         ids.append(run_id)
-        append_line(config.folder / "steps.jsonl", step(0))
+        add_line(config.folder / "steps.jsonl", **step(0))
         raise BadInput("by the test")
 
 
@@ -48,10 +49,10 @@ def stored(tmp_path_factory):
     rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n], **{"reward/form": n / 24}) for n in range(12)]
     with tracked_run.track_run(config) as run_id:
         for row in rows:
-            append_line(config.folder / "steps.jsonl", row)
+            add_line(config.folder / "steps.jsonl", **row)
         (config.folder / "evaluations").mkdir()
         append_line(config.folder / "evaluations/b.jsonl", {"prompt_id": "x", "mean": 0.5})
-        append_line(config.folder / "evaluations.jsonl", evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl"))
+        add_line(config.folder / "evaluations.jsonl", **evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl"))
     artifacts = Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))
     (artifacts / "evaluations.jsonl").unlink()  # as in a run that has not ended: the rows come from the metrics
     folder = output / "copied"
@@ -153,7 +154,7 @@ def evaluated(folder, means, version):
         append_line(folder / "evaluations/b.jsonl", {"prompt_id": prompt_id, "mean": mean})
     average = sum(means.values()) / len(means)
     row = evaluation(average, average - 0.1, average + 0.1, table="evaluations/b.jsonl")
-    append_line(folder / "evaluations.jsonl", row | {"step": version, "weight_version": version, "samples": 1})
+    add_line(folder / "evaluations.jsonl", **row | {"step": version, "weight_version": version, "samples": 1})
     return str(folder)
 
 

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
-from engine.run.files import append_line
-from tasks.tracking import others
+from support.run_folders import add_line
+from tasks.tracking import evaluations, others, tracked_run
 
 EVALUATION = {
     **{"step": 2, "weight_version": 2, "benchmark": "held out", "problems": 4, "samples": 2, "avg_at_k": 0.5},
@@ -31,29 +32,28 @@ ENDS = (1, 4)
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """The config of a run with three steps and an evaluation of an earlier one, for a tracker that is installed. Its
-    name is the test's, because trackio keeps the folder of a process's first test."""
+    """The config of a run for a tracker that is installed. Its name is the test's, because trackio keeps the folder of
+    a process's first test."""
 
     def make(name, needed=None):
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # trackio reads it when it is imported
         pytest.importorskip(needed or name)
-        config = Config(
+        return Config(
             run=Run(name=tmp_path.name, output=str(tmp_path)), tracking=Tracking(also=(name,)), train=Train(steps=5)
         )
-        config.folder.mkdir()
-        for step in range(3):
-            add_step(config, step)
-        append_line(config.folder / "evaluations.jsonl", EVALUATION)
-        return config
 
     return make
 
 
-def add_step(config, step):
-    append_line(
-        config.folder / "steps.jsonl", {"step": step, "loss": step / 10, "versions_seen": [step], "staleness": {"0": 8}}
-    )
+def track(config, *steps):
+    """Steps of a run, of which one was evaluated."""
+    with tracked_run.track_run(config):
+        for step in steps:
+            row = {"step": step, "loss": step / 10, "versions_seen": [step], "staleness": {"0": 8}}
+            add_line(config.folder / "steps.jsonl", **row)
+        if 2 in steps:
+            add_line(config.folder / "evaluations.jsonl", **EVALUATION)
 
 
 def scalars(folder):
@@ -103,108 +103,62 @@ def wandb_records(data):
     return records
 
 
-def trackio_rows(config):
-    """(step, loss) of each row with a loss, in the order in which trackio has them."""
-    from trackio.sqlite_storage import SQLiteStorage
-
-    rows = SQLiteStorage.get_logs(config.tracking.experiment, config.run.name)
-    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
-
-
-def test_tensorboard_has_each_figure_once_also_after_a_resume(config_of):
+def test_tensorboard_has_each_figure_once_also_after_a_resume_and_an_evaluation(config_of):
     config = config_of("tensorboard")
-    others.push_once(config)
-    add_step(config, 3)
-    thread = others.OtherTrackersThread(config)
-    thread.close(60.0)
-    others.push_once(config)
+    track(config, 0, 1, 2)
+    track(config, 3)
+    add_line(config.folder / "evaluations.jsonl", **EVALUATION | {"step": 4, "table": "evaluations/step-4.jsonl"})
+    for _ in range(2):
+        evaluations.log_finished(config)
     found = scalars(config.folder / "tensorboard")
     assert found["loss"] == [(step, pytest.approx(step / 10)) for step in range(4)]
     assert found["versions_seen_max"] == [(step, step) for step in range(4)]
     assert found["staleness/0"] == [(step, 8) for step in range(4)]
-    assert found["held out/avg_at_k"] == [(2, 0.5)]
-    assert "step" not in found
+    assert found["held out/avg_at_k"] == [(2, 0.5), (4, 0.5)]
+    assert not {"step", "ended_s"} & found.keys()
 
 
-def test_trackio_has_them(config_of):
+def test_trackio_has_them_and_the_next_process_gives_a_run_of_its_own(config_of):
     config = config_of("trackio")
-    others.push_once(config)
-    add_step(config, 3)
-    others.push_once(config)
-    from trackio.sqlite_storage import SQLiteStorage
-
-    assert trackio_rows(config) == [(n, n / 10) for n in range(4)]
-    rows = SQLiteStorage.get_logs("metronome", config.run.name)
-    assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
-
-
-def test_rows_that_trackio_could_not_write_are_given_again(config_of, capsys):
-    """It drops them with a warning; what came after them would be all that it has."""
-    config = config_of("trackio")
-    others.push_once(config)
-    from trackio.sqlite_storage import SQLiteStorage
-
-    lock = SQLiteStorage._get_process_lock("metronome").lockfile_path
-    lock.unlink()
-    lock.mkdir()  # no file can be opened there: a write fails
-    add_step(config, 3)
-    trackers = others.OtherTrackers(config)
-    with pytest.warns(UserWarning, match="trackio failed to flush"):
-        trackers.push()
-    assert "warning: trackio (tracking.also) does not take the figures: it could not" in capsys.readouterr().err
-    lock.rmdir()
-    add_step(config, 4)
-    trackers.push()
-    trackers.close()
-    assert trackio_rows(config) == [(n, n / 10) for n in range(3)]
-    others.push_once(config)
-    assert trackio_rows(config) == [(n, n / 10) for n in range(5)]
-
-
-def test_a_run_of_the_same_name_is_another_run_of_trackio(config_of, tmp_path):
-    config = config_of("trackio")
-    others.push_once(config)
-    again = config.model_copy(update={"run": Run(name=config.run.name, output=str(tmp_path / "elsewhere"))})
-    again.folder.mkdir(parents=True)
-    add_step(again, 7)
-    others.push_once(again)
+    track(config, 0, 1, 2)
+    track(config, 3)
     from trackio.sqlite_storage import SQLiteStorage
 
     runs = [run["id"] for run in SQLiteStorage.get_run_records("metronome") if run["name"] == config.run.name]
-    found = [[row["step"] for row in SQLiteStorage.get_logs("metronome", run_id=run)] for run in runs]
-    assert sorted(found) == [[0, 1, 2, 2], [7]]
+    rows = [SQLiteStorage.get_logs("metronome", run_id=run) for run in runs]
+    losses = sorted([(row["step"], row["loss"]) for row in one if "loss" in row] for one in rows)
+    assert losses == [[(n, n / 10) for n in range(3)], [(3, 0.3)]]
+    assert [row["step"] for one in rows for row in one if "held out/avg_at_k" in row] == [2]
 
 
 def test_wandb_has_them_in_its_offline_mode(config_of):
     config = config_of("wandb")
-    others.push_once(config)
+    track(config, 0, 1, 2)
     (file,) = config.folder.rglob("run-*.wandb")
     rows = wandb_rows(file)
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(0, 0.0), (1, 0.1), (2, 0.2)]
     assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
 
 
-def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(config_of, monkeypatch, capsys):
+def test_a_tracker_that_fails_is_reported_once_and_one_that_hangs_is_waited_for_only_so_long(
+    config_of, monkeypatch, capsys
+):
     config = config_of("wandb", needed="json")
 
     def away(config):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(others, "TRACKERS", {"wandb": away})
-    trackers = others.OtherTrackers(config)
-    trackers.push()
-    trackers.push()
-    assert capsys.readouterr().err.count("warning: wandb (tracking.also) does not take the figures: no route") == 1
-    assert not (config.folder / others.STATE).exists()
-
-
-def test_an_evaluation_waits_for_a_tracker_that_hangs_only_so_long(config_of, monkeypatch, capsys):
-    config = config_of("wandb", needed="json")
+    track(config, 0, 1, 2)
+    told = "warning: wandb (tracking.also) does not take the figures: no route"
+    assert capsys.readouterr().err.count(told) == 1
     ended = threading.Event()
-    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: ended.wait(20.0)})
-    monkeypatch.setattr(others, "CLOSE_S", 0.1)
+    hangs = SimpleNamespace(log=lambda step, figures: ended.wait(20.0), close=lambda: None)
+    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: hangs})
+    trackers = others.OtherTrackers(config)
+    trackers.log(0, {"loss": 0.1})
     began = time.monotonic()
-    others.push_once(config)
+    trackers.close(0.1)
     ended.set()
     assert time.monotonic() - began < 10
     assert "tracking.also did not end within 0.1 s" in capsys.readouterr().err
@@ -223,11 +177,10 @@ def printed(leader):
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_without_a_log_in_asks_nobody_at_the_terminal(tmp_path):
     """It would take what is typed there, and wait for it."""
-    code = "from engine.config import Config, Run, Tracking; from tasks.tracking.others import push_once; "
-    code += f"push_once(Config(run=Run(name='asks', output={str(tmp_path)!r}), tracking=Tracking(also=('wandb',))))"
-    folder = tmp_path / "asks"
-    folder.mkdir()
-    append_line(folder / "steps.jsonl", {"step": 0, "loss": 0.1})
+    code = "from engine.config import Config, Run, Tracking; from tasks.tracking.others import OtherTrackers; "
+    code += f"config = Config(run=Run(name='asks', output={str(tmp_path)!r}), tracking=Tracking(also=('wandb',))); "
+    code += "found = OtherTrackers(config); found.log(0, {'loss': 0.1}); found.close(60.0)"
+    (tmp_path / "asks").mkdir()
     names = ("WANDB_API_KEY", "WANDB_MODE")
     environment = {name: value for name, value in os.environ.items() if name not in names} | {"HOME": str(tmp_path)}
     leader, terminal = pty.openpty()

@@ -1,8 +1,4 @@
-"""What MLflow's UI shows of a run, in a real store: the view of the experiment, descriptions, figures logged once."""
-
-import base64
-import json
-import zlib
+"""What MLflow's UI shows of a run, in a real store: its page, descriptions, figures that do not repeat each other."""
 
 import mlflow
 import pytest
@@ -11,7 +7,8 @@ from engine.config import Config, Run, Tracking
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.run_start import RunStart
-from tasks.tracking import descriptions, evaluation_texts, evaluations, pages, tracked_run, view
+from support.run_folders import add_line
+from tasks.tracking import descriptions, evaluation_texts, evaluations, pages, tracked_run
 
 ROW = {
     "weight_version": 0,
@@ -43,7 +40,7 @@ def finished(config):
     """A tracked run with a step and two evaluations; its id."""
     folder = RunFolder(config.folder)
     with tracked_run.track_run(config) as run_id:
-        append_line(folder.steps, {"step": 0, "reward_mean": 0.5, "step_s": 8.0, "wait_ratio": 0.25})
+        add_line(folder.steps, step=0, reward_mean=0.5, step_s=8.0)
         for step in (0, 5):
             add_evaluation(folder, ROW | {"step": step, "weight_version": step, "avg_at_k": 0.5 + step / 10})
     return run_id
@@ -53,66 +50,21 @@ def add_evaluation(folder, row):
     table = f"evaluations/{row['benchmark']}-{row['step']}.jsonl"
     (folder.path / "evaluations").mkdir(exist_ok=True)
     append_line(folder.path / table, {"prompt_id": "x", "mean": 0.5})
-    append_line(folder.evaluations, row | {"table": table})
+    add_line(folder.evaluations, **row | {"table": table})
 
 
-def test_the_printed_address_opens_the_runs_in_a_chosen_view(config):
-    run_id = finished(config)
-    run = mlflow.get_run(run_id)
-    experiment = mlflow.get_experiment(run.info.experiment_id)
+@pytest.mark.parametrize("uri", ["", "http://127.0.0.1:9"])
+def test_where_to_look(config, monkeypatch, uri):
+    """A store without a server has a command that starts one; nothing is asked for an experiment's page for long."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if uri:
+        away = config.model_copy(update={"tracking": Tracking(uri=uri)})
+        assert pages.page_rows(away) == {"MLflow": uri}
+        return
+    experiment = mlflow.get_run(finished(config)).info.experiment_id
     rows = pages.page_rows(config)
-    assert list(rows) == ["MLflow UI", "its page"]
-    assert rows["its page"] == (
-        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=metronome"
-    )
-    assert experiment.tags[view.KIND] == "custom_model_development"
-    stored = experiment.tags["mlflow.sharedViewState.metronome"].removeprefix("deflate;")
-    shown = json.loads(zlib.decompress(base64.b64decode(stored)))
-    assert shown["selectedColumns"][1:4] == [
-        "metrics.`reward_mean`",
-        "metrics.`sums_9-9e0a37/avg_at_k`",
-        "metrics.`tokens_per_s_per_device`",
-    ]
-    assert [chart["metricKey"] for chart in shown["compareRunCharts"]][:4] == [
-        "reward_mean",
-        "sums_9-9e0a37/avg_at_k",
-        "tokens_per_s_per_device",
-        "wait_ratio",
-    ]
-    assert [section["name"] for section in shown["compareRunSections"] if section["display"]] == ["Training"]
-    assert run.data.metrics["wait_ratio"] == 0.25
-
-
-def test_a_view_fits_into_a_tag_and_keeps_other_runs_benchmarks(config):
-    finished(config)
-    client = mlflow.MlflowClient()
-    experiment = mlflow.get_experiment_by_name("mine").experiment_id
-    client.set_experiment_tag(experiment, view.KIND, "chosen_by_a_person")
-    view.update_view(client, experiment, ["aime24", "aime25", "math500", "sums@9"])
-    tags = client.get_experiment(experiment).tags
-    assert tags[view.BENCHMARKS] == "sums_9-9e0a37, aime24, aime25, math500"
-    assert len(tags[view.VIEW]) < 5000
-    assert tags[view.KIND] == "chosen_by_a_person"
-
-
-def test_a_view_that_another_run_writes_at_the_same_moment_is_written_again(config, monkeypatch):
-    finished(config)
-    client = mlflow.MlflowClient()
-    experiment = mlflow.get_experiment_by_name("mine").experiment_id
-    write = mlflow.MlflowClient.set_experiment_tag
-    calls = []
-
-    def refused_at_first(client, *arguments):
-        calls.append(arguments)
-        if len(calls) == 1:
-            raise mlflow.MlflowException("UNIQUE constraint failed: experiment_tags.key")
-        write(client, *arguments)
-
-    monkeypatch.setattr(mlflow.MlflowClient, "set_experiment_tag", refused_at_first)
-    view.update_view(client, experiment, ["aime24"])
-    assert client.get_experiment(experiment).tags[view.BENCHMARKS] == "sums_9-9e0a37, aime24"
-    with pytest.raises(mlflow.MlflowException):
-        view.update_view(client, "999999", [])
+    assert rows["its page"] == f"http://127.0.0.1:5000/#/experiments/{experiment}/runs"
+    assert f" ui --backend-store-uri sqlite:///{config.folder.parent}/mlflow.db" in rows["MLflow UI"]
 
 
 def test_a_run_says_what_it_is_and_how_it_ended(config):
@@ -141,7 +93,7 @@ def test_an_evaluation_of_a_run_changes_none_of_its_settings(config):
     assert evaluations.log_finished(policy) == run_id
     run = mlflow.get_run(run_id)
     assert "Evaluates `policy`; nothing is trained here." in run.data.tags[descriptions.NOTE]
-    append_line(RunFolder(config.folder).steps, {"step": 0})
+    add_line(RunFolder(config.folder).steps, step=0)
     evaluations.log_finished(policy)  # of a run that was trained: it is described with its own model
     assert mlflow.get_run(run_id).data.tags[descriptions.NOTE].startswith("Trains `quickstart_model` on")
     assert [name for name in run.data.tags if name.startswith("changed.")] == []
@@ -160,11 +112,6 @@ def test_figures_that_repeat_each_other_are_logged_once(config):
     with tracked_run.track_run(config):
         add_evaluation(RunFolder(config.folder), ROW | {"step": 6, "samples": 4, "benchmark": "four"})
     assert {"four/pass_at_k", "four/maj_at_k", "four/pass_curve/1"} <= set(mlflow.get_run(run_id).data.metrics)
-
-
-def test_a_server_shows_its_own_pages(config):
-    away = config.model_copy(update={"tracking": Tracking(uri="http://127.0.0.1:9")})
-    assert pages.page_rows(away) == {"MLflow": "http://127.0.0.1:9"}
 
 
 def test_a_registered_policy_says_what_it_is(config):

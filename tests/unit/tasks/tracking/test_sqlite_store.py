@@ -12,38 +12,21 @@ import mlflow
 import pytest
 import sqlalchemy
 
-from engine.config import Config, Run
-from support.disk_order import disk_order
 from support.runs import ROOT
-from support.stores import first_tables, half_migrated
-from tasks.tracking import retry, sqlite_store, tracked_run
+from tasks.tracking import retry, sqlite_store
 
-CONNECT = """
+CREATE = """
 import sys
-from engine.config import Config, Run
-from tasks.tracking import tracked_run
+from tasks.tracking import sqlite_store
 print("begins", flush=True)
-tracked_run._connect(Config(run=Run(output=sys.argv[1])))
+sqlite_store.whole_store(f"sqlite:///{sys.argv[1]}/mlflow.db")
 """
 
 
-def connected(output):
-    sqlite_store._whole.clear()
-    return tracked_run._connect(Config(run=Run(output=str(output))))
-
-
-@pytest.mark.parametrize(
-    "leave", [lambda file: file.touch(), first_tables, half_migrated], ids=["empty", "first", "half"]
-)
-def test_a_store_that_was_made_halfway_is_made_anew(tmp_path, monkeypatch, leave):
-    leave(tmp_path / "mlflow.db")
-    half = (tmp_path / "mlflow.db").read_bytes()
-    noted = disk_order(monkeypatch)
-    experiment = connected(tmp_path)
-    assert mlflow.MlflowClient().get_experiment(experiment).name == Config().tracking.experiment
-    [aside] = tmp_path.glob("mlflow.db.half-made-*")
-    assert aside.read_bytes() == half
-    assert noted[:3] == [f"name {aside.name}", "name mlflow.db", f"sync {tmp_path.name}"]
+def create(folder):
+    """An experiment in a new store."""
+    client = mlflow.MlflowClient(sqlite_store.whole_store(f"sqlite:///{folder}/mlflow.db"))
+    return client.create_experiment("works")
 
 
 def killed_halfway(file):
@@ -62,48 +45,18 @@ def killed_halfway(file):
 
 def test_what_a_kill_has_left_of_a_store_does_not_come_into_the_next_one(tmp_path):
     killed_halfway(tmp_path / ".mlflow.db.partial")
-    connected(tmp_path)
+    create(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
         assert store.execute("SELECT COUNT(*) FROM runs").fetchone() == (0,)
         assert store.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert not list(tmp_path.glob(".mlflow.db.partial*"))
 
 
-def test_a_file_that_sqlite_can_not_read_is_left_to_mlflow(tmp_path):
+def test_a_store_that_is_there_is_left_to_mlflow(tmp_path):
     file = tmp_path / "mlflow.db"
     file.write_bytes(b"no database" * 1000)
     sqlite_store.whole_store(f"sqlite:///{file}")
     assert file.read_bytes() == b"no database" * 1000
-
-
-def test_a_store_with_runs_is_never_replaced(tmp_path):
-    experiment = connected(tmp_path)
-    run = mlflow.MlflowClient().create_run(experiment)
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
-        store.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
-        store.commit()
-    before = (tmp_path / "mlflow.db").read_bytes()
-    sqlite_store._whole.clear()
-    sqlite_store.whole_store(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    assert (tmp_path / "mlflow.db").read_bytes() == before
-    assert run.info.run_id.encode() in before
-
-
-@pytest.mark.slow
-def test_a_store_that_another_process_locks_is_waited_for(tmp_path):
-    """As by a backup. MLflow itself gives up after about ten seconds."""
-    connected(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as backup:
-        backup.execute("BEGIN EXCLUSIVE")
-        first = subprocess.Popen([sys.executable, "-c", CONNECT, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)
-        try:
-            assert first.stdout.readline() == b"begins\n"
-            time.sleep(15)
-            backup.rollback()
-            assert first.wait(60) == 0
-        finally:
-            first.kill()
-            first.stdout.close()
 
 
 def test_a_database_that_stays_locked_is_an_mlflow_that_does_not_answer(tmp_path, monkeypatch, capsys):
@@ -124,20 +77,19 @@ def test_whenever_the_first_call_is_killed_the_next_one_works(tmp_path):
     for number in range(10):
         folder = tmp_path / str(number)
         first = subprocess.Popen(
-            [sys.executable, "-c", CONNECT, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-c", CREATE, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         assert first.stdout.readline() == "begins\n"
         time.sleep(chance.uniform(0.1, 4.0))
         first.send_signal(signal.SIGKILL)
         first.wait(30)
         first.stdout.close()
-        connected(folder)
+        assert create(folder)
 
 
 def test_a_new_store_is_made_in_silence(tmp_path):
     """`make services` prints addresses, and no migrations of a database."""
-    made = "import sys; from tasks.tracking.sqlite_store import whole_store; whole_store(sys.argv[1])"
-    command = [sys.executable, "-c", made, f"sqlite:///{tmp_path}/mlflow.db"]
+    command = [sys.executable, "-c", CREATE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    assert (done.stdout, done.stderr) == ("begins\n", "")
     assert (tmp_path / "mlflow.db").stat().st_size > 0
