@@ -18,7 +18,6 @@ from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import orchestrator_command, timeline_command
 from engine.run.event_stream import EventReader, Kind
-from engine.run.files import parse_line
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.logs import last_message
@@ -41,49 +40,6 @@ DRAW_S = 120.0
 """Longest time in seconds to draw the timeline."""
 HURRY_S = 5.0
 """The same after a signal, when a person or a worker waits."""
-
-
-class LineFollower:
-    """Reads the new complete lines of a JSON-lines file to which another process appends. A resumed run may shorten the
-    file."""
-
-    def __init__(self, path: Path) -> None:
-        """Skip the lines that are already in the file."""
-        self._path = path
-        self._inode = 0
-        self._position = 0
-        self._lines = 0
-        """Number of lines up to the position."""
-        self._seen: set[bytes] = set()
-        self.new()
-
-    def new(self) -> list[JsonObject]:
-        """The lines that were added since the last call, as `parse_line` reads them. A half-written last line is left
-        for a later call. A missing file counts as empty."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            self._rewind_if_replaced(file.fileno())
-            file.seek(self._position)
-            whole = file.read().rpartition(b"\n")[0]
-        if whole:
-            self._position += len(whole) + 1
-        first = self._lines + 1
-        lines = whole.split(b"\n") if whole else []
-        self._lines += len(lines)
-        fresh = {number: line for number, line in enumerate(lines, first) if line not in self._seen}
-        self._seen.update(fresh.values())
-        rows = [parse_line(self._path, number, line) for number, line in fresh.items()]
-        return [row for row in rows if row is not None]
-
-    def _rewind_if_replaced(self, descriptor: int) -> None:
-        """Read from the start if the file was replaced, which is how it is shortened. Lines that were kept are
-        recognised by their text."""
-        inode = os.fstat(descriptor).st_ino
-        if inode != self._inode:
-            self._inode = inode
-            self._position = 0
-            self._lines = 0
 
 
 def run_training(

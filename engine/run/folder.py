@@ -125,7 +125,7 @@ class RunFolder:
         append_line(self.steps, line)
         self.events.send("step", line)
 
-    def add_evaluation(self, row: Mapping[str, Any]) -> JsonObject:
+    def add_evaluation(self, row: JsonObject) -> JsonObject:
         """Append one line to evaluations.jsonl, with its time (`ended_s`); returns the line. Raises TakenOver as
         `add_step` does."""
         self.fence.check_attempt()

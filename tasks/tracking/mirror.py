@@ -142,8 +142,7 @@ Item = TypeVar("Item")
 
 
 class NewLines:
-    """Reads the new complete lines of a file of JSON lines to which another process appends. A file that was replaced,
-    which is how it is shortened, is read from its start again."""
+    """Reads the lines that another process appends to steps.jsonl, each once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -151,25 +150,28 @@ class NewLines:
         self._position = 0
         self._lines = 0
         """Number of lines up to the position."""
+        self._newest = 0.0
+        """Time (`ended_s`) of the newest line that was read."""
 
     def read(self) -> list[JsonObject]:
-        """The lines that were added since the last call; none without a file. Raises BadInput for a damaged one, again
-        in each later call."""
+        """The complete lines that were added since the last call; none without a file. Raises BadInput for a damaged
+        one, again in each later call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # replaced, which is how it is shortened
                 self._inode = inode
                 self._position = 0
                 self._lines = 0
             file.seek(self._position)
-            lines = file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
+            whole = file.read().rpartition(b"\n")[0]
+        lines = whole.split(b"\n") if whole else []
         rows = [parse_line(self._path, number, line) for number, line in enumerate(lines, self._lines + 1)]
-        self._position += sum(map(len, lines))
+        new: list[JsonObject] = [row for row in rows if row is not None and row["ended_s"] > self._newest]
+        self._position += len(whole) + bool(whole)
         self._lines += len(lines)
-        return [row for row in rows if row is not None]
+        self._newest = max([self._newest, *(row["ended_s"] for row in new)])
+        return new
 
 
 class Mirror:
@@ -206,8 +208,6 @@ class Mirror:
         self._lines = NewLines(self._folder.steps)
         self._rows = self._lines.read() if trains else []
         """Lines of steps.jsonl that MLflow may lack."""
-        self._newest = max((row["ended_s"] for row in self._rows), default=0.0)
-        """Time of the newest line of steps.jsonl that was read."""
         self._there: dict[str, set[int]] = {}
         """By the name of a metric, the times in ms of its points in MLflow when this process began."""
         self._evaluations: set[float] = set()
@@ -264,20 +264,13 @@ class Mirror:
         for part in monitor.monitors:
             part.clear_metrics()
 
-    def _read_steps(self) -> None:
-        """Add the new lines of steps.jsonl to those that MLflow may lack."""
-        for row in self._lines.read():
-            if row["ended_s"] > self._newest:  # others are known: the file was replaced by its first lines
-                self._newest = row["ended_s"]
-                self._stepped = True
-                self._rows.append(row)
-                self._also(row["step"], metric_values(row))
-
     def _lacking(self, whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield each item that MLflow lacks: its name for messages, and the call that writes it. Make the call before
         asking for the next item, which records that this one is written."""
-        if self._trains:
-            self._read_steps()
+        for line in self._lines.read() if self._trains else ():
+            self._stepped = True
+            self._rows.append(line)
+            self._also(line["step"], metric_values(line))
         settled = whole or self.is_settled
         if settled and (self._trains or not self._begun):
             fresh = [Param(name, value) for name, value in self._settings().items() if name not in self._parameters]

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 
-from tasks.orchestrator_process import LineFollower
+from tasks.tracking.mirror import NewLines
 
 LOOK_S = 0.1
 
@@ -17,7 +17,8 @@ class Progress:
         self.first = {}
         """By step: when it was finished the first time."""
         self.seen = Counter()
-        self._follower = LineFollower(path)
+        self._lines = NewLines(path)
+        self._lines.read()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -35,7 +36,7 @@ class Progress:
 
     def look(self):
         """Note what is new."""
-        for row in self._follower.new():
+        for row in self._lines.read():
             self.first.setdefault(row["step"], time.monotonic())
             self.seen[row["step"]] += 1
 

@@ -109,11 +109,11 @@ def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
     row = evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl", pass_curve={"1": 0.5})
     with tracked_run.track_run(config) as run_id:
         (config.folder / "evaluations").mkdir()
-        (config.folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+        add_line(config.folder / "evaluations.jsonl", **row)
         (config.folder / "evaluations/b.jsonl").write_text(json.dumps({"prompt_id": "x", "mean": 0.5}) + "\n")
-        (config.folder / "steps.jsonl").write_text(json.dumps(step(0)) + "\n")
+        add_line(config.folder / "steps.jsonl", **step(0))
     for found in (from_folder(config.folder), from_mlflow(run_id, uri)):
-        assert list(found.evaluations) == [row]
+        assert [{**one, "ended_s": 0} for one in found.evaluations] == [{**row, "ended_s": 0}]
         assert found.tables == {"evaluations/b.jsonl": {"x": 0.5}}
 
 

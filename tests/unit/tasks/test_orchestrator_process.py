@@ -8,39 +8,11 @@ import pytest
 from engine.config import Config, Model, Rollout, Run, Train
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, RatioGapError, TakenOver
 from engine.run import limits
-from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from tasks import interruption, orchestrator_process
 from tasks.fenced import write_fenced
-from tasks.orchestrator_process import LineFollower, Silence, run_training, timeline_at_end
-
-
-def test_follower_gives_each_line_once_and_waits_for_a_half_written_one(tmp_path):
-    path = tmp_path / "steps.jsonl"
-    follower = LineFollower(path)
-    assert follower.new() == []
-    with path.open("a") as file:
-        file.write('{"step": 0}\n{"st')
-        file.flush()
-        assert follower.new() == [{"step": 0}]
-        assert follower.new() == []
-        file.write('ep": 1}\n')
-        file.flush()
-        assert follower.new() == [{"step": 1}]
-
-
-def test_follower_of_a_resumed_run_gives_only_the_steps_done_again(tmp_path):
-    folder = RunFolder(tmp_path)
-    for step in range(4):
-        append_line(folder.steps, {"step": step, "loss": 0.1 * step})
-    follower = LineFollower(folder.steps)
-    assert follower.new() == []
-    folder.cut_steps(2)
-    append_line(folder.steps, {"step": 2, "loss": 7.0})
-    assert follower.new() == [{"step": 2, "loss": 7.0}]
-    append_line(folder.steps, {"step": 3, "loss": 8.0})
-    assert follower.new() == [{"step": 3, "loss": 8.0}]
+from tasks.orchestrator_process import Silence, run_training, timeline_at_end
 
 
 @pytest.fixture

@@ -23,17 +23,17 @@ from engine.run.served_model import weight_version
 from engine.run.trace import Trace, read_spans
 from engine.tools.watch.page import draw_page
 from support.damages import damaged
-from support.run_folders import finished, interrupted
+from support.run_folders import add_line, finished, interrupted
 from tasks import resume_checks
 from tasks.cluster.flow_names import name_of
 from tasks.compare import from_folder
 from tasks.finished_stages import Stages, count_attempt, last_end
 from tasks.flow_entry import begun_by_this_flow
-from tasks.orchestrator_process import LineFollower
 from tasks.resume import find_resumed
 from tasks.summary import _figures
 from tasks.tracking.evaluation_texts import closing_rows
 from tasks.tracking.evaluations import InRun
+from tasks.tracking.mirror import NewLines
 
 STATE = {
     "config.toml",
@@ -78,7 +78,7 @@ def reads(path):
     trace = Trace(folder.trace, "orchestrator")
     trace.add_span("sync", 50.0, 51.0, step=step)
     trace.flush()
-    append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1})
+    add_line(folder.steps, step=step, step_s=1.0, pool_size=1)
     draw_page(path)
     from_folder(path)
     return step
@@ -100,8 +100,7 @@ def checks(path, config=None):
     read_progress(folder.progress)
     read_report(path)
     weight_version(folder.policy)
-    LineFollower(folder.steps).new()
-    LineFollower(folder.notices).new()
+    NewLines(folder.steps).read()
     InRun(folder)
     scores_by_version(folder)
     awaited_versions(folder, config, 3)

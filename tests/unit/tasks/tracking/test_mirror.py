@@ -138,6 +138,24 @@ def test_a_step_that_is_trained_again_has_the_figures_of_both_attempts_and_each_
     assert count(output, run_id) == 2 * len(points) == 16
 
 
+def test_each_line_is_read_once_also_if_the_file_is_cut_and_a_half_written_one_later(tmp_path):
+    folder = RunFolder(tmp_path)
+    lines = mirror.NewLines(folder.steps)
+    assert lines.read() == []
+    for step in range(4):
+        add_line(folder.steps, step=step)
+    with folder.steps.open("a") as file:
+        file.write('{"step": 4, "ended')
+    assert [row["step"] for row in lines.read()] == [0, 1, 2, 3]
+    with folder.steps.open("a") as file:
+        file.write(f'_s": {time.time()}}}\n')
+    assert [row["step"] for row in lines.read()] == [4]
+    folder.cut_steps(2)
+    add_line(folder.steps, step=2)
+    assert [row["step"] for row in lines.read()] == [2]
+    assert lines.read() == []
+
+
 def test_a_batch_that_the_store_has_in_whole_or_in_part_is_kept_once(config, output):
     """That of the database: what a lost answer sends twice, and what an earlier process has sent of a line."""
     tracked_run.find_run(config)
