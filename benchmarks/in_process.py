@@ -27,6 +27,7 @@ from engine.instance.embedded.sampling import Sampling
 from engine.reward.verifiers import exact
 from engine.trainer.loop import Loop, Trainer
 from engine.trainer.policy import Policy
+from engine.trainer.rollouts import Work
 from engine.types import Group, Prompt, Response, Score
 
 
@@ -69,9 +70,6 @@ class InProcess:
 
     def verify(self, model: Trainer, version: int) -> None:
         """Does nothing, because the engine got the policy's own tensors in this process."""
-
-    def settle(self) -> None:
-        """Does nothing, because nothing is published in the background."""
 
     def start(self, step: int) -> None:
         """Generate the step's batch at once."""
@@ -119,7 +117,7 @@ class InProcess:
     def heartbeat(self) -> None:
         """Does nothing, because no process waits for signs of life."""
 
-    def windows(self, step: int, prepare: object) -> Iterator[list[Group]]:
+    def work(self, step: int, prepare: object) -> Iterator[Work]:
         """The whole batch as one window."""
         yield self._ready.pop(step)
 

@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,12 +158,10 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
     with orchestrator(config, folder) as side, bare_side as (bare, pids):
         plane = Connection(side.url, side.key, "trainer", TIMEOUT_S)
         try:
-            open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
             publisher = Publisher(
                 connection=plane,
                 ranks=RankGroup(1, TIMEOUT_S),
-                transport=open_,
-                folder=folder / "weights",
+                transport=open_transport(transport, TIMEOUT_S, torch.device("cpu"), folder / "weights"),
                 dtype=torch.float32,
                 bucket_bytes=config.weights.bucket_mb * 2**20,
                 timeout_s=TIMEOUT_S,
@@ -211,7 +208,6 @@ def one_round(
     version: int,
     staged: bool,
 ) -> dict[str, float]:
-    publisher.settle()
     with torch.no_grad():
         for parameter in models.policy.parameters():
             parameter.mul_(1.0001)

@@ -149,6 +149,11 @@ class ServiceConflict(MetronomeError):
     that is over, or a lease whose groups were leased again."""
 
 
+class WeightsLost(ServiceConflict):
+    """No instance of a service holds the weight version any more. The program that trains publishes it again, as long
+    as its weights still are this version."""
+
+
 class ServiceFull(MetronomeError):
     """The service has reached its limit of stored bytes or of responses being sampled; it can take more later."""
 

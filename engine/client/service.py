@@ -17,7 +17,7 @@ from engine.client.connection import Connection
 from engine.client.publish.publisher import PublishedModel, Publisher
 from engine.client.ranks import OneRank, Ranks
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceFull
+from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceFull, WeightsLost
 from engine.run.commands import service_command
 from engine.run.folder import dump_config
 from engine.run.process import Child
@@ -34,6 +34,7 @@ from engine.wire.messages import (
     InitEngines,
     Lease,
     PromptData,
+    PublishAgain,
     PutPrompts,
     SampleResponses,
     Window,
@@ -91,6 +92,10 @@ class ServiceClient:
         """The weight version that was published last when this object was created; None if there was none."""
         self._weights = Path(ready.weights)
         self._publisher: Publisher | None = None
+        self._published: int | None = None
+        """The weight version that this object has published last."""
+        self._lost = False
+        """Whether instances lack this version, as the service has said."""
         self.connection.timeout_s = self._timeout_s = self.config.transfer_timeout_s
 
     @classmethod
@@ -185,7 +190,9 @@ class ServiceClient:
         `columns`: a subset of the columns that the stage needs; empty: all.
 
         A lease that is not acknowledged, or written, within its `lease_s` is given again, so delivery is at least once.
-        Raises DeadlineError if no rows arrive within `Config.transfer_timeout_s`, and what `acknowledge` raises.
+        Raises DeadlineError if no rows arrive within `Config.transfer_timeout_s`, what `acknowledge` raises, and
+        WeightsLost if an instance waits for the step's weight version: publish it again (`weight_sync_notify`), then
+        ask again. No lease of the step is held then.
         """
         budget = budget or self._budget(stage)
         if stage == TRAIN and SCORES in columns:
@@ -199,6 +206,12 @@ class ServiceClient:
             done = ()
             if isinstance(reply, EndOfStep | EndOfRun):
                 return None
+            if isinstance(reply, PublishAgain):
+                self._lost = True
+                raise WeightsLost(
+                    f"an instance waits for weight version {reply.version} while no row does: publish this version "
+                    "again (weight_sync_notify), then ask again"
+                )
             if isinstance(reply, Window):
                 return ExperienceLease(reply, stage, self.config.reward_weights)
         of = f"step {step}" if step is not None else "any step"
@@ -235,7 +248,7 @@ class ServiceClient:
 
     def sample(self, token_ids: Sequence[int], seeds: Sequence[int]) -> list[Response]:
         """Sample a response for each seed. Responses have the weight versions of their tokens, but no reward and no
-        text."""
+        text. Raises WeightsLost if no instance of a service holds weights: publish the last version again."""
         request = SampleResponses(prompt=pack_ids(token_ids), seeds=tuple(seeds))
         reply = self._until_room(lambda: self.ask(request), "for room to sample in the service")
         return [open_response(response) for response in reply.responses]
@@ -257,21 +270,23 @@ class ServiceClient:
         """Publish a version of the model, and return once every instance holds and has verified it. With weights.staged
         in a mode that samples ahead, return once it is on its way (`await_version` waits for the rest).
 
-        The first version may be any (a trainer that resumes); each later one is one more. Raises ServiceConflict for
-        another version, or while a group of an earlier step is not acknowledged; WeightSyncError if no instance can
-        hold the version.
+        The first version may be any (a trainer that resumes); each later one is one more. After WeightsLost, the last
+        version goes to the instances that lack it, and the step goes on. Raises ServiceConflict for another version, or
+        while a group of an earlier step is not acknowledged; WeightSyncError if no instance can hold the version.
         """
         self._publisher = self._publisher or self.publisher()
+        again = self._lost and version == self._published
         deadline = time.monotonic() + self._timeout_s
-        while not self.ask(MayPublish(version=version)).now:
+        while not again and not self.ask(MayPublish(version=version)).now:
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"weight version {version} could not be published within {self._timeout_s:g} s: batches in flight "
                     "are still being sampled"
                 )
-        self._publisher.publish(model, version)
+        self._publisher.publish(model, version, again)
         self._publisher.verify(model, version)
-        self._publisher.settle()
+        self._published = version
+        self._lost = False
 
     def await_version(self, version: int, timeout_s: float = 0.0) -> None:
         """Wait until every instance holds and has verified a version, or a later one. `timeout_s`: 0 means
@@ -288,6 +303,9 @@ class ServiceClient:
         """Send a message and return the reply. Raises what `Connection.ask` raises."""
         try:
             return self.connection.ask(request)
+        except WeightsLost:
+            self._lost = True
+            raise
         except MetronomeError as error:
             if type(error) is MetronomeError and self._child is not None and not self._child.alive:
                 raise MetronomeError(f"{error}; the service {self._child.how_it_ended()}") from None

@@ -125,10 +125,14 @@ class InRunEvaluation:
             del self._evaluations[task]
             task.result()
 
-    def allows_publish(self) -> bool:
-        """Return whether weights may be published now. The first "no" starts the time limit `evaluate.max_wait_s`."""
+    def allows_publish(self, serves: bool) -> bool:
+        """Return whether weights may be published now. The first "no" starts the time limit `evaluate.max_wait_s`. If
+        no instance `serves` any more, the evaluated weights are lost, and the evaluation is cut off."""
         one = self._newest
         if one is None or one.generated is not None:
+            return True
+        if not serves:
+            self._cut_off(one, "when the last instance that held its weights was gone")
             return True
         if one.publish_asked is None:
             one.publish_asked = time.monotonic()

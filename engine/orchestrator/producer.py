@@ -294,7 +294,7 @@ class Producer:
     async def _send_missing(self, work: _PendingGroup, missing: list[int]) -> None:
         """Send the requests for the missing responses to one instance, and wait until each has finished or failed.
 
-        An instance that failed last time is avoided if another one serves. An instance on trial gets only one request.
+        An instance that failed last time is avoided if another one serves.
         """
         asked_at = time.monotonic()
         async with self._pool.borrow(
@@ -303,13 +303,12 @@ class Producer:
             if work.refused_since is not None:
                 work.refused_since += time.monotonic() - asked_at
             work.failed_on = ()
-            numbers = missing[:1] if place.trial else missing
             began = time.monotonic()
             beside = place.instance.responses
             async with asyncio.TaskGroup() as sampling:
-                for number in numbers:
+                for number in missing:
                     sampling.create_task(self._sample_in_slot(work, number, place))
-            if len(numbers) == self._group_size and not work.missing and not work.so_far:
+            if len(missing) == self._group_size and not work.missing and not work.so_far:
                 beside = max(beside, place.instance.responses)
                 place.instance.record_group(time.monotonic() - began, beside / self._group_size)
         if work.busy:
@@ -329,24 +328,24 @@ class Producer:
     async def _sample_in_slot(self, work: _PendingGroup, number: int, place: Place) -> None:
         """Sample one response, and free its slot when it ends, whatever the rest of its group does."""
         try:
-            await self._sample_response(work, number, place.instance)
+            await self._sample_response(work, number, place)
         finally:
             self._pool.free_slot(place)
 
-    async def _sample_response(self, work: _PendingGroup, number: int, instance: Instance) -> None:
-        """Sample one response on `instance`, or note in `work` that the instance failed on it.
+    async def _sample_response(self, work: _PendingGroup, number: int, place: Place) -> None:
+        """Sample one response on the place's instance, or note in `work` that the instance failed on it.
 
         A reward that takes one response per call starts at once. This method does not wait for it.
         """
         own = None
         if self._programs is not None and work.scored:
-            found = await self._run_program(self._programs, work, number, instance)
+            found = await self._run_program(self._programs, work, number, place)
             own = work.episodes[number].score
         else:
             found = await self._sample_turn(
                 work=work,
                 number=number,
-                instance=instance,
+                place=place,
                 prompt=work.prompt,
                 sampling=self._sampling,
                 seed=work.seeds[number],
@@ -360,7 +359,7 @@ class Producer:
         work.done[number] = found, work.verifying.create_task(score) if score is not None else None
 
     async def _run_program(
-        self, programs: ProgramPool, work: _PendingGroup, number: int, instance: Instance
+        self, programs: ProgramPool, work: _PendingGroup, number: int, place: Place
     ) -> PackedResponse | None:
         """Sample the turns of a response. Return the response, or None if the instance failed on a turn: the turn, or
         all turns, are then sampled again with the same seeds, elsewhere if another instance serves."""
@@ -379,7 +378,7 @@ class Producer:
             sampled = await self._sample_turn(
                 work=work,
                 number=number,
-                instance=instance,
+                place=place,
                 prompt=turn.prompt,
                 sampling=turn.sampling,
                 seed=turn.seed,
@@ -405,29 +404,29 @@ class Producer:
         self,
         work: _PendingGroup,
         number: int,
-        instance: Instance,
+        place: Place,
         prompt: Prompt,
         sampling: SamplingSettings,
         seed: int | None,
     ) -> PackedResponse | None:
         """Sample one response or one turn of it. Return None if the instance failed on it or a pause cut it."""
         started = time.time()
+        instance = place.instance
         try:
             sampled = await instance.client.complete(prompt, sampling, seed, work.so_far.get(number))
         except Busy as error:
-            self._pool.record_refusal(instance)
             work.busy = True
             work.failed_on = (instance,)
             work.check_refusals(number, error, self._pool.config.rollout.timeout_s)
             return None
         except (InstanceGone, InstanceFault, DeadlineError) as error:
+            work.count_failure(number, error)
             if isinstance(error, BrokenReply):
-                self._pool.broke_protocol(instance, str(error))
+                self._pool.record_wrong_reply(instance, str(error))
             elif self._deadlines_count or not isinstance(error, DeadlineError):
-                self._pool.record_fault(instance, str(error))
+                self._pool.record_failure(place, str(error))
             work.failed_on = (instance,)
             work.refused_since = None
-            work.count_failure(number, error)
             return None
         except Refused as error:
             raise Refused(f"{work.where(number)}: {error}") from error

@@ -124,7 +124,7 @@ async def _serve_with(
         trace=Trace(folder.trace, "orchestrator", config.run.keep_steps),
         problems=problems,
         server=server,
-        weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path, own_trainer=False),
+        weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path),
         trains=False,
     ) as plane:
         server.serve(plane)

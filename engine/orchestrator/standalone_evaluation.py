@@ -134,7 +134,8 @@ async def _evaluate(
     ):
         encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
         if meeting is not None:
-            service.pool.sync = _proof_of_weights(config, model, service, encoded)
+            if (proof := _proof_of_weights(config, model, service, encoded)) is not None:
+                service.pool.check_arrivals(proof.check)
             server = Server(config)
             server.pool = service.pool
             await stack.enter_async_context(server.listening(meeting))

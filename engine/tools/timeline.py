@@ -43,7 +43,7 @@ KINDS = {
     "updating": "gets weights, takes no prompts",
     "starting": "loads its model",
     "draining": "finishes its responses and leaves",
-    "silent": "does not answer, takes no prompts",
+    "out": "does not answer, takes no prompts",
 }
 """What a bar shows, by its name."""
 
@@ -81,7 +81,7 @@ COLORS = {
     "updating": "#ff9d9a",
     "starting": "#f1ce63",
     "draining": "#d4a6c8",
-    "silent": "#79706e",
+    "out": "#79706e",
 }
 """Colours by the name of the span; other spans have that of the text."""
 WINDOW_STEPS = 3

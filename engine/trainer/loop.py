@@ -142,7 +142,6 @@ class Loop:
                 check_s = self._verify(step)
                 for window in self._arriving_windows(step):
                     self._train(step, window)
-                self.rollouts.settle()
                 updates = self.trainer.update(self._responses_per_update)
             except MetronomeError as error:
                 self.rollouts.failed(error)

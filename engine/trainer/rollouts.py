@@ -23,7 +23,7 @@ from engine.run.threads import in_thread
 from engine.types import Group
 from engine.wire import messages
 from engine.wire.columns import open_group
-from engine.wire.messages import EndOfStep, StillWaiting, Window
+from engine.wire.messages import EndOfStep, PublishAgain, StillWaiting, Window
 from engine.wire.record import RecordEntry, read_record
 
 
@@ -63,8 +63,8 @@ Prepare = Callable[[list[Group]], None]
 class Rollouts(Protocol):
     """The inference side, as the loop uses it.
 
-    `windows` and `heartbeat` are collectives over a replica group's ranks. `settle` and `failed` are not collectives.
-    All other methods are collectives over all ranks.
+    `windows` and `heartbeat` are collectives over a replica group's ranks. `failed` is not a collective. All other
+    methods are collectives over all ranks.
     """
 
     prompt_position: int | None
@@ -86,9 +86,6 @@ class Rollouts(Protocol):
         The instances keep sampling during the check. If they load weights in the background, this does not wait for the
         check.
         """
-
-    def settle(self) -> None:
-        """Wait until nothing reads the published weights any more, before the policy changes them. Not a collective."""
 
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
@@ -131,6 +128,8 @@ class LiveRollouts:
         self._config = config
         self._ahead = prefetch
         self._share_cores = share_cores
+        self._model: PublishedModel | None = None
+        """The model of the last publish. The policy does not change while it waits for rows."""
         self.prompt_position: int | None = None
         self.prompts: str | None = None
         """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
@@ -166,6 +165,7 @@ class LiveRollouts:
     def publish(self, model: PublishedModel, version: int) -> float:
         """Wait until publishing is allowed, then give every instance the version. Return the seconds that both took."""
         self._share_cores(False)
+        self._model = model
         started = time.perf_counter()
         may_publish = messages.MayPublish(version=version)
         while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
@@ -182,10 +182,6 @@ class LiveRollouts:
         """See `Publisher.verify`."""
         self._publisher.verify(model, version)
 
-    def settle(self) -> None:
-        """See `Publisher.settle`."""
-        self._publisher.settle()
-
     def start(self, step: int) -> None:
         """Ask the orchestrator to start the batch."""
         self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
@@ -194,7 +190,8 @@ class LiveRollouts:
         """Lease windows from the table until the replica groups have trained all groups of the step.
 
         While one window is trained, a thread requests, opens and prepares the next one. Each request also acknowledges
-        the windows whose gradient has been added, so a window usually costs one round trip.
+        the windows whose gradient has been added, so a window usually costs one round trip. If late instances wait for
+        weights while all replica groups wait for rows, this publishes the step's version again.
         """
         done: tuple[int, ...] = ()
         coming: Future[tuple[messages.Work, list[Group]]] | None = None
@@ -210,6 +207,8 @@ class LiveRollouts:
             if isinstance(reply, EndOfStep):
                 self.prompt_position = reply.prompt_position
                 return
+            if isinstance(reply, PublishAgain):
+                self._publish_again(reply.version)
             if isinstance(reply, Window) and self._ahead:
                 coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
@@ -217,6 +216,14 @@ class LiveRollouts:
                 self._share_cores(reply.generated)
                 yield opened
                 done += (reply.lease,)
+
+    def _publish_again(self, version: int) -> None:
+        """Give the last version to the instances that lack it. Every replica group is asked to, so it is a collective
+        of all ranks."""
+        assert self._model is not None, "a step is trained after its version was published"
+        self._share_cores(False)
+        self._publisher.publish(self._model, version, again=True)
+        self._publisher.verify(self._model, version)
 
     def _look_ahead(self, step: int, done: tuple[int, ...], prepare: Prepare) -> tuple[messages.Work, list[Group]]:
         """Ask once for the next window and prepare it. Collective over the replica group; it runs in a thread next to
@@ -300,9 +307,6 @@ class ReplayedRollouts:
         return 0.0
 
     def verify(self, model: PublishedModel, version: int) -> None:
-        """Do nothing: nothing was published."""
-
-    def settle(self) -> None:
         """Do nothing: nothing was published."""
 
     def start(self, step: int) -> None:

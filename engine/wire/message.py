@@ -31,6 +31,7 @@ ERRORS = {
         errors.TransferError,
         errors.ServiceConflict,
         errors.ServiceFull,
+        errors.WeightsLost,
         errors.WeightSyncError,
         errors.MetronomeError,
     )

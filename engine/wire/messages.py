@@ -19,13 +19,11 @@ from engine.wire.sync_messages import (
     AbortSync,
     ConnectSync,
     FinishSync,
-    IsSnapshotWanted,
     MayPublish,
     OpenSync,
     Proceed,
     PublishAllowed,
     SendBucket,
-    SnapshotWanted,
     SyncOpened,
     VerifySync,
 )
@@ -64,6 +62,13 @@ class StillWaiting(Message):
     """A sign of life: the orchestrator has no work yet, so ask again."""
 
 
+class PublishAgain(Message):
+    """No instance holds the trainer's weights, or one that has joined waits for them: publish this version again, which
+    is the policy's as long as the trainer waits for rows (`OpenSync.again`). No lease of the step is held."""
+
+    version: int
+
+
 class EndOfStep(Message):
     """The stage has finished all rows of the step."""
 
@@ -75,7 +80,7 @@ class EndOfRun(Message):
     """The last step has been trained: no stage has work left."""
 
 
-Work = Window | EndOfStep | EndOfRun | StillWaiting
+Work = Window | PublishAgain | EndOfStep | EndOfRun | StillWaiting
 
 
 class Lease(Request[Work]):
@@ -231,7 +236,7 @@ def is_of_trainer(request: Request[Any]) -> bool:
     alive."""
     if isinstance(request, Lease | WriteColumns | StageFailed):
         return request.stage == TRAIN
-    return not isinstance(request, InitEngines | SampleResponses | AwaitVersion | IsSnapshotWanted)
+    return not isinstance(request, InitEngines | SampleResponses | AwaitVersion)
 
 
 FROM_PROGRAMS = (
@@ -250,7 +255,6 @@ FROM_PROGRAMS = (
     AbortSync,
     FinishSync,
     VerifySync,
-    IsSnapshotWanted,
 )
 """The requests that programs may send."""
 
@@ -307,12 +311,12 @@ AnyRequest = (
     | AbortSync
     | FinishSync
     | VerifySync
-    | IsSnapshotWanted
 )
 AnyMessage = (
     Failure
     | Done
     | Window
+    | PublishAgain
     | StillWaiting
     | EndOfStep
     | EndOfRun
@@ -322,7 +326,6 @@ AnyMessage = (
     | Prompts
     | PublishAllowed
     | SyncOpened
-    | SnapshotWanted
     | Proceed
     | CheckpointDue
     | CheckpointFound

@@ -40,6 +40,9 @@ class OpenSync(Request[SyncOpened]):
     """Begin a weight sync, or restart it."""
 
     version: int
+    again: bool = False
+    """Whether the version that was published last goes again to the instances that lack it (`messages.PublishAgain`).
+    All others, and the rows of the step, stay as they are."""
 
 
 class Proceed(Message):
@@ -102,24 +105,9 @@ class FinishSync(Request[Done]):
     """Make every member serve the version, at once or in the background."""
 
     version: int
-    snapshot: str
-    """Folder from which late instances load the version once it exists; empty if there is no snapshot."""
 
 
 class VerifySync(Request[Done]):
     """Compare the members' log-probabilities of the probe with `expected`, the trainer's; if empty, compare nothing."""
 
     expected: tuple[float, ...]
-
-
-class SnapshotWanted(Message):
-    """Whether a late instance is waiting for the snapshot; if not, the sender asks again."""
-
-    now: bool
-
-
-class IsSnapshotWanted(Request[SnapshotWanted]):
-    """Ask whether a late instance is waiting for the snapshot of this version. The snapshot is written only if one
-    is."""
-
-    version: int

@@ -139,7 +139,7 @@ def test_stopped_for_20_s(one, job, undisturbed):
         sleep_until(began + 20)
         assert run.steps() <= steps + 1
     end(run, undisturbed)
-    assert run.periods("instance-0").count("silent") == 1
+    assert run.periods("instance-0").count("out") == 1
     assert run.periods("instance-0").count("starting") == 1  # it is the same process
 
 

@@ -11,10 +11,6 @@ import pytest
 from support.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-NAMES = ["a", "b", "c", "d", "lm_head.weight"]
-BUCKETS = 3
-COPIED = 10952
-"""Bytes of a version, each of which is copied into the same memory."""
 SENT = {"1": 3, "2": 6, "18": 6, "420": 6, "512": 6, "10000": 6}
 """Calls of a broadcast by the bytes of the piece: a byte to connect, and the tensors of two versions, each by the
 sender and by two receivers."""
@@ -46,11 +42,8 @@ def test_the_weights_arrive(device, transports):
         assert found["versions"] == [2, 2]
         assert found["received_on"] == [device if between_devices else "cpu"]
         assert found["dtypes"] == ["torch.bfloat16"]
-        assert found["snapshot"] == NAMES
         assert found["pieces"] == (SENT if transport not in ("gloo", "file") else {})
         assert found["waits"] > 0
-        assert found["side_streams"] == (2 * BUCKETS if transport != "file" else 0)
-        assert found["pinned"] == (COPIED if transport not in ("gloo", "file") else 0)
 
 
 @pytest.mark.parametrize(

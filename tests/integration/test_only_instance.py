@@ -36,7 +36,7 @@ SEVERAL = {"train.devices": []}
 CASES = {
     "sync": ({"train.mode": "sync"}, 0),
     "periodic": ({}, 0),
-    "updates": ({"train.updates": 4}, 0),
+    "updates": ({"train.updates": 4, "algorithm.old_policy": "behavior"}, 0),
     "one_step_off": (OFF, 1),
     "one_step_off_staged": (OFF | STAGED, 1),
     "bounded": (BOUNDED, 2),

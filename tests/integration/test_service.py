@@ -205,12 +205,12 @@ def test_a_version_is_published_once_the_steps_before_are_trained(running, clien
 def test_parts_of_a_publish_that_come_again_or_out_of_turn_change_nothing(running, client, step):
     """A second FinishSync made the service wait for a comparison, and the next publish ended it."""
     for _ in range(2):
-        assert client.ask(FinishSync(version=step, snapshot="")) == Done()
+        assert client.ask(FinishSync(version=step)) == Done()
     for request in (
         VerifySync(expected=()),
         AbortSync(version=step, reason=""),
         ConnectSync(version=step, transport="gloo", stages=()),
-        FinishSync(version=step + 1, snapshot=""),
+        FinishSync(version=step + 1),
     ):
         with pytest.raises(ServiceConflict):
             client.ask(request)

@@ -184,7 +184,7 @@ class Job:
         for state in self.periods(name):
             if state == "starting":
                 ends.append(state)
-            elif state != "silent":  # also a moment between the broken connection and the death
+            elif state != "out":  # also a moment between the broken connection and the death
                 ends[-1] = state
         return ends
 

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import traceback
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +24,11 @@ from fake_device import everywhere
 
 from engine.instance.receiver import Receiver
 from engine.wire.weights.backends import BACKENDS, DeviceBackend, Gloo
-from engine.wire.weights.bucket_file import BucketFile
 from support import weights_double
-from support.runs import wait_for
 from support.weights_double import TIMEOUT_S, Client, Model, Orchestrator, base_folder, publisher
 
 chosen = threading.local()
-"""`device`: the one that the thread has made its current one; `beside`: whether it works on a side stream."""
+"""`device`: the one that the thread has made its current one."""
 
 
 class OverDevices(DeviceBackend):
@@ -66,45 +63,11 @@ class OverGloo:
         return self._gloo.broadcast(torch.zeros(piece.numel(), dtype=torch.uint8), root)
 
 
-class Streams:
-    """What the copies for late instances, and torch itself, need of torch.cuda or torch.npu."""
-
-    def __init__(self):
-        self.waited = 0
-        """Times that the host waited for a side stream, and for nothing else on the device."""
-        self.pinned = 0
-        """Bytes of pinned memory."""
-
-    def is_available(self):
-        return False
-
-    def Stream(self, device):  # noqa: N802 - torch's name
-        return self
-
-    @contextmanager
-    def stream(self, stream):
-        assert str(getattr(chosen, "device", None)) == sys.argv[1], "the thread copies from a device not its own"
-        chosen.beside = True
-        yield
-        chosen.beside = False
-
-    def synchronize(self):
-        assert chosen.beside
-        self.waited += 1
-
-    def empty(self, make, *sizes, pin_memory=False, **options):
-        self.pinned += sizes[0] if pin_memory else 0
-        return make(*sizes, **options)
-
-
 def on(device, model):
     """The model with its tensors on the device, one of them not contiguous, so that it has to be packed."""
     model.held = {name: tensor.to(device) for name, tensor in model.held.items()}
     model.held["c"] = model.held["c"].t().contiguous().t()
     return model
-
-
-streams = Streams()
 
 
 def from_the_host(logprobs):
@@ -116,8 +79,6 @@ def main():
     device = torch.device(sys.argv[1])
     weights_double.logprobs = from_the_host(weights_double.logprobs)
     torch.accelerator.set_device_index = partial(setattr, chosen, "device")
-    torch.get_device_module = lambda device: streams
-    torch.empty = partial(streams.empty, torch.empty)
     for argument in sys.argv[2:]:
         transport, _, staged = argument.partition("+")
         if transport in ("nccl", "hccl"):
@@ -127,9 +88,7 @@ def main():
 
 
 def synced(device, transport, staged, folder):
-    """Publish two versions to two instances, and write the snapshot for a third one."""
-    streams.waited = 0
-    streams.pinned = 0
+    """Publish two versions to two instances."""
     with everywhere(device) as fake:
         clients = [Client(name, base_folder(folder / name)) for name in "ab"]
         for client in clients:
@@ -138,22 +97,14 @@ def synced(device, transport, staged, folder):
         sender = publisher(orchestrator, transport, folder, device=device, dtype=torch.bfloat16)
         for version in (1, 2):
             sender.publish(on(device, Model(version)), version)
-        sender._end_last_attempt()
-        if transport != "file":
-            orchestrator.catch_up(orchestrator.late())  # its checksums are of a device that is not there
-        wait_for((folder / "weights" / "version-00000002").is_dir, "the snapshot", timeout_s=20)
         orchestrator.close()
-    files = (folder / "weights").glob("version-00000002/*.safetensors")
     held = [tensor for client in clients for tensor in client.held.values()]
     return {
         "versions": [client.version for client in clients],
         "received_on": sorted({str(tensor.device) for tensor in held}),
         "dtypes": sorted({str(tensor.dtype) for tensor in held}),
-        "snapshot": sorted(name for file in files for name in BucketFile(file).names),
         "pieces": Counter(getattr(BACKENDS.get(transport), "pieces", [])),
         "waits": len(fake.waits),
-        "side_streams": streams.waited,
-        "pinned": streams.pinned,
     }
 
 

@@ -27,7 +27,7 @@ class Rollouts:
     """What a plane needs of a service: rows come when the test puts them."""
 
     def __init__(self):
-        self.pool = SimpleNamespace(size=1, failure=None, sync=None)
+        self.pool = SimpleNamespace(size=1, serving=1, failure=None, members=list, check_arrivals=lambda check: None)
         self.producer = self
         self.come = asyncio.Queue()
 

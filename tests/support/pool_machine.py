@@ -115,7 +115,8 @@ class PoolMachine(RuleBasedStateMachine):
             cut=cut,
             in_turn=in_turn,
         )
-        self.pool.sync = self.sync if synced else None
+        if synced:
+            self.pool.check_arrivals(self.sync.self_test)
         self.monitor = HealthMonitor(self.pool)
         self.do(self.connect(declared))
         if published and synced and declared:
@@ -236,7 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
                 try:
                     self.check_place(place.instance, least)
                     async with asyncio.TaskGroup() as tasks:
-                        for seed in range(1 if place.trial else GROUP_SIZE):
+                        for seed in range(GROUP_SIZE):
                             self.sent.append(place.instance)
                             tasks.create_task(self.respond(place, seed))
                 finally:
@@ -260,9 +261,9 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             response = await one.client.complete(Prompt("p", "", "", (1, 2)), SAMPLING, seed)
         except Busy:
-            self.pool.record_refusal(one)
+            pass
         except (InstanceGone, InstanceFault, DeadlineError):
-            self.pool.record_fault(one)
+            self.pool.record_failure(place)
         else:
             self.pool.record_success(one)
             ((_, version),) = response.versions
@@ -297,26 +298,43 @@ class PoolMachine(RuleBasedStateMachine):
         if spoils is not None:
             self.borrow(first=False, current=False, count=6)
 
-    async def send(self, version, pauses, fails, spoils):
+    @precondition(lambda self: self.pool.synced and self.pool.failure is None and self.sync.version is not None)
+    @precondition(lambda self: self.publishing is None or self.publishing.done())
+    @rule(pauses=st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0]), min_size=4, max_size=4), fails=st.booleans())
+    def publish_again(self, pauses, fails):
+        """As the trainer does when it waits for rows, and an instance for weights."""
+
+        async def begin():
+            if self.sync.is_awaited:
+                work = self.send(self.sync.version, pauses, fails, None, again=True)
+                self.publishing = asyncio.create_task(work)
+
+        self.do(begin())
+
+    async def send(self, version, pauses, fails, spoils, again=False):
         """As engine.client.publish.publisher does; `fails`: it gives up once and begins again."""
         try:
-            while not await self.transfer(version, pauses, fails):
+            while not await self.transfer(version, pauses, fails, again):
                 fails = False
             if spoils is not None and self.several:
                 self.session.instances[self.one(spoils).client.url].spoils = True
             swap = asyncio.create_task(self.finish(version))
             await asyncio.sleep(pauses[3])
-            self.snapshot(version)
             self.sync.expect_logprobs(logprobs(version))
             await swap
         except MetronomeError as error:
             self.pool.give_up(error)  # the run ends
 
-    async def transfer(self, version, pauses, fails):
-        opened = await self.sync.open_sync(OpenSync(version=version))
+    async def transfer(self, version, pauses, fails, again):
+        opened = await self.sync.open_sync(OpenSync(version=version, again=again))
         await asyncio.sleep(pauses[0])
         connect = ConnectSync(version=version, transport="gloo", stages=())
-        if self.transport == "gloo" and opened.connect and (await self.sync.connect_sync(connect)).retry:
+        if (
+            self.transport == "gloo"
+            and opened.connect
+            and opened.members
+            and (await self.sync.connect_sync(connect)).retry
+        ):
             return False
         for number in range(BUCKETS):
             if (await self.sync.send_bucket(SendBucket(info=bucket(self.transport, version, number)))).retry:
@@ -327,14 +345,8 @@ class PoolMachine(RuleBasedStateMachine):
         return not fails
 
     async def finish(self, version):
-        await self.sync.finish_sync(FinishSync(version=version, snapshot=str(self.folder / f"version-{version}")))
+        await self.sync.finish_sync(FinishSync(version=version))
         await self.sync.wait_until_checked()
-
-    def snapshot(self, version):
-        (made := self.folder / f"version-{version}").mkdir()
-        for bucket in range(BUCKETS):
-            (made / f"{bucket}.safetensors").touch()
-        shutil.rmtree(self.folder / f"version-{version - 2}", ignore_errors=True)
 
     # time -----------------------------------------------------------------------------------------
 
@@ -358,8 +370,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert one.responses >= self.sent.count(one)
             assert one.responses <= CONCURRENCY * GROUP_SIZE
             assert not (one.leaving and one.takes_prompts), f"{one.name} asked to leave, and takes prompts"
-            assert not held or one.state not in ("silent", "gone"), f"{one.name} is {one.state} and was not cut"
-            assert one.version is None or one.state not in ("silent", "starting") or not self.pool.synced
+            assert not held or one.state not in ("out", "gone"), f"{one.name} is {one.state} and was not cut"
+            assert one.version is None or one.state not in ("out", "starting") or not self.pool.synced
 
     def nothing_broke(self):
         assert not self.mistakes, self.mistakes
@@ -387,9 +399,8 @@ class PoolMachine(RuleBasedStateMachine):
         await self.ends(self.publishing)
         if self.pool.synced and self.pool.failure is None:
             await self.ends(asyncio.create_task(self.send(self.published + 1, [0.0] * 4, fails=False, spoils=None)))
-        await self.ends(*self.groups)
-        if self.pool.failure is None:
-            await self.ends(asyncio.create_task(self.all_serve()))
+        serving = asyncio.create_task(self.all_serve())  # groups may wait for one that waits for weights
+        await self.ends(*self.groups, serving)
 
     async def ends(self, *tasks):
         if pending := [task for task in tasks if task is not None and not task.done()]:
@@ -399,7 +410,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     async def all_serve(self):
         target = self.sync.version if self.pool.synced else None
-        while not all(one.state == "serving" and one.version == target for one in self.pool.instances):
+        while self.pool.failure is None and not (
+            all(one.state == "serving" and one.version == target for one in self.pool.instances)
+            and all(group.done() for group in self.groups)
+        ):
+            if self.pool.synced and self.sync.is_awaited:
+                await self.send(target, [0.0] * 4, fails=False, spoils=None, again=True)
             await asyncio.sleep(0.1)
 
     def states(self):

@@ -6,6 +6,7 @@ import random
 
 from aiohttp import web
 
+from engine.errors import MetronomeError
 from engine.types import Score
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import FinishUpdate
@@ -147,24 +148,44 @@ class Scripted:
             await runner.cleanup()
 
 
-class Sync:
-    """A weight sync whose catching up is scripted: `fails` so often, then brings the instance to `version`."""
+@contextlib.asynccontextmanager
+async def publishing(pool, version, check=None):
+    """A trainer that gives each instance of a training the version, as soon as it waits for it. Gives what it gave, as
+    (name, version); `given.version` may change."""
+    given = Given(version)
 
-    def __init__(self, version=None, fails=0, error=None):
+    async def accept(instance):
+        pass
+
+    async def publish():
+        while True:
+            for one in [one for one in pool.members() if given.version is not None and one.version != given.version]:
+                one.begin_update()
+                try:
+                    await one.client.call(FinishUpdate(given.version))
+                except MetronomeError as error:
+                    pool.leave_out(one, str(error))
+                else:
+                    given.append((one.name, given.version))
+                    one.record_version(given.version)
+                    pool.admit_instance(one)
+            await asyncio.sleep(0.01)
+
+    pool.check_arrivals(check or accept)
+    task = asyncio.create_task(publish())
+    try:
+        yield given
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class Given(list):
+    """What a scripted trainer gave, and the version that it gives next; None: none yet."""
+
+    def __init__(self, version):
+        super().__init__()
         self.version = version
-        self.fails = fails
-        self.error = error
-        self.caught_up = []
-
-    async def catch_up(self, instance):
-        await asyncio.sleep(0.01)
-        if self.fails:
-            self.fails -= 1
-            raise self.error
-        version = self.version
-        await instance.client.call(FinishUpdate(version))
-        self.caught_up.append((instance.name, version))
-        instance.record_version(version)
 
 
 class Scores:

@@ -5,7 +5,6 @@ import selectors
 from types import SimpleNamespace
 
 from engine.orchestrator.pool import health, instance
-from engine.orchestrator.pool.circuit_breaker import CircuitBreaker
 
 
 class _Jumps(selectors.SelectSelector):
@@ -43,5 +42,4 @@ def virtual(monkeypatch):
     seen = SimpleNamespace(monotonic=now, time=now)
     monkeypatch.setattr(instance, "time", seen)
     monkeypatch.setattr(health, "time", seen)
-    monkeypatch.setattr(CircuitBreaker.__init__, "__defaults__", (now,))
     monkeypatch.setattr(asyncio, "to_thread", at_once)

@@ -176,7 +176,7 @@ def written(packed_buckets, folder, version):
     folder.mkdir()
     for bucket in packed_buckets:
         path = folder / f"{bucket.number}.safetensors"
-        bucket_file.write_bucket(path, bucket, bucket.wire())
+        bucket_file.write_bucket(path, bucket)
         yield {
             "transport": "file",
             "version": version,

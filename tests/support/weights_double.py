@@ -2,16 +2,15 @@
 
 import asyncio
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import msgspec
 import torch
 from safetensors.torch import save_file
 
-from engine.client.publish.publisher import Publisher, RankRole
+from engine.client.publish.publisher import Publisher
 from engine.client.publish.transports import open_transport
-from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
@@ -71,7 +70,6 @@ class Client:
         self.calls = []
         self.gone = asyncio.Event()
         self.trusted = True
-        self.anew = False
 
     def end_calls(self, reason):
         """As InstanceClient's: it ends the calls under way, not later ones."""
@@ -81,9 +79,8 @@ class Client:
     def hold_responses(self):
         self.trusted = False
 
-    def release_responses(self, anew=False):
+    def release_responses(self):
         self.trusted = True
-        self.anew = anew
 
     async def call(self, request, timeout_s=None):
         answer = await self._answered(request.route, msgspec.to_builtins(request), timeout_s)
@@ -172,14 +169,22 @@ class Pool:
         self.reasons = {}
         self.late = set()
 
+    @property
+    def serving(self):
+        return sum(one.takes_prompts for one in self.instances)
+
     def members(self):
         return [one for one in self.instances if one.lives and one not in self.late]
 
-    async def wait_for_member(self):
-        if not self.members():
+    async def wait_for(self, find):
+        if (found := find()) is None:
             raise ProcessDied("no rollout instance is left")
+        return found
 
-    def exclude_instance(self, instance, reason):
+    async def wait_for_checks(self):
+        pass
+
+    def leave_out(self, instance, reason):
         instance.exclude(reason)
         self.reasons[instance.name] = reason
 
@@ -194,45 +199,48 @@ class Pool:
 class Orchestrator:
     """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
 
-    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False, address=None):
+    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.clients = clients
         self.pool = Pool(clients)
-        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn, address=address)
+        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn)
 
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def ask(self, request):
         answers = {
-            messages.OpenSync: self.sync.open_sync,
+            messages.OpenSync: self.open,
             messages.ConnectSync: self.sync.connect_sync,
             messages.SendBucket: self.sync.send_bucket,
             messages.AbortSync: self.sync.abort_sync,
             messages.FinishSync: self.sync.finish_sync,
             messages.VerifySync: self.verify,
-            messages.IsSnapshotWanted: self.sync.is_snapshot_wanted,
         }
         reply = self.run(answers[type(request)](messages.read_request(pack(request))))
         return messages.Done() if reply is None else reply
+
+    async def open(self, request):
+        """Instances are tested when they arrive, as the health monitor does it."""
+        for one in [one for one in self.pool.instances if not one.checked and one not in self.pool.late]:
+            one.checked = True
+            try:
+                await self.sync.self_test(one)
+            except MetronomeError as error:
+                self.pool.leave_out(one, str(error))
+        return await self.sync.open_sync(request)
 
     async def verify(self, request):
         self.sync.expect_logprobs(request.expected)
         await self.sync.wait_until_checked()
 
-    def late(self, fault=None, url=Client.url):
-        """An instance that has come and is no member yet."""
+    def late(self, fault=None):
+        """An instance that has come since the last publish."""
         self.clients.append(client := Client("late", self.clients[0].base, fault))
-        client.url = url
         self.pool.instances.append(instance := Instance(client))
-        self.pool.late.add(instance)
         return instance
-
-    def catch_up(self, instance):
-        """Begin to bring a late instance to the weights."""
-        return asyncio.run_coroutine_threadsafe(self.sync.catch_up(instance), self.loop)
 
     def close(self):
         for client in self.clients:
@@ -243,33 +251,29 @@ class Orchestrator:
         self.loop.close()
 
 
-def publisher(orchestrator, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32, shared=False):
-    """`shared`: the rank gathers its tensors together with another one, of which nothing is needed here."""
+def publisher(orchestrator, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32):
     ranks = SimpleNamespace(
         exports=True,
         writes=True,
         stage=0,
         from_first=lambda act: act(),
-        gather=lambda message: [message] * (1 + (shared and isinstance(message, RankRole))),
+        gather=lambda message: [message],
     )
-    made = partial(open_transport, transport, TIMEOUT_S, device)
     return Verifying(
         connection=orchestrator,
         ranks=ranks,
-        transport=made,
-        folder=folder / "weights",
+        transport=open_transport(transport, TIMEOUT_S, device, folder / "weights"),
         dtype=dtype,
         bucket_bytes=bucket_bytes,
         timeout_s=2 * TIMEOUT_S,
-        device=device,
     )
 
 
 class Verifying(Publisher):
     """Publishes and verifies, as the trainer's loop does."""
 
-    def publish(self, model, version):
-        seconds = super().publish(model, version)
+    def publish(self, model, version, again=False):
+        seconds = super().publish(model, version, again)
         self.verify(model, version)
         return seconds
 
@@ -286,9 +290,9 @@ def starting(base):
     """For a fixture: a function that starts an orchestrator with instances called a, b, …; `faults` by name."""
     started = []
 
-    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, address=None, **faults):
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
         clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Orchestrator(clients, staged, fixed, in_turn, address=address))
+        started.append(Orchestrator(clients, staged, fixed, in_turn))
         return started[-1]
 
     yield begin

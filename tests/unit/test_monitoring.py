@@ -15,7 +15,7 @@ MONITORING = Path(__file__).resolve().parents[2] / "infra/monitoring"
 METRIC = re.compile(r"\bmetronome_\w+")
 FIGURES = ("step", "reward_mean", "step_s", "tokens_per_s_per_device", "wait_ratio", "response_length_mean", "kl")
 FIGURES += ("response_length_p90", "response_length_max", "mismatch_kl", "max_ratio_gap", "entropy")
-INSTANCE = {"name": "instance-0", "state": "silent", "breaker": "closed", "running": 1, "waiting": 0, "version": 3}
+INSTANCE = {"name": "instance-0", "state": "out", "failures": 0, "running": 1, "waiting": 0, "version": 3}
 INSTANCE |= {"tokens_per_s": 10.0, "restarts": 0, "groups": 1, "group_s": 2.0}
 RULES = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
 RUN = 'instance="host:7000",job="metronome"'
@@ -29,11 +29,11 @@ TRIED = {
     "MetronomeRunDied": (f"up{{{RUN}}}", "1x9 0x600", "8m", "12m", labels()),
     "MetronomeNoStep": (f"metronome_step_step{{{RUN}}}", "0+1x9 9x600", "38m", "41m", labels()),
     "MetronomeInstanceLost": (
-        f'metronome_pool_instance_state{{exported_instance="instance-0",state="silent",{RUN}}}',
+        f'metronome_pool_instance_state{{exported_instance="instance-0",state="out",{RUN}}}',
         "0x9 1x600",
         "11m",
         "13m",
-        labels(exported_instance="instance-0", state="silent"),
+        labels(exported_instance="instance-0", state="out"),
     ),
     "MetronomeRewardCollapsed": (
         f"metronome_step_reward_mean{{{RUN}}}",

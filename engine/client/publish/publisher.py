@@ -1,5 +1,5 @@
 """The trainer's side of a weight sync. Each pipeline stage gathers its tensors bucket by bucket. A pipeline of threads
-sends one bucket, writes the next one and gathers the one after it."""
+sends one bucket and writes the next one, while the one after it is gathered."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ import torch
 from torch import Tensor
 
 from engine.client.connection import Connection
-from engine.client.publish.host_copies import HostCopies
-from engine.client.publish.transports import Snapshots, Transport, address_of, open_transport
+from engine.client.publish.transports import Transport, address_of, open_transport
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
-from engine.run.logs import log_line
 from engine.run.threads import in_thread
-from engine.wire.message import Done, Failure
+from engine.wire.message import Failure
 from engine.wire.sync_messages import (
     AbortSync,
     BucketInfo,
     ConnectSync,
     FinishSync,
-    IsSnapshotWanted,
     MeetingPlace,
     OpenSync,
     Proceed,
@@ -53,18 +50,16 @@ class SendPipeline:
         self,
         steps: Sequence[Step],
         release: Callable[[Bucket], None],
-        counted: int,
         timeout_s: float,
     ) -> None:
-        """`release`: frees a bucket's memory. `counted`: number of the first steps that `wait_for_steps` waits for."""
+        """`release`: frees a bucket's memory."""
         self._steps = steps
         self._release = release
-        self._counted = counted
         self._timeout_s = timeout_s
         self._queues: list[queue.Queue[tuple[Bucket, BucketInfo]]] = [queue.Queue() for _ in steps]
         self._changed = threading.Condition()
         self._put = 0
-        self._passed = [0] * len(steps)
+        self._passed = 0
         self._error: BaseException | None = None
         for number in range(len(steps)):
             threading.Thread(target=self._run_step, args=(number,), name=f"send-weights-{number}", daemon=True).start()
@@ -76,36 +71,23 @@ class SendPipeline:
         self._queues[0].put((bucket, info))
 
     def wait_for_steps(self) -> None:
-        """Wait until all buckets have passed the counted steps. Raises the error of a step, or DeadlineError."""
-        self._wait_for_steps(self._counted, "sent")
-
-    def drain_steps(self) -> None:
         """Wait until all buckets have passed all steps. Raises the error of a step, or DeadlineError."""
-        self._wait_for_steps(len(self._steps), "written")
-
-    def idle(self) -> None:
-        """Wait until no bucket is in progress, or until the deadline. Raises nothing."""
         with self._changed:
-            self._changed.wait_for(lambda: self._passed[-1] == self._put, self._timeout_s)
+            if not self._changed.wait_for(lambda: self._passed == self._put, self._timeout_s):
+                raise DeadlineError(
+                    f"{self._put - self._passed} buckets of weights were not sent within {self._timeout_s:g} s"
+                )
+            if self._error is not None:
+                raise self._error
 
     def restart_steps(self) -> None:
         """Wait until no bucket is in progress, and clear the error of a step. Raises DeadlineError."""
         try:
-            self.drain_steps()
+            self.wait_for_steps()
         except MetronomeError:
             with self._changed:
                 self._error = None
-            self.drain_steps()
-
-    def _wait_for_steps(self, steps: int, what: str) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._passed[steps - 1] == self._put, self._timeout_s):
-                raise DeadlineError(
-                    f"{self._put - self._passed[steps - 1]} buckets of weights were not {what} within "
-                    f"{self._timeout_s:g} s"
-                )
-            if self._error is not None:
-                raise self._error
+            self.wait_for_steps()
 
     def _run_step(self, number: int) -> None:
         while True:
@@ -119,10 +101,10 @@ class SendPipeline:
                 self._queues[number + 1].put((bucket, info))
             else:
                 self._release(bucket)
+                with self._changed:
+                    self._passed += 1
+                    self._changed.notify_all()
             del bucket, info  # otherwise this thread would hold the tensors until the next bucket
-            with self._changed:
-                self._passed[number] += 1
-                self._changed.notify_all()
 
 
 class Background:
@@ -133,13 +115,9 @@ class Background:
         self._late = late
         self._done = in_thread("weights", act)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the call to end. Return whether it has ended."""
-        return bool(wait([self._done], timeout_s).done)
-
     def result(self, timeout_s: float) -> None:
         """Wait for the call to end, and raise its error. Raises DeadlineError."""
-        if not self.wait(timeout_s):
+        if not wait([self._done], timeout_s).done:
             raise DeadlineError(f"{self._late} within {timeout_s:g} s")
         self._done.result()
 
@@ -147,10 +125,7 @@ class Background:
 ATTEMPTS = 6
 """Attempts of a publish. The run stops if an instance fails in each of them."""
 UNDER_WAY = 3
-"""Buckets in memory at once: one is being gathered, one written or sent, and one copied, or loaded by the instances."""
-UNFINISHED = "a snapshot of the weights was not finished"
-"""Start of the DeadlineError's message about a snapshot; the time limit follows."""
-HOST = torch.device("cpu")
+"""Buckets in memory at once: one is being gathered, one written, and one sent."""
 
 
 class PublishedModel(Protocol):
@@ -201,7 +176,7 @@ class ProbeLogprobs(msgspec.Struct):
 
 
 class Publisher:
-    """Publishes weight versions. The orchestrator directs the instances (engine.orchestrator.weight_sync.sync).
+    """Publishes weight versions. The orchestrator directs the instances (engine.orchestrator.weight_sync).
 
     All ranks must construct it together.
     """
@@ -210,15 +185,13 @@ class Publisher:
         self,
         connection: Connection,
         ranks: Ranks,
-        transport: Callable[[Snapshots], Transport],
-        folder: Path,
+        transport: Transport,
         dtype: torch.dtype,
         bucket_bytes: int,
         timeout_s: float,
-        device: torch.device = HOST,
     ) -> None:
-        """`folder`: folder for snapshots, shared with the instances. `dtype`: dtype of the instances' weights.
-        `timeout_s`: deadline of a bucket, longer than the orchestrator's. `device`: device of the model."""
+        """`dtype`: dtype of the instances' weights. `timeout_s`: deadline of a bucket, longer than the
+        orchestrator's."""
         self._connection = connection
         self._ranks = ranks
         self._dtype = dtype
@@ -226,56 +199,36 @@ class Publisher:
         self._timeout_s = timeout_s
         roles = ranks.gather(RankRole(ranks.stage, ranks.exports))
         self._stages = 1 + max(role.stage for role in roles)
-        self._alone = sum(role.exports and role.stage == ranks.stage for role in roles) == 1
-        """Whether one rank alone can gather this stage's tensors."""
-        self._snapshots = Snapshots(folder, self._stages)
-        self._transport = transport(self._snapshots)
+        self._transport = transport
         self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
-        self._copies = (
-            HostCopies(ranks.stage, self._snapshots, self._is_snapshot_wanted, device)
-            if ranks.writes and self._transport.groups
-            else None
-        )
-        """Copies for late instances; None if each bucket is a file anyway, and on a rank that sends nothing."""
         self._pipeline = self._make_pipeline() if ranks.writes else None
         self._probed: tuple[int, ...] = ()
         """Token ids of the probe, from the orchestrator."""
-        self._sending: list[BucketInfo] = []
-        """The info of each bucket that this stage sends."""
         self._sent_bytes = 0
-        self._snapshot: Background | None = None
-        """The work that completes the snapshot of the last version, or its copy."""
-        self._outlived = threading.Event()
-        """Set if the parameters are about to change before `_copy_after_sync` has ended."""
 
     @classmethod
     def of(cls, config: Config, connection: Connection, ranks: Ranks, folder: Path, device: torch.device) -> Publisher:
-        """Create the publisher of a run from its recipe. `device`: device of the model."""
+        """Create the publisher of a run from its recipe. `folder`: where the weights lie with transport "file".
+        `device`: device of the model."""
         weights = config.weights
         return cls(
             connection=connection,
             ranks=ranks,
-            transport=partial(
-                open_transport, weights.transport, config.rollout.timeout_s, device, address=address_of(config)
+            transport=open_transport(
+                weights.transport, config.rollout.timeout_s, device, folder, address=address_of(config)
             ),
-            folder=folder,
             dtype=DTYPES[config.model.dtype],
             bucket_bytes=weights.bucket_mb * 2**20,
             timeout_s=config.transfer_timeout_s,
-            device=device,
         )
 
     def _make_pipeline(self) -> SendPipeline:
-        if self._copies is not None:
-            steps = [self._send_bucket] if self._alone else [self._send_bucket, self._copies.copy]
-            counted = 1
-        else:
-            steps = [self._transport.write, self._send_bucket]
-            counted = 2
-        return SendPipeline(steps, lambda bucket: self._buffers.give_back(bucket.buffer), counted, self._timeout_s)
+        steps = [self._transport.write, self._send_bucket]
+        return SendPipeline(steps, lambda bucket: self._buffers.give_back(bucket.buffer), self._timeout_s)
 
-    def publish(self, model: PublishedModel, version: int) -> float:
-        """Give every instance exactly this version; `verify` must follow. Return the seconds that it took.
+    def publish(self, model: PublishedModel, version: int, again: bool = False) -> float:
+        """Give every instance exactly this version; `verify` must follow. Return the seconds that it took. `again`: the
+        last version goes again to the instances that lack it (`messages.PublishAgain`).
 
         The instances then serve the version. If they swap in staged weights in the background, they hold the version
         and serve it later. A collective of all ranks. Raises WeightSyncError and the orchestrator's errors on all of
@@ -284,12 +237,10 @@ class Publisher:
         started = time.perf_counter()
         for _ in range(ATTEMPTS):
             self._all_succeeded(self._outcome_of(self._end_last_attempt))
-            opened = self._ranks.from_first(lambda: self._open_sync(version))
+            opened = self._ranks.from_first(lambda: self._connection.ask(OpenSync(version=version, again=again)))
             if self._send_stages(model, version, opened):
                 self._probed = opened.probe
-                self._ranks.from_first(partial(self._finish_sync, version))
-                if not self._copies_after_sync:
-                    self._complete_snapshot(version)
+                self._ranks.from_first(lambda: self._connection.ask(FinishSync(version=version)))
                 return time.perf_counter() - started
         raise WeightSyncError(
             f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts"
@@ -309,43 +260,10 @@ class Publisher:
         """
         verify = VerifySync(expected=self._probe(model, self._probed))
         self._ranks.from_first(lambda: self._connection.ask(verify))
-        if self._copies_after_sync:
-            self._outlived.clear()
-            self._snapshot = Background(lambda: self._copy_after_sync(model, version), UNFINISHED)
-
-    def settle(self) -> None:
-        """Wait until the last version is copied to the host, before the parameters change. After `timeout_s` its
-        snapshot is dropped.
-
-        Raises nothing: the next `publish` raises the error on all ranks.
-        """
-        if self._pipeline is not None:
-            self._pipeline.idle()
-        if self._snapshot is not None and not self._snapshot.wait(self._timeout_s):
-            self._outlived.set()
 
     def _end_last_attempt(self) -> None:
-        """Wait until no work for the last version or a failed attempt is in progress. Raises the snapshot's error."""
-        if self._snapshot is not None:
-            self._snapshot.result(self._timeout_s)
-            self._snapshot = None
         if self._pipeline is not None:
             self._pipeline.restart_steps()
-
-    def _open_sync(self, version: int) -> SyncOpened:
-        if not self._transport.groups:
-            self._snapshots.begin_version(version)
-        return self._connection.ask(OpenSync(version=version))
-
-    def _finish_sync(self, version: int) -> Done:
-        """Have every instance serve the version. The snapshot of the previous version is then no longer needed."""
-        done = self._connection.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
-        if self._transport.groups:
-            self._snapshots.remove_versions()
-        return done
-
-    def _is_snapshot_wanted(self, version: int) -> bool:
-        return self._connection.ask(IsSnapshotWanted(version=version)).now
 
     def _send_stages(self, model: PublishedModel, version: int, opened: SyncOpened) -> bool:
         """Send all stages, one after the other. Return False if the publish must be repeated."""
@@ -404,13 +322,11 @@ class Publisher:
             for _ in tensors:
                 pass  # gives its shards to the rank that sends
             return
-        self._sending = []
         self._sent_bytes = 0
         for bucket in self._packed_buckets(tensors):
             info = BucketInfo(
                 transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
             )
-            self._sending.append(info)
             self._sent_bytes += bucket_span(bucket.specs)
             self._pipeline.put_bucket(bucket, info)
 
@@ -437,47 +353,6 @@ class Publisher:
         except (TransferError, DeadlineError) as error:
             self._connection.ask(AbortSync(version=info.version, reason=f"{error} ({info.title})"))
             raise Retry(str(error)) from None
-
-    @property
-    def _copies_after_sync(self) -> bool:
-        """Whether the weights are copied after the sync, so that the sync has cores and memory to itself.
-
-        This needs a stage whose tensors one rank gathers alone. Otherwise the buckets are copied while the stage is
-        sent.
-        """
-        return self._alone and self._copies is not None
-
-    def _copy_after_sync(self, model: PublishedModel, version: int) -> None:
-        """Gather the sent buckets again and copy them. `settle` keeps the parameters unchanged until this ends."""
-        copies = self._copies
-        assert copies is not None
-        copies.free_version()
-        with copies.beside_training():
-            for bucket, info in zip(self._packed_buckets(model.tensors()), self._sending, strict=True):
-                copies.copy(bucket, info)
-                self._buffers.give_back(bucket.buffer)
-                if self._outlived.is_set():
-                    limit = f"it took more than {self._timeout_s:g} s to copy"
-                    log_line(f"the snapshot of weight version {version} is dropped: {limit}")
-                    return
-        copies.complete_version(version)
-
-    def _complete_snapshot(self, version: int) -> None:
-        """In the background, mark the version as complete once all buckets have passed the send pipeline."""
-        pipeline = self._pipeline
-        copies = self._copies
-        stage = self._ranks.stage
-        if pipeline is None:
-            return
-
-        def complete() -> None:
-            pipeline.drain_steps()
-            if copies is not None:
-                copies.complete_version(version)
-            else:
-                self._snapshots.stage_done(version, stage)
-
-        self._snapshot = Background(complete, UNFINISHED)
 
     def _probe(self, model: PublishedModel, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return the policy's log-probabilities of the probe on all ranks; () without a probe."""

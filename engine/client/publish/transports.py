@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -66,83 +65,6 @@ class Sent(Protocol):
         """Wait until the bytes are sent. Raises TransferError, DeadlineError."""
 
 
-class Snapshots:
-    """Versions of the weights in a folder that trainer and instances share. Each version is a folder of bucket files.
-
-    The newest complete version stays, so that a late instance can load it without the ranks. After `begin_version`, the
-    next version overwrites the files of the previous one, since new memory costs four times as much as writing to old
-    memory. A version without `begin_version` gets a new folder. The senders of several stages may write at once.
-    """
-
-    def __init__(self, folder: Path, stages: int) -> None:
-        """`stages`: number of pipeline stages. A version is complete when the senders of all stages have written
-        theirs."""
-        self.folder = folder
-        self.stages = stages
-        self._written: dict[int, set[str]] = {}
-        """Names of the files that this rank's stage has written, by version."""
-
-    def place(self, version: int) -> Path:
-        """Return the folder of the version. It exists once the version is complete."""
-        return self.folder / f"version-{version:08d}"
-
-    def begin_version(self, version: int) -> None:
-        """Create the folder of a version, reusing an unused one if there is any. One rank calls this before any rank
-        writes."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        patterns = ("version-*.partial", "version-*.old", self.place(version).name)
-        unused = [folder for pattern in patterns for folder in self.folder.glob(pattern)]
-        for other in unused[1:]:
-            shutil.rmtree(other)
-        for first in unused[:1]:
-            for done in first.glob("*.done"):
-                done.unlink()
-            first.rename(self._partial_folder(version))
-
-    def remove_versions(self) -> None:
-        """Remove all versions. One that is being written at the time stays incomplete, or is removed the next time."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def write_bucket(self, bucket: Bucket, info: BucketInfo) -> Path:
-        """Write a bucket of a version, and return its file. Raises MetronomeError."""
-        if info.bucket == 0:  # a new attempt begins
-            self._written[info.version] = set()
-        path = self._partial_folder(info.version) / f"stage-{info.stage:03d}-bucket-{info.bucket:05d}.safetensors"
-        tensors = {"names": info.names, "dtypes": info.dtypes, "shapes": info.shapes, "checksums": info.checksums}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            bucket_file.write_bucket(path, bucket, tensors)
-            self._written[info.version].add(path.name)
-        except OSError as error:
-            raise MetronomeError(f"{path}: weights could not be written: {error.strerror}") from None
-        return path
-
-    def stage_done(self, version: int, stage: int) -> None:
-        """Mark a stage as written. The last stage makes the version replace the previous one. Raises MetronomeError."""
-        partial = self._partial_folder(version)
-        place = self.place(version)
-        written = self._written.pop(version, set())
-        self._written.clear()
-        try:
-            for file in partial.glob(f"stage-{stage:03d}-*"):
-                if file.name not in written:
-                    file.unlink()
-            (partial / f"stage-{stage:03d}.done").touch()
-            if len(list(partial.glob("*.done"))) < self.stages:
-                return
-            for old in self.folder.glob("version-????????"):
-                if old != place:
-                    old.rename(old.with_suffix(".old"))
-            partial.rename(place)
-        except FileNotFoundError:  # it was cleared, or the sender of another stage does the same
-            pass
-        except OSError as error:
-            raise MetronomeError(f"{partial}: the snapshot could not be completed: {error.strerror}") from None
-
-    def _partial_folder(self, version: int) -> Path:
-        return self.place(version).with_suffix(".partial")
-
-
 class _AlreadySent:
     """A transfer with nothing left to send."""
 
@@ -151,14 +73,15 @@ class _AlreadySent:
 
 
 class FileTransport:
-    """Each bucket is a file of the version's snapshot, which the instances read."""
+    """Each bucket is a file in a folder that trainer and instances share. The next version overwrites it in place:
+    new memory costs four times as much as writing to old memory."""
 
     name = "file"
     groups = False
     device = torch.device("cpu")
 
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def meet(self, local: bool) -> None:
         """Do nothing: files need no group."""
@@ -170,8 +93,14 @@ class FileTransport:
         """Do nothing: files need no group."""
 
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Write the file, and store its path in `info`."""
-        info.path = str(self._snapshots.write_bucket(bucket, info))
+        """Write the file, and store its path in `info`. Raises MetronomeError."""
+        path = self._folder / f"stage-{info.stage:03d}-bucket-{info.bucket:05d}.safetensors"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            bucket_file.write_bucket(path, bucket)
+        except OSError as error:
+            raise MetronomeError(f"{path}: weights could not be written: {error.strerror}") from None
+        info.path = str(path)
 
     def send(self, bucket: Bucket) -> Sent:
         """Do nothing: the file is already there."""
@@ -225,10 +154,10 @@ class GroupTransport:
 
 
 def open_transport(
-    name: str, timeout_s: float, device: torch.device, snapshots: Snapshots, address: Address = own_address
+    name: str, timeout_s: float, device: torch.device, folder: Path, address: Address = own_address
 ) -> Transport:
-    """Return the transport with this name in `weights.transport`, for a rank whose model is on `device`. `address`: as
-    for `GroupTransport`."""
+    """Return the transport with this name in `weights.transport`, for a rank whose model is on `device`. `folder`:
+    where transport "file" writes. `address`: as for `GroupTransport`."""
     if name == "file":
-        return FileTransport(snapshots)
+        return FileTransport(folder)
     return GroupTransport(name, timeout_s, device, address)

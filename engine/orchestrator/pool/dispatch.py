@@ -61,7 +61,6 @@ class Dispatcher:
         self._slots = slots
         self._give_back = give_back
         self._waiting: deque[_Waiter] = deque()
-        self._timer: asyncio.TimerHandle | None = None
 
     async def wait_for_place(self, avoid: Collection[Instance], first: bool, least: int | None, size: int) -> Place:
         """Wait for a place for `size` responses. The time limits are those of the requests in progress and
@@ -92,7 +91,6 @@ class Dispatcher:
                     break
                 asked.place.set_result(best.take_place(self._slots, asked.size))
             self._waiting.popleft()
-        self._wake_later()
 
     def fail_waiters(self, error: MetronomeError) -> None:
         """Give all waiters this error instead of a place."""
@@ -102,16 +100,7 @@ class Dispatcher:
                 place.set_exception(error)
 
     def _pick(self, asked: _Waiter) -> Instance | None:
-        serving = [instance for instance in self._instances if instance.takes_prompts and instance.breaker.passes]
+        serving = [instance for instance in self._instances if instance.takes_prompts]
         if (least := asked.least) is not None:
             serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
         return soonest_instance(serving, self._slots, asked.size, asked.avoid)
-
-    def _wake_later(self) -> None:
-        """Try again when the first open circuit breaker allows its trial."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waits = [one.breaker.wait_s for one in self._instances if one.takes_prompts and one.breaker.wait_s > 0]
-        if self._waiting and waits:
-            self._timer = asyncio.get_running_loop().call_later(min(waits), self.hand_out)

@@ -20,10 +20,7 @@ from engine.wire.rollout_messages import GetHealth, GetLoad, Health, Load
 LOOK_S = 0.1
 """Seconds between two checks of the processes."""
 BACKOFF_S = 0.5
-"""Seconds before the first restart of a process, and before the second attempt to bring an instance to the weights.
-Each further attempt doubles it."""
-ATTEMPTS = 3
-"""Number of consecutive failed attempts to bring an instance to the weights after which it is given up."""
+"""Seconds before the first restart of a process. Each further one doubles it."""
 
 
 class HealthMonitor:
@@ -32,6 +29,7 @@ class HealthMonitor:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._tasks: set[asyncio.Task[None]] = set()
+        self._checking: set[Instance] = set()
 
     async def __aenter__(self) -> Self:
         self._run(self._watch_arrivals())
@@ -130,7 +128,7 @@ class HealthMonitor:
                 self._bring_back(instance)
             elif silence > patience:
                 self._pool.remove_instance(instance, f"did not answer for {silence:.1f} s")
-            elif silence > rollout.heartbeat_s and instance.state != "silent":
+            elif silence > rollout.heartbeat_s and instance.state != "out":
                 self._pool.exclude_instance(instance, f"no answer for {silence:.1f} s (rollout.heartbeat_s)")
             await instance.wait_until_gone(interval)
         if instance.declared is not None:
@@ -170,33 +168,29 @@ class HealthMonitor:
             )
 
     def _bring_back(self, instance: Instance) -> None:
-        """Bring back an instance that answers: give it the current weights, or let it wait for the first ones."""
-        if instance.state not in ("starting", "silent"):
-            return
-        sync = self._pool.sync
-        if self._pool.synced and (sync is None or sync.version is None):
-            if instance.state == "silent":
-                instance.wait_for_publish()
-                self._pool.changed()
-        elif time.monotonic() >= instance.retry:
-            instance.begin_catch_up()
-            self._run(self._catch_up(instance))
+        """Let an instance that answers wait for the run's weights, once it has passed its check. Without a weight sync
+        it then serves."""
+        pool = self._pool
+        if instance.state == "out":
+            instance.wait_for_weights()
+            pool.changed()
+        if instance.state == "starting" and instance not in self._checking and not (pool.synced and instance.checked):
+            self._checking.add(instance)
+            self._run(self._check(instance))
 
-    async def _catch_up(self, instance: Instance) -> None:
-        """Bring an instance to the current version, repeatedly if the version moves on; then let it serve. Give it up
-        after ATTEMPTS failures."""
-        sync = self._pool.sync
+    async def _check(self, instance: Instance) -> None:
+        """Check an instance (`Pool.check_arrivals`)."""
+        pool = self._pool
         try:
-            async with instance.client.until_cut("loading the weights"):
-                while sync is not None and instance.version != sync.version:
-                    await sync.catch_up(instance)
+            async with instance.client.until_cut("the check of an instance that arrives"):
+                await pool.check_instance(instance)
         except MetronomeError as error:
-            failed = instance.failed_attempt(BACKOFF_S)
-            self._pool.exclude_instance(instance, str(error))
-            if failed == ATTEMPTS:
-                self._pool.remove_instance(instance, f"given up after {ATTEMPTS} attempts to load the weights: {error}")
+            pool.leave_out(instance, str(error))
         else:
-            self._pool.admit_instance(instance)
+            if not pool.synced:
+                pool.admit_instance(instance)
+        finally:
+            self._checking.discard(instance)
 
 
 def _spoken(health: Health) -> str:

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from engine.orchestrator.pool.circuit_breaker import CircuitBreaker
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
@@ -16,7 +15,7 @@ from engine.run.trace import Trace
 from engine.types import JsonObject
 from engine.wire.rollout_messages import Load
 
-State = Literal["starting", "updating", "serving", "draining", "silent", "gone"]
+State = Literal["starting", "updating", "serving", "draining", "out", "gone"]
 """A state as GET /status, GET /metrics and the timeline show it."""
 
 
@@ -24,16 +23,18 @@ WORKING: tuple[State, ...] = ("serving", "updating")
 """States that count in pool_size."""
 
 NEXT = {
-    "starting": ("updating", "catching_up", "serving", "silent", "gone"),
-    "updating": ("updating", "serving", "silent", "gone"),
-    "catching_up": ("serving", "silent", "gone"),
-    "serving": ("updating", "draining", "silent", "gone"),
+    "starting": ("updating", "serving", "out", "gone"),
+    "updating": ("updating", "serving", "out", "gone"),
+    "serving": ("updating", "draining", "out", "gone"),
     "draining": ("gone",),
-    "silent": ("starting", "catching_up", "silent", "gone"),
+    "out": ("starting", "out", "gone"),
     "gone": (),
 }
 """Every allowed transition. `Instance` explains the states."""
 
+FAILURES = 3
+"""Number of failures in a row after which an instance is left out. The third time that it is left out without a good
+response in between, it is given up."""
 SMOOTHING = 0.3
 """Weight of the newest value in an instance's averages."""
 
@@ -49,13 +50,13 @@ def has_room(responses: int, slots: int, size: int) -> bool:
     return responses + (size if size <= slots else 1) <= slots
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Place:
     """A group's slots on an instance, one for each response that is not finished."""
 
     instance: Instance
-    trial: bool
-    """Whether only one request may be sent, because the circuit breaker was open."""
+    failed: bool = False
+    """Whether a request of the group has failed. Further ones do not count against the instance again."""
 
 
 @dataclass(eq=False)
@@ -64,19 +65,19 @@ class Instance:
 
     | state | meaning | takes prompts | in pool_size | gets the next version | may go to |
     |---|---|---|---|---|---|
-    | starting | has no weights of the run yet | no | no | yes | updating, catching_up, serving, silent, gone |
-    | updating | a publish gives it weights | no | yes | yes | updating, serving, silent, gone |
-    | catching_up | gets the current weights on its own; shown as updating | no | yes | no | serving, silent, gone |
-    | serving | takes prompts | yes | yes | yes | updating, draining, silent, gone |
+    | starting | waits for the run's weights | no | no | yes | updating, serving, out, gone |
+    | updating | a publish gives it weights | no | yes | yes | updating, serving, out, gone |
+    | serving | takes prompts | yes | yes | yes | updating, draining, out, gone |
     | draining | asked to leave; finishes what it holds | no | no | no | gone |
-    | silent | excluded; may come back | no | no | no | starting, catching_up, silent, gone |
+    | out | excluded; may come back | no | no | no | starting, out, gone |
     | gone | never comes back as this object | no | no | no | |
 
     The methods `admit` to `depart` change the state. Any other transition is a bug and raises RuntimeError.
 
-    Version: None until `record_version`. `exclude` and `begin_catch_up` reset it to None, because an update may have
-    been interrupted. So an instance with a version holds all of that version; an updating instance held it before the
-    update.
+    A starting instance gets the next version only once it has passed its check.
+
+    Version: None until `record_version`. `exclude` resets it to None, because an update may have been interrupted. So
+    an instance with a version holds all of that version; an updating instance held it before the update.
 
     Places: one for each group in flight, with a slot for each of its responses. Only a serving instance gives places
     (`take_place`), never with more slots than the limit, unless a single group has more responses. Each slot is freed
@@ -101,22 +102,19 @@ class Instance:
     met: bool = field(default=False, init=False)
     """Whether the instance has ever answered. A weight update does not wait for one that has not: its address may be
     wrong."""
+    checked: bool = field(default=False, init=False)
+    """Whether the instance has passed the check of one that arrives (`Pool.check_arrivals`)."""
     load: Load | None = field(default=None, init=False)
     """The instance's last answer to GET /load."""
     tokens_per_s: float = field(default=0.0, init=False)
     """Tokens generated per second between the last two answers to GET /load."""
-    retry: float = field(default=0.0, init=False)
-    """Monotonic time at which the next attempt to bring the instance to the weights is due."""
-    breaker: CircuitBreaker = field(default_factory=CircuitBreaker, init=False)
+    failures: int = field(default=0, init=False)
+    """Number of failures in a row, of groups, updates and checks."""
     _state: str = field(default="starting", init=False)
     _places: dict[Place, int] = field(default_factory=dict, init=False)
     """The slots that each group in flight still holds."""
-    _failed_attempts: int = field(default=0, init=False)
-    """Number of consecutive failed attempts to bring the instance to the weights."""
-    _breaches: int = field(default=0, init=False)
-    """Number of replies that broke the protocol."""
-    _busy_since: float | None = field(default=None, init=False)
-    """Monotonic time since which the instance has refused every request as paused."""
+    _times_out: int = field(default=0, init=False)
+    """How often it was left out for failures since its last good response."""
     _gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +147,7 @@ class Instance:
     @property
     def state(self) -> State:
         """The state, as shown to users."""
-        return "updating" if self._state == "catching_up" else cast(State, self._state)
+        return cast(State, self._state)
 
     @property
     def updating(self) -> bool:
@@ -164,7 +162,7 @@ class Instance:
     @property
     def gets_version(self) -> bool:
         """Whether a publish that begins now includes the instance."""
-        return self.met and self._state in ("starting", "updating", "serving")
+        return self.met and self.checked and self._state in ("starting", "updating", "serving")
 
     @property
     def lives(self) -> bool:
@@ -184,29 +182,26 @@ class Instance:
     def admit(self) -> None:
         """Let the instance take prompts, since it holds the right weights."""
         self._go("serving")
-        self._failed_attempts = 0
         self.excluded = False
+        self.failures = 0
 
     def begin_update(self) -> None:
         """Begin a publish that gives the instance weights."""
         self._go("updating")
 
-    def begin_catch_up(self) -> None:
-        """Begin to bring the instance to the current weights outside of a publish."""
-        self._go("catching_up")
-        self.version = None
-
-    def wait_for_publish(self) -> None:
-        """Let the instance, which answers again, wait for the first publish."""
+    def wait_for_weights(self) -> None:
+        """Let the instance, which answers again, wait for the run's weights. Requests that were sent since it was
+        excluded are lost, because other weights may have sampled them."""
         self._go("starting")
+        self.client.end_calls("it waits for weights")
 
     def exclude(self, reason: str) -> None:
         """Stop sending prompts to the instance. Every call to it in progress ends with InstanceGone."""
-        self._go("silent")
+        self._go("out")
         self.reason = reason
         self.excluded = True
         self.version = None
-        self._busy_since = None
+        self.failures = 0
         self.client.end_calls(reason)
 
     def drain(self) -> None:
@@ -260,8 +255,8 @@ class Instance:
             raise RuntimeError(
                 f"instance {self.name}: no slots for {size} responses: {self._state}, {self.responses} in flight"
             )
-        place = Place(self, self.breaker.begin_request())
-        self._places[place] = 1 if place.trial else size
+        place = Place(self)
+        self._places[place] = size
         return place
 
     def free_slot(self, place: Place) -> None:
@@ -271,8 +266,6 @@ class Instance:
     def give_back(self, place: Place) -> None:
         """Give back the place of a group that is no longer on the instance."""
         del self._places[place]
-        if place.trial:
-            self.breaker.give_back()
 
     def record_group(self, seconds: float, beside: float) -> None:
         """Record that a group took `seconds` while responses of `beside` groups ran, including its own."""
@@ -282,25 +275,18 @@ class Instance:
 
     def record_version(self, version: int) -> None:
         """Record that the instance was brought to this version. If it has been excluded since, it keeps no version."""
-        if self._state not in ("silent", "gone"):
+        if self._state not in ("out", "gone"):
             self.version = version
 
     def hold_responses(self) -> None:
         """Hold back the instance's responses: its new weights have not been compared with the trainer's yet."""
         self.client.hold_responses()
 
-    def release_responses(self, anew: bool = False) -> None:
-        """Release the instance's responses, since it computes as the trainer does. `anew`: it has caught up, and all
-        requests sent to it before that are lost. Without `anew`, nothing happens if it has been excluded since."""
-        if anew or self._state in ("serving", "draining"):
-            self.client.release_responses(anew)
-
-    def failed_attempt(self, pause_s: float) -> int:
-        """Record a failed attempt to bring the instance to the weights. The next attempt waits for `pause_s`, doubled
-        for each failure. Return how many attempts in a row have failed."""
-        self._failed_attempts += 1
-        self.retry = time.monotonic() + pause_s * 2**self._failed_attempts
-        return self._failed_attempts
+    def release_responses(self) -> None:
+        """Release the instance's responses, since it computes as the trainer does. Nothing happens if it has been
+        excluded since."""
+        if self._state in ("serving", "draining"):
+            self.client.release_responses()
 
     # what it answers ------------------------------------------------------------------------------
 
@@ -317,21 +303,19 @@ class Instance:
         return first
 
     def record_success(self) -> None:
-        """Record that the instance answered a request correctly."""
-        self._busy_since = None
-        self.breaker.record_success()
+        """Record that the instance gave a good response."""
+        self.failures = 0
+        self._times_out = 0
 
-    def record_breach(self) -> int:
-        """Record a reply that breaks the protocol. Return how many there have been."""
-        self._breaches += 1
-        return self._breaches
+    def record_failure(self) -> bool:
+        """Record a failure. Return whether the instance must be left out."""
+        self.failures += 1
+        return self.failures >= FAILURES
 
-    def record_refusal(self) -> float:
-        """Record that the instance refused a request as paused. Return for how many seconds it has refused every
-        request."""
-        now = time.monotonic()
-        self._busy_since = now if self._busy_since is None else self._busy_since
-        return now - self._busy_since
+    def record_left_out(self) -> bool:
+        """Record that the instance is left out for failures. Return whether it must be given up."""
+        self._times_out += 1
+        return self._times_out >= FAILURES
 
     def record_load(self, load: Load) -> None:
         """Record an answer to GET /load."""
@@ -349,7 +333,7 @@ class Instance:
             "url": self.client.url,
             "state": self.state,
             "reason": self.reason,
-            "breaker": self.breaker.state,
+            "failures": self.failures,
             "version": self.version,
             "restarts": self.restarts,
             "groups": self.groups,

@@ -209,11 +209,8 @@ class InstanceClient:
         """Hold back the instance's responses: its new weights have not been compared with the trainer's yet."""
         self._trusted.clear()
 
-    def release_responses(self, anew: bool = False) -> None:
-        """Release the instance's responses, since it computes with the trainer's weights. `anew`: it was left out
-        before, so all requests sent since then are lost as after a `end_calls`, because other weights may have sampled
-        them."""
-        self._cuts += anew
+    def release_responses(self) -> None:
+        """Release the instance's responses, since it computes with the trainer's weights."""
         self._trusted.set()
 
     async def _until_released(self, cuts: int) -> None:

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import aiohttp
 
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError, ProcessDied, counted
 from engine.orchestrator.pool.dispatch import Dispatcher
-from engine.orchestrator.pool.instance import WORKING, Instance, Place
+from engine.orchestrator.pool.instance import FAILURES, WORKING, Instance, Place
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.run_events import RunEvents
 from engine.run.commands import instance_command
@@ -74,19 +74,11 @@ class InstanceProcesses:
         await asyncio.to_thread(stop_all, [one.child for one in self.declared])
 
 
-BREACHES = 3
-"""Number of replies that break the protocol after which an instance is given up."""
+Found = TypeVar("Found")
 
 
-class Sync(Protocol):
-    """Brings late instances to the current weights (engine.orchestrator.weight_sync.sync)."""
-
-    @property
-    def version(self) -> int | None:
-        """Version of the last completed publish, or None."""
-
-    async def catch_up(self, instance: Instance) -> None:
-        """Bring a late instance to `version`, which it then holds. Raises MetronomeError if that fails."""
+Check = Callable[[Instance], Awaitable[None]]
+"""Proves that an instance that arrives may serve. Raises MetronomeError if it may not."""
 
 
 class Pool:
@@ -103,7 +95,7 @@ class Pool:
         notices: RunEvents | None = None,
     ) -> None:
         """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve with the weights that
-        they loaded from disk: declared ones at once, others once `sync` has proved that these are the right ones.
+        they loaded from disk: declared ones at once, others once their check has proved that these are the right ones.
         `notices`: is told which instances join, leave and fail."""
         self.config = config
         self.slots = config.slots
@@ -112,9 +104,8 @@ class Pool:
         self._loading_s = loading_s(model)
         self.start_s = max(config.rollout.timeout_s, self._loading_s)
         """Seconds that the start of an instance may take."""
-        self.sync: Sync | None = None
-        """Used by the health monitor; None until a weight sync is set up."""
         self.synced = synced
+        self._check: Check | None = None
         self.failure: MetronomeError | None = None
         """Why the pool gave up, which it does when no instance has lived for longer than `patience`; else None."""
         self.needed: Callable[[], bool] = lambda: True
@@ -207,7 +198,7 @@ class Pool:
             self._say("joins", f"{name} was restarted (restart {declared.restarts})")
         self.instances.append(instance)
         self._ends.pop(name, None)
-        if not self.synced and (declared is not None or self.sync is None):
+        if not self.synced and (declared is not None or self._check is None):
             self.admit_instance(instance)
         self.arrived.put_nowait(instance)
         self.changed()
@@ -228,8 +219,7 @@ class Pool:
         return sum(instance.takes_prompts for instance in self.instances)
 
     def members(self) -> list[Instance]:
-        """Instances that must receive the next version. An instance that is catching up is left out; it will catch up
-        again."""
+        """Instances that must receive the next version."""
         return [instance for instance in self.instances if instance.gets_version]
 
     def admit_instance(self, instance: Instance) -> None:
@@ -242,6 +232,18 @@ class Pool:
             instance.admit()
             self.changed()
 
+    def check_arrivals(self, check: Check) -> None:
+        """Have the health monitor check each instance that arrives, and those that have arrived before."""
+        self._check = check
+        self.changed()
+
+    async def check_instance(self, instance: Instance) -> None:
+        """Check an instance that has arrived. In training, waits until there is a check. Raises MetronomeError."""
+        check = await self.wait_for(lambda: self._check or (None if self.synced else _accept))
+        await check(instance)
+        instance.checked = True
+        self.changed()
+
     def exclude_instance(self, instance: Instance, reason: str) -> None:
         """Send an instance no more prompts until it answers and holds the weights. If it is leaving or dead, it is
         gone."""
@@ -251,6 +253,13 @@ class Pool:
             self._say("fails", f"{instance.name} gets no prompts for now: {reason}")
             instance.exclude(reason)
             self.changed()
+
+    def leave_out(self, instance: Instance, reason: str) -> None:
+        """Exclude an instance that has failed. It is given up when this happens FAILURES times without a good response
+        in between."""
+        self.exclude_instance(instance, reason)
+        if instance.state != "gone" and instance.record_left_out():
+            self.remove_instance(instance, f"given up after it was left out {FAILURES} times in a row: {reason}")
 
     def remove_instance(self, instance: Instance, reason: str) -> None:
         """Remove an instance for good. The health monitor may restart a declared instance as a new object."""
@@ -310,53 +319,51 @@ class Pool:
         self.changed()
 
     def changed(self) -> None:
-        """Give out places and wake `wait_for_member`, because the state of an instance has changed."""
+        """Give out places and wake `wait_for`, because the state of an instance has changed."""
         self._changed.set()
         self._dispatcher.hand_out()
 
-    def record_fault(self, instance: Instance, reason: str = "reason unknown") -> None:
-        """Record that a request to an instance failed. Several failures in a row open its circuit breaker for a
-        while."""
+    def record_failure(self, place: Place, reason: str = "reason unknown") -> None:
+        """Record that a request of a group failed on its instance. Several requests of the group count once. After
+        FAILURES in a row the instance is left out."""
+        instance = place.instance
         if instance.state in ("serving", "draining"):  # else the pool itself interrupted the request
             text = f"{instance.name} failed a request, which is sent again: {reason}"
             self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
-            instance.breaker.record_fault()
+            if not place.failed and instance.record_failure():
+                self.leave_out(instance, f"{FAILURES} failures in a row: {reason}")
+            place.failed = True
         if instance.dead:
             self.remove_instance(instance, "its process ended")
 
-    def broke_protocol(self, instance: Instance, reason: str) -> None:
-        """Exclude an instance whose reply breaks the protocol, until it has received the weights again. After BREACHES
-        such replies the instance is given up."""
-        if not instance.takes_prompts and instance.state != "draining":
-            return  # replies to requests from before its exclusion do not count again
-        if instance.record_breach() < BREACHES:
-            self.exclude_instance(instance, reason)
-        else:
-            self.remove_instance(instance, f"given up after {BREACHES} replies that break the protocol: {reason}")
+    def record_wrong_reply(self, instance: Instance, reason: str) -> None:
+        """Leave out an instance whose reply breaks the protocol. Replies to requests from before do not count again."""
+        if instance.state in ("serving", "draining"):
+            self.leave_out(instance, reason)
 
     def record_success(self, instance: Instance) -> None:
-        """Record that an instance answered a request correctly."""
-        was_open = instance.breaker.state != "closed"
+        """Record that an instance gave a good response."""
         instance.record_success()
-        if was_open:
-            self.changed()
-
-    def record_refusal(self, instance: Instance) -> None:
-        """Record that an instance refused a request as paused. If this lasts, exclude it, so that it gets the weights
-        again."""
-        refused_s = instance.record_refusal()
-        if instance.takes_prompts and refused_s > self.config.rollout.heartbeat_s:
-            self.exclude_instance(instance, f"has refused every request as paused for {refused_s:.1f} s")
 
     # the end --------------------------------------------------------------------------------------
 
-    async def wait_for_member(self) -> None:
-        """Wait until an instance lives. Raises ProcessDied if none has lived for longer than `patience`."""
-        while not self.members():
+    async def wait_for(self, find: Callable[[], Found | None]) -> Found:
+        """Wait until `find` returns something, and return it. Raises ProcessDied if no instance has lived for longer
+        than `patience`."""
+        while (found := find()) is None:
             if self.failure is not None:
                 raise self.failure
             self._changed.clear()
             await self._changed.wait()  # ended by the health monitor, which fails the pool
+        return found
+
+    async def wait_for_checks(self) -> None:
+        """Wait until every instance that has answered has passed its first check or has failed it."""
+
+        def is_open(one: Instance) -> bool:
+            return one.met and one.state == "starting" and not (one.checked or one.excluded)
+
+        await self.wait_for(lambda: None if any(map(is_open, self.instances)) else True)
 
     def give_up(self, error: MetronomeError) -> None:
         """Give up: everyone who waits for an instance gets this error."""
@@ -410,3 +417,7 @@ class Pool:
         if self._session is not None:
             await self._session.close()
         await self.processes.close()
+
+
+async def _accept(instance: Instance) -> None:
+    """Let an instance of an evaluation serve without a proof (weights.check_tokens = 0)."""

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.orchestrator.pool.circuit_breaker import CircuitBreaker
 from engine.orchestrator.pool.instance import WORKING, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -20,6 +19,7 @@ FIGURES = {
     "tokens_per_s": "Tokens generated per second between the last two heartbeats.",
     "version": "Weight version it was last given.",
     "restarts": "Restarts of its process.",
+    "failures": "Failures in a row; three leave it out.",
     "groups": "Groups in flight.",
     "group_s": "Seconds per group at its pace, smoothed.",
 }
@@ -36,8 +36,7 @@ class _Scrape(Collector):
         yield GaugeMetricFamily("metronome_pool_size", "Instances that take prompts, or are being given weights.", size)
         for key, text in FIGURES.items():
             yield self._of_instances(key, text)
-        yield self._states("state", "1 for the state it is in.", get_args(State))
-        yield self._states("breaker", "1 for the state of its circuit breaker.", CircuitBreaker.STATES)
+        yield self._states()
         for key, value in self._step.items():
             if isinstance(value, (int, float)):
                 yield GaugeMetricFamily(
@@ -51,11 +50,12 @@ class _Scrape(Collector):
                 family.add_metric([one["name"]], one[key])
         return family
 
-    def _states(self, key: str, text: str, states: Sequence[str]) -> Metric:
-        family = GaugeMetricFamily(f"metronome_pool_instance_{key}", text, labels=["instance", key])
+    def _states(self) -> Metric:
+        text = "1 for the state it is in."
+        family = GaugeMetricFamily("metronome_pool_instance_state", text, labels=["instance", "state"])
         for one in self._instances:
-            for state in states:
-                family.add_metric([one["name"], state], float(one[key] == state))
+            for state in get_args(State):
+                family.add_metric([one["name"], state], float(one["state"] == state))
         return family
 
 

@@ -20,7 +20,7 @@ LOOK_S = 0.1
 
 class EvaluatedWeights:
     """Compares each instance that joins with the evaluated model: with an instance that the evaluation started from its
-    folder, or without one with transformers, on this machine. The pool calls `catch_up`."""
+    folder, or without one with transformers, on this machine. The pool calls `check`."""
 
     version = 0
     """Instances name the weights that they were started from so."""
@@ -37,7 +37,7 @@ class EvaluatedWeights:
         self._computed: Sequence[float] | None = None
         """The same by transformers; None if it was not asked."""
 
-    async def catch_up(self, instance: Instance) -> None:
+    async def check(self, instance: Instance) -> None:
         """Have an instance serve the weights that it was started from, and compare its log-probabilities of the probe.
         Raises WeightSyncError naming it if they are not those of the evaluated model."""
         if instance.declared is None:

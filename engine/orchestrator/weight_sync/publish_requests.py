@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.client.publish.transports import address_of
 from engine.config import Config
 from engine.errors import MetronomeError, ServiceConflict, WeightSyncError
 from engine.model.shape import read_shape
+from engine.orchestrator.batches import Batch
+from engine.orchestrator.batches_in_flight import BatchesInFlight
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
-from engine.orchestrator.steps import Step, Steps
 from engine.orchestrator.weight_sync.sync import WeightSync, make_probe
 from engine.run.trace import Trace
 from engine.schedule import Schedule
@@ -39,8 +39,9 @@ T = TypeVar("T")
 class PublishRequests:
     """Gives every instance exactly the version that the trainer publishes. Otherwise the run fails and names the cause.
 
-    The first version may be any, for a trainer that resumes. Each later one is the next version, or the last one again
-    if the trainer was restarted. A WeightSyncError ends the run, since the instances may hold anything.
+    The first version may be any, for a trainer that resumes. Each later one is the next version, or the last one
+    again: to all instances if the trainer was restarted, or only to those that lack it (`decide_again`). A
+    WeightSyncError ends the run, since the instances may hold anything.
     """
 
     def __init__(
@@ -49,26 +50,33 @@ class PublishRequests:
         service: RolloutService,
         trace: Trace,
         run_state: RunState,
-        steps: Steps,
-        allows_publish: Callable[[], bool],
+        batches: BatchesInFlight,
+        allows_publish: Callable[[bool], bool],
         served: Callable[[int], None],
+        begins_again: Callable[[], None],
         trains: bool = True,
         text: Iterable[int] = (),
         recorded: float = 0.0,
     ) -> None:
-        """`allows_publish`: returns False while an evaluation needs the current weights. `served`: called with a
-        version that all instances hold and that has been compared. `trains`: whether the trainer is ours. `text`:
-        tokens of ordinary text, on which trainer and instances are compared. `recorded`: as in `Probe`."""
+        """`allows_publish`: returns False while an evaluation needs the current weights. Its argument: whether any
+        instance serves. `served`: called with a
+        version that all instances hold and that has been compared. `begins_again`: called when a version is published a
+        second time. `trains`: whether the trainer is ours. `text`: tokens of ordinary text, on which trainer and
+        instances are compared. `recorded`: as in `Probe`."""
         self._config = config
         self._trace = trace
         self._run_state = run_state
-        self._steps = steps
+        self._batches = batches
         self._allows_publish = allows_publish
         self._served = served
+        self._begins_again = begins_again
         self._trains = trains
         self._schedule = Schedule.of(config.train, config.rollout.partial)
+        self._pool = service.pool
         self._swap: asyncio.Task[None] | None = None
         self._began = 0.0
+        self._took_s = 0.0
+        """Seconds that the last publish took, from its OpenSync to its FinishSync."""
         self.version: int | None = None
         """The newest version that every instance was told to serve; None before the first."""
         self.verified: int | None = None
@@ -79,9 +87,14 @@ class PublishRequests:
         """Whether buckets may follow: from OpenSync to FinishSync."""
         self._unverified = False
         """Whether the trainer has not sent its log-probabilities of the version yet."""
+        self.goes_again = False
+        """Whether the last version must go again: from `decide_again` until it is opened. Every replica group of the
+        trainer is told so, and gets no window."""
+        self._again = False
+        """Whether the version that was opened last went again."""
         self.sync = self._make_weight_sync(service, text, recorded)
         """Runs the weight syncs."""
-        service.pool.sync = self.sync  # the pool asks it to bring late instances to the weights
+        self._pool.check_arrivals(self.sync.self_test)
 
     def _make_weight_sync(self, service: RolloutService, text: Iterable[int], recorded: float) -> WeightSync:
         config = self._config
@@ -100,8 +113,7 @@ class PublishRequests:
             timeout_s=rollout.timeout_s,
             staged=config.weights.staged,
             cut=rollout.partial,
-            in_turn=self._in_background and not self._schedule.exact and not rollout.partial,
-            address=address_of(config) if config.weights.transport != "file" else None,
+            in_turn=self._swaps_late and not self._schedule.exact and not rollout.partial,
         )
 
     # requests -------------------------------------------------------------------------------------
@@ -110,7 +122,9 @@ class PublishRequests:
         """Reply whether weights may be published now; the trainer asks again if not.
 
         The last swap must be finished, and no evaluation may need the current weights. If each batch has one version
-        and weights are not swapped in the background, all batches in flight must be generated.
+        and weights are not swapped in the background, all batches in flight must be generated. Where no instance
+        serves, nothing is waited for: the policy has moved on, and the version that they need is lost. What is missing
+        is sampled by the next version.
         """
         self._run_state.check_failure()
         self._check_version(request.version)
@@ -124,25 +138,58 @@ class PublishRequests:
             raise ServiceConflict(
                 f"weight version {version}: version {self.version} was published last, so the next is {due}"
             )
-        for step in self._steps.values():
-            if step.number < version and step.trained < step.expected:
+        for batch in self._batches.values():
+            if batch.step < version and batch.trained < batch.expected:
                 raise ServiceConflict(
-                    f"weight version {version}: not every group of step {step.number} is acknowledged ({step.arrived} "
-                    f"of {step.expected} have arrived)"
+                    f"weight version {version}: not every group of step {batch.step} is acknowledged ({batch.arrived} "
+                    f"of {batch.expected} have arrived)"
                 )
 
     def _may_publish_now(self) -> bool:
-        in_flight = self._steps.values()
-        generated = self._in_background or not self._schedule.exact or all(step.is_generated for step in in_flight)
-        return generated and (self._swap is None or self._swap.done()) and self._allows_publish()
+        serves = self._pool.serving > 0
+        generated = self._swaps_late or not self._schedule.exact or not serves or self._is_generated()
+        return generated and (self._swap is None or self._swap.done()) and self._allows_publish(serves)
+
+    def _is_generated(self) -> bool:
+        return all(batch.generated for batch in self._batches.values())
 
     @property
-    def _in_background(self) -> bool:
+    def _swaps_late(self) -> bool:
         """Whether instances swap to staged weights once they have finished their responses, while the trainer goes on.
 
         This is the delayed parameter update of AsyncFlow §4.2.3.
         """
         return self._schedule.ahead > 0 and self._config.weights.staged
+
+    @property
+    def _in_background(self) -> bool:
+        """Whether this publish swaps so. When no instance serves, there is nothing to wait for."""
+        return self._swaps_late and not self._again and self._pool.serving > 0
+
+    # a version that goes again ----------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last version is published and compared, and none is open."""
+        swaps = self._swap is not None and not self._swap.done()
+        return not self._is_open and not self._unverified and not swaps and self.verified is not None
+
+    def decide_again(self, idle_s: float) -> bool:
+        """Return whether the last version goes again to the instances that lack it (`goes_again`).
+
+        The caller guarantees that the trainer's weights are this version's and that the trainer has held no lease for
+        `idle_s`. If other instances serve, this must have lasted as long as the last publish took, so that another one
+        costs no more than the trainer has waited already.
+        """
+        if self.is_idle and self.sync.is_awaited:
+            self.goes_again = self._pool.serving == 0 or idle_s >= self._took_s
+        return self.goes_again
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no instance of a service holds the last version, so that its trainer must publish it again. Our own
+        trainer is told so when it asks for rows."""
+        return not self._trains and self.is_idle and self._pool.size == 0
 
     async def open_sync(self, request: OpenSync) -> SyncOpened:
         """Begin a weight sync (WeightSync.open_sync), so that buckets may follow. Raises the error that stops the run,
@@ -160,11 +207,16 @@ class PublishRequests:
                     f"weight version {self._offered} was never compared with the trainer's, which may have died before"
                 )
             )
+        if request.again and request.version != self.version:
+            raise ServiceConflict(
+                f"weight version {request.version} can't go again: version {self.version} was published last"
+            )
         self._offered = request.version
         self._is_open = True
-        if request.version == self.version:
-            for number in self._steps.numbers:  # what the trainer had trained is lost
-                self._steps.again(number)
+        self._again = request.again
+        self.goes_again = False
+        if request.version == self.version and not request.again:
+            self._begins_again()
         self._began = time.time()
         return await self._leading(self.sync.open_sync(request))
 
@@ -191,10 +243,12 @@ class PublishRequests:
             return Done()  # a message that was sent twice
         self._check_offered(request.version)
         self._is_open = False
+        self._took_s = time.time() - self._began
         swap = self._finish_sync(request)
         if self._in_background:
-            self._swap = asyncio.create_task(self._swap_in_background(swap, self._steps.values()))
+            self._swap = asyncio.create_task(self._swap_in_background(swap, self._batches.values()))
         else:
+            self._swap = None
             await self._leading(swap)
         self.version = request.version
         self._unverified = True
@@ -209,7 +263,7 @@ class PublishRequests:
         if not self._unverified:
             raise ServiceConflict("no weight version waits to be verified")
         self.sync.expect_logprobs(request.expected)
-        if not self._in_background:
+        if self._swap is None:
             await self._leading(self._checked())
         self._unverified = False
         return Done()
@@ -245,19 +299,24 @@ class PublishRequests:
         await self.sync.wait_until_checked()
         assert version is not None
         self.verified = version
-        self._served(version)
+        if not self._again:
+            self._served(version)
         await self._run_state.notify()
 
     async def _finish_sync(self, request: FinishSync) -> None:
         await self.sync.finish_sync(request)
         self._trace.add_span("sync", self._began, time.time(), lane="instances", step=request.version)
 
-    async def _swap_in_background(self, swap: Awaitable[None], steps: Sequence[Step]) -> None:
-        """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `steps` are
-        generated. Otherwise each instance swaps when it becomes free."""
+    async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
+        """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `batches` are
+        generated, or no instance is left that generates them. Otherwise each instance swaps when it becomes free."""
+
+        def generated() -> bool:
+            return all(batch.generated for batch in batches)
+
         try:
-            if self._schedule.exact:
-                await self._run_state.wait_until(lambda: all(step.is_generated for step in steps))
+            while self._schedule.exact and self._pool.serving and not generated():
+                await self._run_state.wait_briefly(lambda: generated() or None)
             await swap
             await self._checked()
         except MetronomeError as error:

@@ -14,39 +14,29 @@ move.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from engine.client.publish.transports import Address
 from engine.errors import BadInput, DeadlineError, MetronomeError, WeightSyncError
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceFault, Refused
-from engine.orchestrator.run_state import SIGN_OF_LIFE_S
 from engine.orchestrator.weight_sync.probe import Probe, make_probe
-from engine.orchestrator.weight_sync.snapshot import load_files, send_files
 from engine.orchestrator.weight_sync.update_calls import UpdateCalls
-from engine.run.logs import log_line
 from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.sync_messages import (
     AbortSync,
     ConnectSync,
     FinishSync,
-    IsSnapshotWanted,
     OpenSync,
     Proceed,
     SendBucket,
-    SnapshotWanted,
     SyncOpened,
 )
 
-STRIKES = 2
-"""Number of consecutive failed transfers after which an instance is left out while others live."""
+T = TypeVar("T")
 
 FATAL = (Refused, WeightSyncError, BadInput)
 """Errors that do not mean that an instance has died: the data sent, or what the instance computes from it, is wrong."""
@@ -55,13 +45,20 @@ FATAL = (Refused, WeightSyncError, BadInput)
 class SyncPool(Protocol):
     """What the weight sync needs from the pool."""
 
+    @property
+    def serving(self) -> int:
+        """Number of instances that take prompts now."""
+
     def members(self) -> list[Instance]:
         """Instances that must receive the next version."""
 
-    async def wait_for_member(self) -> None:
-        """Wait until there is a member. Raises the error with which the pool gives up."""
+    async def wait_for(self, find: Callable[[], T | None]) -> T:
+        """Wait until `find` returns something, and return it. Raises the error with which the pool gives up."""
 
-    def exclude_instance(self, instance: Instance, reason: str) -> None:
+    async def wait_for_checks(self) -> None:
+        """Wait until every instance that has answered has passed its first check or has failed it."""
+
+    def leave_out(self, instance: Instance, reason: str) -> None:
         """Send a failed instance no prompts until it has received the weights again."""
 
     def admit_instance(self, instance: Instance) -> None:
@@ -73,19 +70,35 @@ class Participants:
 
     def __init__(self, pool: SyncPool) -> None:
         self._pool = pool
+        self.again = False
+        """Whether the last version goes again, only to the instances that lack it."""
         self.members: list[Instance] = []
+        self.failed: set[Instance] = set()
+        """Those that have failed in this publish, in any attempt."""
         self.connected: list[Instance] = []
         """The members of the last generation's communication groups; empty once one of them has failed."""
-        self._strikes: dict[Instance, int] = {}
 
     @property
     def local(self) -> bool:
         """Whether all members are on this machine."""
         return all(_local(instance.client.url) for instance in self.members)
 
-    def succeeded(self) -> None:
-        """Forget earlier failures, because a sync has finished."""
-        self._strikes.clear()
+    async def open(self, again: bool) -> None:
+        """Choose the members of an attempt, once there is one. One that has failed in an earlier attempt is a member
+        only if no other instance is left.
+
+        If the version goes `again`, its members are the instances that lack it. There may be none if others serve.
+        """
+        self.again = again
+        self.members = await self._pool.wait_for(partial(self.find_members, again))
+
+    def find_members(self, again: bool) -> list[Instance] | None:
+        """Return the members of an attempt that begins now; None if it must wait for one."""
+        found = [one for one in self._pool.members() if not (again and one.takes_prompts)]
+        members = [one for one in found if one not in self.failed]
+        if again and self._pool.serving:
+            return members
+        return members or found or None
 
     async def each(self, act: Callable[[Instance], Awaitable[Any]]) -> list[Any]:
         """Run `act` on all members at once. A member that fails is left out. Return the others' results, in order.
@@ -132,29 +145,25 @@ class Participants:
         }
         if failed or pending:
             self.connected = []
-        struck = [one for one, error in failed.items() if isinstance(error, InstanceFault)]
-        self._leave_out({one: error for one, error in failed.items() if one not in struck})
-        self.strike_instances(struck, "; ".join(str(failed[one]) for one in struck))
+        self._leave_out(
+            {
+                one: error
+                for one, error in failed.items()
+                if not isinstance(error, InstanceFault) or one.record_failure()  # another one may be to blame
+            }
+        )
         return not failed and not pending
-
-    def strike_instances(self, instances: Iterable[Instance], reason: str) -> None:
-        """Count a failure of each instance. It is left out only after several in a row, since another may be to
-        blame."""
-        for instance in list(instances):
-            self._strikes[instance] = self._strikes.get(instance, 0) + 1
-            if self._strikes[instance] >= STRIKES:
-                why = f"{instance.name}: {STRIKES} weight transfers in a row failed: {reason}"
-                self._leave_out({instance: WeightSyncError(why)})
 
     def _leave_out(self, failed: dict[Instance, BaseException]) -> None:
         for instance, error in failed.items():
             if not isinstance(error, MetronomeError):
                 raise error
-            self._pool.exclude_instance(instance, str(error))
+            self._pool.leave_out(instance, str(error))
             self.connected = []
+        self.failed.update(failed)
         self.members = [instance for instance in self.members if instance not in failed]
         fatal = [error for error in failed.values() if isinstance(error, FATAL)]
-        if fatal and not self.members:
+        if fatal and not self.members and not (self.again and self._pool.serving):
             raise WeightSyncError(str(fatal[0])) from None
 
 
@@ -172,16 +181,12 @@ def _is_loopback(host: str) -> bool:
 
 __all__ = ["Probe", "WeightSync", "make_probe"]
 
-OVERTAKEN = 2
-"""Number of versions that may overtake a late instance. The next version waits until the instance has caught up."""
-LOOK_S = 0.05
 PATIENCE_S = 5.0
 """The longest time in seconds that a living instance takes to answer GET /health."""
 
 
 class WeightSync:
-    """The weight sync of a run. The trainer's sender calls open … finish in order; the pool calls catch_up at any
-    time."""
+    """The weight sync of a run. The trainer's sender calls open … finish in order."""
 
     def __init__(
         self,
@@ -191,14 +196,11 @@ class WeightSync:
         staged: bool = False,
         cut: bool = False,
         in_turn: bool = False,
-        address: Address | None = None,
     ) -> None:
         """`timeout_s`: deadline of every call. `staged`: instances receive buckets while they generate, and swap them
         in at finish. `cut`: responses in progress are interrupted and continued later (rollout.partial); otherwise the
         sync waits for them. `in_turn`: instances swap in staged weights one after the other, while those whose turn has
-        not come continue with the old weights. `address`: this machine's for late instances on other machines, which
-        get snapshots over the network; None: they read the files."""
-        self._address = address
+        not come continue with the old weights."""
         self._cut = cut
         self._in_turn = in_turn and staged
         self._pool = pool
@@ -207,11 +209,6 @@ class WeightSync:
         self._staged = staged
         self._calls = UpdateCalls(probe, timeout_s)
         self._version: int | None = None
-        self._snapshot: Path | None = None
-        self._wanted = asyncio.Event()
-        """Set once a late instance waits for the snapshot of `_version`."""
-        self._expected: Sequence[float] | None = None
-        """The trainer's log-probabilities of the probe under `_version`."""
         self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
         """The trainer's log-probabilities of the probe under the version of the publish in progress."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
@@ -225,18 +222,21 @@ class WeightSync:
         self._participants = Participants(pool)
         self._sizes: list[int] = []
         self._generation = 0
-        self._tested: set[Instance] = set()
         self._one_bucket = asyncio.Lock()
-        self._quiet = asyncio.Event()
-        """Set while no publish is in progress."""
-        self._quiet.set()
-        self._overtaken: set[Instance] = set()
-        """Instances that are catching up and have been overtaken by OVERTAKEN versions."""
+        self._late: set[Instance] = set()
+        """Members that did not serve when the sync was opened. What they still compute is of no use."""
+        self._opened: tuple[int, bool] | None = None
+        """Version of the publish whose failed instances are known, and whether it goes again."""
 
     @property
     def version(self) -> int | None:
         """Version of the last completed publish, or None."""
         return self._version
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an instance waits for the last version and has not failed to load it, unless no other one is left."""
+        return bool(self._participants.find_members(again=True))
 
     # a publish, as the trainer's sender goes through it -------------------------------------------
 
@@ -247,18 +247,21 @@ class WeightSync:
             raise MetronomeError(
                 f"weight version {self._version} was not compared with the trainer's before version {version}"
             )
-        if not self._pool.members():
-            self._quiet.set()  # lets an instance catch up and become the member that is awaited
-        await self._pool.wait_for_member()
-        await self._wait_for_overtaken()
-        self._quiet.clear()
+        if self._opened != (version, request.again):
+            self._opened = (version, request.again)
+            self._participants.failed.clear()
+        await self._participants.open(request.again)
+        if self._version is None:
+            await self._pool.wait_for_checks()  # later ones join at the next version, or by this one again
+            await self._participants.open(request.again)
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
-        self._participants.members = self._pool.members()
+        self._late = {one for one in self._participants.members if not one.takes_prompts}
         for instance in self._participants.members:
             if not (self._staged and instance.takes_prompts):
                 instance.begin_update()
         during = f"weight version {version}"
-        await self._participants.each(partial(self._prepare, during=during))
+        if not self._staged:
+            await self._participants.each(partial(self._begin_update, during=during))
         self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
         if self._participants.members != self._participants.connected:
             self._participants.connected = []
@@ -271,16 +274,6 @@ class WeightSync:
             local=self._participants.local,
             probe=self._probe.token_ids if self._probe is not None else (),
         )
-
-    async def _wait_for_overtaken(self) -> None:
-        """Wait for overtaken instances. Otherwise an instance that needs longer than a step would never join. After the
-        time limit the instance is overtaken again."""
-        if self._overtaken:
-            names = ", ".join(sorted(instance.name for instance in self._overtaken))
-            log_line(f"the weight sync waits for {names}, which {OVERTAKEN} newer versions have overtaken")
-            deadline = time.monotonic() + self._timeout_s
-            while self._overtaken and time.monotonic() < deadline:
-                await asyncio.sleep(LOOK_S)
 
     async def connect_sync(self, request: ConnectSync) -> Proceed:
         """Have all members join the communication groups of the stages, while the senders create them."""
@@ -329,15 +322,11 @@ class WeightSync:
             await instance.client.call(GetHealth(), timeout_s=min(PATIENCE_S, self._timeout_s))
 
         await self._participants.each(answers)
-        self._participants.strike_instances(self._participants.members, request.reason)
         return Proceed(retry=True)
 
     async def finish_sync(self, request: FinishSync) -> None:
         """Have every member serve the version, or leave it out. Call `wait_until_checked` before any response of the
-        version is used.
-
-        The snapshot may be completed later. Raises WeightSyncError if all living members hold something else.
-        """
+        version is used. Raises WeightSyncError if all living members hold something else."""
         version = request.version
         self._unchecked = True
 
@@ -349,20 +338,17 @@ class WeightSync:
                 instance.record_version(version)
                 self._checks[instance] = asyncio.create_task(self._compare(instance, version, found))
                 self._pool.admit_instance(instance)
-            else:  # it left or was left out since `open_sync`, and may be catching up by now
+            else:  # it left or was left out since `open_sync`
                 self._participants.connected = []
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version = version
-        self._snapshot = Path(request.snapshot) if request.snapshot else None
-        self._wanted.clear()
-        self._participants.succeeded()
 
     async def _swap(self, instance: Instance, version: int) -> list[float]:
         """Have an instance serve the version. Return its log-probabilities of the probe."""
         during = f"weight version {version}"
         if self._staged:
-            await self._calls.begin_update(instance, during, abort=self._cut)
+            await self._begin_update(instance, during)
             await self._calls.update_weights(instance, StagedWeights(version), during)
         instance.hold_responses()
         return await self._calls.finish_update(instance, version, during)
@@ -384,19 +370,18 @@ class WeightSync:
                 return
             if instance.state in ("serving", "draining"):
                 await checks[instance]
-            else:  # it was left out, its responses are lost, and the pool may be bringing it back
+            else:  # it was left out, and its responses are lost
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
         await self._participants.each(check)
-        self._expected = await self._wait_for_trainer_logprobs()
-        if self._expected is not None:
-            self.difference = max(self._apart.values(), default=0.0)
+        if await self._wait_for_trainer_logprobs() is not None:
+            before = [self.difference or 0.0] if self._participants.again else []
+            self.difference = max([*self._apart.values(), *before], default=0.0)
             self._calls.noise = self.difference if self._calls.noise is None else self._calls.noise
         self._apart = {}
         self._checks = {}
         self._unchecked = False
-        self._quiet.set()
 
     async def _compare(self, instance: Instance, version: int, found: Sequence[float]) -> None:
         expected = await self._wait_for_trainer_logprobs()
@@ -420,101 +405,10 @@ class WeightSync:
             check.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
-    # instances that come late ---------------------------------------------------------------------
-
-    async def catch_up(self, instance: Instance) -> None:
-        """Self-test a late instance and bring it to the current version from its snapshot. It is not admitted yet.
-
-        Waits for a publish in progress, and starts over if another one finishes in between. After OVERTAKEN such
-        publishes, the next one waits for the instance. Raises MetronomeError.
-        """
-        instance.hold_responses()
-        await self._test_once(instance)
-        overtaken = 0
-        try:
-            while not await self._caught_up(instance):
-                overtaken += 1
-                if overtaken == OVERTAKEN:
-                    self._overtaken.add(instance)
-        finally:
-            self._overtaken.discard(instance)
-
-    async def _caught_up(self, instance: Instance) -> bool:
-        """Bring an instance to the current version. Return whether that version is still the current one."""
-        await self._until_quiet(instance)
-        if self._version is None:
-            raise MetronomeError(f"{instance.name}: there is no weight version to load before the first publish")
-        version = self._version
-        expected = self._expected
-        try:
-            await self._load_snapshot(instance, version)
-            found = await self._calls.finish_update(instance, version, f"weight version {version}")
-            self._calls.compare_probe(instance, version, found, expected)
-        except (Refused, BadInput):
-            if self._version == version and self._quiet.is_set():
-                raise
-            return False  # a newer snapshot has replaced this one
-        if self._version != version or not self._quiet.is_set():
-            return False
-        instance.record_version(version)
-        instance.release_responses(anew=True)
-        return True
-
-    async def _load_snapshot(self, instance: Instance, version: int) -> None:
-        if self._snapshot is None:
-            raise MetronomeError(f"{instance.name}: weight version {version} has no snapshot to load")
-        files = await self._files(self._snapshot)
-        await self._calls.begin_update(instance, f"weight version {version}", abort=True)
-        if self._address is None or _local(instance.client.url):
-            await load_files(self._calls, instance, version, files)
-        else:
-            self._participants.connected = []  # it leaves their groups
-            await send_files(self._calls, instance, version, files, address=self._address)
-
-    async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
-        """Reply whether a late instance needs the snapshot of the version. Waits up to a second for one."""
-        if request.version == self._version:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), SIGN_OF_LIFE_S)
-        else:  # the instances do not hold the version yet
-            await asyncio.sleep(SIGN_OF_LIFE_S)
-        return SnapshotWanted(self._wanted.is_set() and request.version == self._version)
-
-    async def _files(self, snapshot: Path) -> list[Path]:
-        """Return the buckets of a snapshot once it is complete. The trainer is asked to write it
-        (`is_snapshot_wanted`)."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while not snapshot.is_dir() and self._snapshot == snapshot:
-                    self._wanted.set()  # repeated, because a version may be published a second time
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            raise DeadlineError(f"the snapshot {snapshot} was not complete within {self._timeout_s:g} s") from None
-        if not (files := sorted(snapshot.glob("*.safetensors"))):
-            raise BadInput(f"{snapshot}: no weights in this snapshot")
-        return files
-
-    async def _until_quiet(self, instance: Instance) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._quiet.wait()
-        except TimeoutError:
-            raise DeadlineError(
-                f"{instance.name}: the weight sync after version {self._version} did not end within "
-                f"{self._timeout_s:g} s"
-            ) from None
-
     async def self_test(self, instance: Instance) -> None:
         """Run UpdateCalls.self_test. Raises WeightSyncError if the instance does not follow the weights that it is
         given."""
         await self._calls.self_test(instance)
 
-    async def _prepare(self, instance: Instance, during: str) -> None:
-        await self._test_once(instance)
-        if not self._staged:
-            await self._calls.begin_update(instance, during, abort=self._cut)
-
-    async def _test_once(self, instance: Instance) -> None:
-        if instance not in self._tested:
-            await self.self_test(instance)
-            self._tested.add(instance)
+    async def _begin_update(self, instance: Instance, during: str) -> None:
+        await self._calls.begin_update(instance, during, abort=self._cut or instance in self._late)

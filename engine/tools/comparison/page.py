@@ -24,7 +24,7 @@ PARTS = {
     "wait_s": ("wait for responses", "wait"),
     "train_s": ("train", "train"),
     "update_s": ("update", "update"),
-    "other_s": ("other", "silent"),
+    "other_s": ("other", "out"),
 }
 """The parts of a step's time, each with its name on the page and the timeline's name for its colour. (The names differ
 because a run may be called "sync".)"""

@@ -77,7 +77,7 @@ class Reference:
         for bucket in pack_buckets(tensors, DTYPES[self.dtype], limit, Buffers(len(tensors), 1.0)):
             wire = bucket.wire()
             path = folder / f"{bucket.number}.safetensors"
-            bucket_file.write_bucket(path, bucket, wire)
+            bucket_file.write_bucket(path, bucket)
             place = {"transport": "file", "version": version, "stage": 0, "bucket": bucket.number, "path": str(path)}
             found.append({**place, **wire})
         return found

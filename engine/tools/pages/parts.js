@@ -32,7 +32,7 @@ const tickText = value => Math.abs(value) >= 10000 ? +(value / 1000).toPrecision
 const system = matchMedia("(prefers-color-scheme: dark)");
 const stored = name => { try { return localStorage.getItem(name); } catch { return null; } };  // none in a sandbox
 const isDark = () => document.documentElement.dataset.theme === "dark";
-const DARK = { wait: "#4b535a", bubble: "#6b645f", silent: "#a39a90", train: "#6bbf5f", rollout: "#6d9bd1" };
+const DARK = { wait: "#4b535a", bubble: "#6b645f", out: "#a39a90", train: "#6bbf5f", rollout: "#6d9bd1" };
 const SERIES = ["#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#9c755f", "#79706e"];
 const SERIES_DARK = ["#79b0ec", "#f6ab5f", "#86cf7c", "#d0a3c4", "#f08a8b", "#98d3cf", "#c9a48f", "#b5aca9"];
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];  // for readers who cannot distinguish the colours, and for overlapping curves

@@ -1,7 +1,4 @@
-"""Buckets as safetensors files, and folders of such files: the snapshots that late instances load.
-
-A file's metadata has names, dtypes, shapes and checksums, so a folder can be loaded without further information.
-"""
+"""Buckets as safetensors files, as transport "file" passes them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,9 @@ MAX_HEADER = 100 * 2**20
 """Maximum header size in bytes, as in safetensors."""
 
 
-def write_bucket(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
+def write_bucket(path: Path, bucket: Bucket) -> None:
     """Write a bucket. An existing file is overwritten in place, so that its memory or disk space is reused."""
-    header: JsonObject = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in bucket.specs:
         end = offset + spec.nbytes
@@ -50,18 +47,6 @@ def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
-
-
-def wire_of(path: Path) -> JsonObject:
-    """Return names, dtypes, shapes and checksums of a bucket's file. Raises BadInput if `write_bucket` did not write
-    it."""
-    try:
-        wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
-    except (KeyError, TypeError, ValueError):
-        raise BadInput(
-            f'{path}: not a file of weights that a trainer published: its metadata have no key "bucket"'
-        ) from None
-    return dict(wire)
 
 
 def _open_regular(path: str, flags: int) -> int:

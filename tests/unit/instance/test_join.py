@@ -18,7 +18,7 @@ from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.server import Server
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
-from support.scripted import SERVES, Sync, until
+from support.scripted import SERVES, publishing, until
 
 CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "instances": 0})
 
@@ -26,12 +26,11 @@ CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "in
 @contextlib.asynccontextmanager
 async def orchestrator(folder):
     pool = Pool(CONFIG, folder, folder, synced=True)
-    pool.sync = Sync(version=2)
     server = Server(CONFIG)
     server.pool = pool
     await pool.connect_instances()
     try:
-        async with HealthMonitor(pool), server.listening(folder):
+        async with HealthMonitor(pool), publishing(pool, 2), server.listening(folder):
             yield pool
     finally:
         await pool.close()
@@ -76,7 +75,7 @@ async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
     async with orchestrator(tmp_path) as pool:
         task = guest()
         await until(lambda: pool.serving == 1, "it to serve")
-        assert pool.sync.caught_up == [("guest", 2)]
+        assert pool.find_instance("guest").version == 2
         async with pool.borrow() as place:
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: place.instance.state == "draining", "its wish to leave")

@@ -38,7 +38,7 @@ def filed(folder, **changes):
     (bucket,) = packed()
     path = folder / "bucket.safetensors"
     info = {"transport": "file", "version": 1, "stage": 0, "bucket": 0, "path": str(path), **bucket.wire()}
-    bucket_file.write_bucket(path, bucket, bucket.wire())
+    bucket_file.write_bucket(path, bucket)
     return info | changes
 
 

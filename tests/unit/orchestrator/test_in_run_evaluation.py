@@ -72,10 +72,10 @@ def rows(folder):
 
 async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores(world):
     async with world(version=4, delay_s=0.3) as (evaluation, folder, scripted, notified):
-        assert evaluation.allows_publish()
+        assert evaluation.allows_publish(True)
         evaluation.evaluate_version(4)
-        assert not evaluation.allows_publish()
-        await until(evaluation.allows_publish, "the responses")
+        assert not evaluation.allows_publish(True)
+        await until(lambda: evaluation.allows_publish(True), "the responses")
         assert len(scripted.seeds) == 12
         assert notified.is_set()
         await evaluation.finish_evaluations()
@@ -88,7 +88,7 @@ async def test_what_nobody_waits_for_costs_nothing(world):
     async with world(version=2) as (evaluation, folder, _, _):
         evaluation.evaluate_version(2)
         await evaluation.finish_evaluations()
-        assert evaluation.allows_publish()
+        assert evaluation.allows_publish(True)
         assert rows(folder)[0]["exposed_s"] == 0
 
 
@@ -100,7 +100,7 @@ async def test_only_due_steps_and_each_once(world):
         await evaluation.finish_evaluations()
         for step in (1, 9):  # not due; the last
             evaluation.evaluate_version(step)
-            assert evaluation.allows_publish()
+            assert evaluation.allows_publish(True)
         assert len(scripted.seeds) == 12
         assert [row["weight_version"] for row in rows(folder)] == [0]
 
@@ -109,9 +109,9 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
     async with world(delay_s=60, max_wait_s=0.2) as (evaluation, folder, scripted, _):
         evaluation.evaluate_version(0)
         await until(lambda: scripted.running, "requests")
-        assert not evaluation.allows_publish()
+        assert not evaluation.allows_publish(True)
         began = asyncio.get_running_loop().time()
-        await until(evaluation.allows_publish, "the cut")
+        await until(lambda: evaluation.allows_publish(True), "the cut")
         assert 0.1 < asyncio.get_running_loop().time() - began < 5
         await until(lambda: not scripted.running, "the end of its requests")
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
@@ -126,8 +126,8 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
 async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
     async with world(max_wait_s=0) as (evaluation, folder, scripted, _):
         evaluation.evaluate_version(0)
-        assert not evaluation.allows_publish()
-        await until(evaluation.allows_publish, "the cut")
+        assert not evaluation.allows_publish(True)
+        await until(lambda: evaluation.allows_publish(True), "the cut")
         (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
         assert lost["reason"].startswith("its problems were not yet encoded, or its verifiers not yet started, when")
         assert scripted.seeds == []
@@ -138,7 +138,7 @@ async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_re
     slow = {"function": f"{tmp_path / 'slow.py'}:reward", "timeout_s": 60}
     async with world(reward=slow, train={"timeout_s": 0.8}) as (evaluation, folder, scripted, _):
         evaluation.evaluate_version(0)
-        await until(evaluation.allows_publish, "the responses")
+        await until(lambda: evaluation.allows_publish(True), "the responses")
         began = asyncio.get_running_loop().time()
         await evaluation.finish_evaluations()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
         assert 0.3 < asyncio.get_running_loop().time() - began < 5
@@ -176,7 +176,17 @@ async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(worl
         evaluation.evaluate_version(0)
         await until(lambda: len(scripted.seeds) > 24, "requests that are sent again")
         (instance,) = evaluation._service.pool.instances
-        assert instance.breaker.state == "closed"
+        assert (instance.state, instance.failures) == ("serving", 0)
+
+
+async def test_one_whose_weights_no_instance_holds_any_more_is_dropped_at_once(world):
+    async with world(delay_s=60) as (evaluation, folder, scripted, _):
+        evaluation.evaluate_version(0)
+        await until(lambda: scripted.running, "its requests")
+        assert evaluation.allows_publish(False)
+        await until(lambda: list(read_lines(in_run_evaluation.dropped_file(folder))), "the report")
+    (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
+    assert lost["reason"].endswith("had arrived when the last instance that held its weights was gone")
 
 
 async def test_responses_of_other_weights_are_refused(world):

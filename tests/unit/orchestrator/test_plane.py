@@ -124,6 +124,8 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
     plane, come = await conduct(2)
 
     class Slow:
+        is_awaited = False
+
         def expect_logprobs(self, expected):
             pass
 
@@ -255,7 +257,7 @@ async def test_a_trainer_outside_that_begins_again_gets_the_step_again(conduct):
     for index in (1, 0):
         come.put_nowait(index)
     assert sorted(await work(plane, None)) == [0, 1]
-    plane.steps.again(0)
+    plane._begin_again()
     assert sorted(await work(plane, None)) == [0, 1]
     plane._served(1)
     assert plane.status()["steps"] == []

@@ -56,11 +56,10 @@ class World:
             instance="i",
         )
 
-    def record_refusal(self, instance):
+    def record_success(self, instance):
         pass
 
-    record_success = record_refusal
-    free_slot = record_refusal
+    free_slot = record_success
 
     async def score(self, prompt, responses):
         return [Score(1.0)] * len(responses)
@@ -110,9 +109,8 @@ async def test_a_group_that_meets_nothing_but_paused_instances_fails_by_name(mon
 class Failing(World):
     """Its instance fails on every request."""
 
-    def record_fault(self, instance, reason):
+    def record_failure(self, place, reason):
         assert "out of memory" in reason
-        self.record_refusal(instance)
 
     async def complete(self, prompt, sampling, seed, so_far):
         raise InstanceFault("500: out of memory")

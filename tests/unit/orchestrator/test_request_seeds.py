@@ -1,6 +1,7 @@
 """Which requests of a run have a seed of their own, and what a group's responses say of it."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -10,7 +11,7 @@ from engine.orchestrator.rollout_service import rollout_service
 from engine.run.trace import Trace
 from engine.types import Prompt
 from engine.wire.columns import open_group
-from support.scripted import Scripted, Sync
+from support.scripted import Scripted, publishing
 
 PROMPT = Prompt("p", "1+1=", "2", (1, 2, 3))
 SEEDS = [sampling_seed(0, 0, "p", number) for number in range(4)]
@@ -42,10 +43,10 @@ async def sampled(folder, model, synced, rollout):
         ) as service,
         asyncio.timeout(20),
     ):
-        service.pool.sync = Sync(0)
         await service.pool.connect_instances()
         service.pool.enter("one", url)
-        await service.producer.run(0, [(0, PROMPT)], put)
+        async with publishing(service.pool, 0) if synced else contextlib.nullcontext():
+            await service.producer.run(0, [(0, PROMPT)], put)
     return scripted.seeds, groups[0]
 
 

@@ -83,7 +83,7 @@ async def test_a_name_belongs_to_one_living_instance(tmp_path):
             await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
             status, reply = await call("POST", "/join", SPOKEN | {"name": "guest", "url": other})
             assert (status, url in reply["error"]["message"]) == (409, True)
-        await until(lambda: pool.find_instance("guest").state == "silent", "its silence")
+        await until(lambda: pool.find_instance("guest").state == "out", "its silence")
         assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": other}))[0] == 200
         await until(lambda: pool.serving == 1, "the new one")
         assert [one.client.url for one in pool.instances] == [other]
@@ -279,25 +279,24 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         guest = ("instance", "guest")
         assert samples["metronome_pool_size", ()] == 1
         assert samples["metronome_step_loss", ()] == -0.25
-        for key in ("running", "waiting", "version", "restarts", "tokens_per_s", "groups"):
+        for key in ("running", "waiting", "version", "restarts", "tokens_per_s", "groups", "failures"):
             assert samples[f"metronome_pool_instance_{key}", (guest,)] == one[key]
         assert samples["metronome_pool_instance_state", (guest, ("state", "serving"))] == 1
-        assert samples["metronome_pool_instance_state", (guest, ("state", "silent"))] == 0
-        assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
+        assert samples["metronome_pool_instance_state", (guest, ("state", "out"))] == 0
 
 
 STEPS = {
     "serving": (),
     "updating": (Instance.begin_update,),
     "draining": (Instance.drain,),
-    "silent": (lambda one: one.exclude("silent"),),
-    "starting": (lambda one: one.exclude("silent"), Instance.wait_for_publish),
+    "out": (lambda one: one.exclude("out"),),
+    "starting": (lambda one: one.exclude("out"), Instance.wait_for_weights),
 }
 """From serving to a state."""
 
 
 @pytest.mark.parametrize(
-    ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)]
+    ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("out", 0), ("starting", 0)]
 )
 async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
     # nobody looks after it meanwhile: its next heartbeat would bring it back

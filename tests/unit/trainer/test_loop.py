@@ -86,9 +86,6 @@ class Rollouts:
     def windows(self, step, prepare):
         yield from self._windows
 
-    def settle(self):
-        self.calls.append("settle")
-
     def failed(self, error):
         self.calls.append(("failed", str(error)))
 
@@ -124,7 +121,6 @@ def test_four_methods_make_a_trainer(tmp_path):
         ("verify", 0, [-1.0]),
         ("accumulate", 1),
         ("accumulate", 0),
-        "settle",
         ("update", 4),
     ]
     assert trainer.saved == [(1, True)]
@@ -153,7 +149,6 @@ def test_a_trainer_that_has_more_to_say_is_called_in_the_order_of_algorithm_1():
         ("accumulate", 0, 1),
         "worst_gap",
         "add_wait",
-        "settle",
         ("update", 2),
         "figures",
     ]

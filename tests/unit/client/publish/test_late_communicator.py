@@ -43,7 +43,6 @@ def test_all_instances_get_every_version(start, backend, tmp_path, count, staged
     sender = publisher(orchestrator, "late", tmp_path)
     for version in (1, 2):
         sender.publish(Model(version), version)
-    sender.settle()
     assert all(holds(client, 2) for client in orchestrator.clients)
     assert not orchestrator.pool.reasons
     assert len(backend.made) == 1 + count  # the groups of the first version serve the second, too

@@ -55,7 +55,7 @@ def buckets(folder, tmp_path, **fields):
             "path": str(tmp_path / f"{bucket.number}.safetensors"),
             **fields,
         }
-        bucket_file.write_bucket(Path(info["path"]), bucket, bucket.wire())
+        bucket_file.write_bucket(Path(info["path"]), bucket)
         found.append((bucket, info))
     assert len(found) > 2
     return found

@@ -157,7 +157,7 @@ async def test_a_reply_that_is_there_when_the_instance_is_cut_is_lost_at_once_an
         await asyncio.wait_for(client._until_released(begun), 1.0)
 
 
-async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_is_trusted_anew(instance):
+async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_comes_back(instance):
     scripted, client = instance
     client.hold_responses()
     client.end_calls("its weights differ")
@@ -165,9 +165,10 @@ async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_is_trusted
     await until(lambda: scripted.seeds and not scripted.running, "the reply")
     await asyncio.sleep(0.05)
     assert not held.done()
-    client.release_responses(anew=True)
-    with pytest.raises(InstanceGone, match="abandoned while it waited for that comparison"):
+    client.end_calls("it waits for weights")
+    with pytest.raises(InstanceGone, match="abandoned: it waits for weights"):
         await held
+    client.release_responses()
     assert (await client.complete(PROMPT, SAMPLING, 4)).seed == 4
 
 

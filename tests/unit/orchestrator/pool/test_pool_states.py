@@ -11,11 +11,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.config import Config
 from engine.orchestrator.pool import instance
-from engine.orchestrator.pool.circuit_breaker import LIMIT, CircuitBreaker
 from engine.orchestrator.pool.dispatch import Dispatcher, _Waiter
 from engine.orchestrator.pool.instance import NEXT, WORKING, Instance
 from engine.orchestrator.pool.pool import Pool
-from engine.orchestrator.weight_sync import snapshot
 from engine.wire.rollout_messages import Load
 from support.pool_machine import PoolMachine
 from support.virtual_time import virtual
@@ -42,14 +40,13 @@ class Client:
     def end_calls(self, reason):
         self.cuts.append(reason)
 
-    def release_responses(self, anew):
-        self.trusted.append(anew)
+    def release_responses(self):
+        self.trusted.append(True)
 
 
 @pytest.mark.slow
 def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_transition(monkeypatch):
     virtual(monkeypatch)
-    monkeypatch.setattr(snapshot, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
     # Hypothesis mixes in constants of the modules that other tests have imported; then the sequences would be others.
     monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda self, *given, **named: None)
     passed = set()
@@ -79,7 +76,7 @@ def admit_one_that_leaves(self, instance):
 
 
 def exclude_without_cut(self, reason):
-    self._go("silent")
+    self._go("out")
     self.reason = reason
     self.version = None
 
@@ -100,7 +97,6 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_sequences_find(monkeypatch, mistake):
     virtual(monkeypatch)
-    monkeypatch.setattr(snapshot, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
     monkeypatch.setattr(*MISTAKES[mistake])
     with pytest.raises(AssertionError):  # ends at the first sequence that finds it
         run_state_machine_as_test(PoolMachine, settings=settings(SEQUENCES, max_examples=2000))
@@ -109,20 +105,18 @@ def test_the_sequences_find(monkeypatch, mistake):
 PATHS = {
     "starting": (),
     "updating": ("begin_update",),
-    "catching_up": ("begin_catch_up",),
     "serving": ("admit",),
     "draining": ("admit", "drain"),
-    "silent": ("exclude",),
+    "out": ("exclude",),
     "gone": ("depart",),
 }
 """To a state, from the instance's beginning."""
-REASONS = {"depart": ("left",), "exclude": ("silent",)}
+REASONS = {"depart": ("left",), "exclude": ("out",)}
 TO = {
-    "starting": "wait_for_publish",
+    "starting": "wait_for_weights",
     "updating": "begin_update",
-    "catching_up": "begin_catch_up",
     "serving": "admit",
-    "silent": "exclude",
+    "out": "exclude",
     "gone": "depart",
 }
 
@@ -131,6 +125,7 @@ def brought(state):
     """An instance in a state."""
     one = Instance(Client())
     one.record_answer()
+    one.checked = True
     for step in PATHS[state]:
         getattr(one, step)(*REASONS.get(step, ()))
     return one
@@ -183,20 +178,13 @@ def clock(monkeypatch):
 def test_only_one_that_may_serve_holds_a_version_and_one_that_is_left_out_forgets_it(state):
     one = brought(state)
     one.record_version(3)
-    assert one.version == (None if state in ("silent", "gone") else 3)
-    if "silent" in NEXT[state]:
-        one.exclude("silent")
+    assert one.version == (None if state in ("out", "gone") else 3)
+    if "out" in NEXT[state]:
+        one.exclude("out")
         assert one.version is None
 
 
-def test_a_version_that_it_got_before_it_catches_up_is_forgotten():
-    one = brought("starting")
-    one.record_version(3)
-    one.begin_catch_up()
-    assert one.version is None
-
-
-@pytest.mark.parametrize(("act", "after"), [("exclude", "silent"), ("depart", "gone")])
+@pytest.mark.parametrize(("act", "after"), [("exclude", "out"), ("depart", "gone")])
 def test_the_calls_to_one_that_is_left_out_end_with_the_reason(act, after):
     one = brought("serving")
     getattr(one, act)("it hangs")
@@ -204,12 +192,10 @@ def test_the_calls_to_one_that_is_left_out_end_with_the_reason(act, after):
 
 
 @pytest.mark.parametrize("state", NEXT)
-def test_responses_of_one_that_was_left_out_go_only_after_it_caught_up(state):
+def test_responses_of_one_that_was_left_out_are_not_released(state):
     one = brought(state)
     one.release_responses()
-    assert one.client.trusted == ([False] if state in ("serving", "draining") else [])
-    one.release_responses(anew=True)
-    assert one.client.trusted[-1]
+    assert one.client.trusted == ([True] if state in ("serving", "draining") else [])
 
 
 async def test_who_waits_for_its_end_is_woken_by_it():
@@ -224,33 +210,6 @@ async def test_who_waits_for_its_end_is_woken_by_it():
 def test_it_is_met_once():
     one = Instance(Client())
     assert [one.record_answer(), one.record_answer()] == [True, False]
-
-
-def test_each_failed_attempt_doubles_the_pause_until_one_succeeds(clock):
-    one = brought("starting")
-    for pause_s in (1.0, 2.0, 4.0, 1.0):
-        if pause_s == 1.0:
-            one.begin_catch_up()
-            one.admit()
-        one.failed_attempt(0.5)
-        assert one.retry - clock.now == pause_s
-        one.exclude("its transfer broke")
-
-
-def test_how_long_it_has_refused_begins_anew_with_an_answer_and_with_an_exclusion(clock):
-    one = brought("serving")
-
-    def refused_after(seconds):
-        clock.now += seconds
-        return one.record_refusal()
-
-    assert [refused_after(1.0), refused_after(2.0), refused_after(3.0)] == [0.0, 2.0, 5.0]
-    one.record_success()
-    assert [refused_after(1.0), refused_after(2.0)] == [0.0, 2.0]
-    one.exclude("paused")
-    one.begin_catch_up()
-    one.admit()
-    assert refused_after(1.0) == 0.0
 
 
 def test_its_pace_is_smoothed_and_groups_side_by_side_share_it():
@@ -284,22 +243,9 @@ def test_it_has_no_more_slots_than_its_limit_and_none_unless_it_serves():
         one.take_place(4, 5)
     one.give_back(second)
     one.give_back(larger)
-    one.exclude("silent")
-    with pytest.raises(RuntimeError, match="instance a: no slots for 2 responses: silent, 0 in flight"):
+    one.exclude("out")
+    with pytest.raises(RuntimeError, match="instance a: no slots for 2 responses: out, 0 in flight"):
         one.take_place(4, 2)
-
-
-def test_a_trial_that_is_broken_off_may_be_made_again(clock):
-    one = brought("serving")
-    one.breaker = CircuitBreaker(clock)
-    for _ in range(LIMIT):
-        one.breaker.record_fault()
-    clock.now += one.breaker.wait_s
-    place = one.take_place(4, 2)
-    assert one.responses == 1
-    assert (place.trial, one.breaker.passes) == (True, False)
-    one.give_back(place)
-    assert one.breaker.passes
 
 
 def test_that_an_instance_serves_again_is_said_once_and_not_with_each_version_from_then_on(tmp_path):
@@ -308,9 +254,10 @@ def test_that_an_instance_serves_again_is_said_once_and_not_with_each_version_fr
     pool = Pool(Config(), tmp_path, tmp_path, synced=True, notices=notices)
     one = Instance(Client())
     pool.instances.append(one)
-    for update in (one.begin_update, one.begin_update, None, one.begin_catch_up, one.begin_update, one.begin_update):
+    for update in (one.begin_update, one.begin_update, None, one.begin_update, one.begin_update):
         if update is None:
             pool.exclude_instance(one, "no answer")
+            one.wait_for_weights()
         else:
             update()
             pool.admit_instance(one)
