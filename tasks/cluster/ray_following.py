@@ -99,11 +99,12 @@ class Followed:
         while not self._ended.wait(LOOK_S):
             with self._lock:
                 try:
-                    self._follow_all()
+                    self.follow_once()
                 except Exception as error:  # room that Ray does not take back; this thread must go on for the others
                     print_error(f"warning: the cluster is not followed: {type(error).__name__}: {_first_line(error)}")
 
-    def _follow_all(self) -> None:
+    def follow_once(self) -> None:
+        """Look at each part once, start again what is due, and take one more instance if there is room."""
         for part in list(self._parts):
             if not self._ended.is_set():
                 self._follow_part(part)

@@ -1,5 +1,7 @@
 """Flow runs whose end nobody hears of, on a real Prefect server and workers: the watchdog finds and resumes them."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -108,7 +110,8 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, start
     wait_for(lambda: processes(runs["unbegun"]), "the process of the third run", 60)
     worker.kill()
     for name in ("lonely", "unbegun"):
-        kill(runs[name], "prefect")
+        for pid in processes(runs[name]):
+            os.kill(pid, signal.SIGKILL)
         wait_for(lambda name=name: not processes(runs[name]), "the end of the flow")
     assert state(api, runs["lonely"])["type"] == "RUNNING"
     assert state(api, runs["unbegun"])["type"] == "PENDING"
