@@ -65,8 +65,8 @@ class ServiceLimits(Table):
     """Seconds that an outside trainer has for a window of a service's stage train before the window is leased again;
     with train.prefetch = "on" it has two windows at a time."""
     max_mib: PositiveInt = 1024
-    """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, the bodies of
-    requests under way included. A put beyond it is refused for now."""
+    """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, and of a
+    request's body. A put beyond it is refused for now."""
 
 
 Also = Literal["wandb", "trackio", "tensorboard"]

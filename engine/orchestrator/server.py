@@ -12,7 +12,6 @@ import secrets
 import socket
 import ssl
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,8 +43,8 @@ from engine.wire.access_token import (
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
-from engine.wire.connections import SERVER_LOG, Connections, OneRequest, RareMessages
-from engine.wire.message import VALUE_BYTES, VALUES, Failure, Message, measure_values, pack
+from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
+from engine.wire.message import Failure, Message, pack
 from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
@@ -94,14 +93,9 @@ class Server:
         self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Receives an exception that is not a MetronomeError, raised while answering."""
         self._left: set[str] = set()
-        self._reading: Counter[str] = Counter()
-        """Bytes of the /ask bodies that are being read or answered, and of what was decoded from them, by client: the
-        address of its machine, or our ranks."""
         self._max_bytes = config.service.max_mib * 2**20
-        self._decoding = asyncio.Lock()
-        """Held while a large body is decoded, because there are two copies of it meanwhile."""
-        self._connections = Connections()
-        self._guards: dict[asyncio.BaseTransport, OneRequest] = {}
+        """Largest body of /ask."""
+        self._limit = HeaderLimit()
         self.url = ""
         """The URL that our ranks use, once the server listens."""
         self.environment = {TOKEN: self._ranks_key}
@@ -134,6 +128,9 @@ class Server:
             auto_decompress=False,
         )
         await runner.setup()
+        assert runner.server is not None, "runner.setup() makes it"
+        self._limit.watch(runner.server)
+        asyncio.get_running_loop().set_exception_handler(log_loop_error)
         servers = [await self._listen(runner, self._config.rollout.listen, "rollout.listen", None)]
         port = servers[0].sockets[0].getsockname()[1]
         address = f"{bracket_host(reachable_host(host))}:{port}"
@@ -162,21 +159,15 @@ class Server:
         self, runner: web.AppRunner, address: str, key: str, context: ssl.SSLContext | None
     ) -> asyncio.Server:
         host, port = listen_address(address, key) if context is None else split_address(address, key)
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(RareMessages().of_loop)
-
-        def connection() -> OneRequest:
-            assert runner.server is not None, "runner.setup() makes it"
-            return OneRequest(runner.server(), self._connections, self._config.transfer_timeout_s, self._guards)
-
+        assert runner.server is not None, "runner.setup() makes it"
         try:
-            return await loop.create_server(connection, host, port, ssl=context)
+            return await asyncio.get_running_loop().create_server(runner.server, host, port, ssl=context)
         except OSError as error:
             await runner.cleanup()
             raise BadInput(f"{key} = {address!r}: {_reason(error)}") from None
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._guarded])
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._max_bytes)
         app.add_routes(
             [
                 web.post("/ask", self._ask),
@@ -191,6 +182,7 @@ class Server:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer errors, and close the connection after a request whose client has not proved that it is trusted."""
+        self._limit.stop(request.transport)
         asks = request.path == "/ask"
         given = request.headers.get("Authorization")
         # our ranks may know this node by any name (parallel.rendezvous), and no web page knows their token
@@ -201,17 +193,10 @@ class Server:
             status, reason = refused
             reply: web.StreamResponse = _failed(status, BadInput(reason)) if asks else _error(status, reason)
         else:
-            self._trust(request.transport, asks)
             reply = await (self._answer_ask(request, handler) if asks else self._answer(request, handler))
         if refused is not None or not asks:
-            reply.force_close()  # one request per connection, whose time is limited (OneRequest)
+            reply.force_close()  # only the connections of stages and programs stay open
         return reply
-
-    def _trust(self, transport: asyncio.Transport | None, asks: bool) -> None:
-        if transport is not None and (guard := self._guards.get(transport)) is not None:
-            self._connections.trust(transport)
-            if asks:
-                guard.lift_limits()
 
     def _is_ours(self, request: web.Request) -> bool:
         """Whether one of the run's own ranks asks."""
@@ -236,52 +221,12 @@ class Server:
             )
         if request.content_type != CONTENT_TYPE:
             return _failed(415, BadInput(f"Content-Type {request.content_type!r:.80}, expected {CONTENT_TYPE}"))
-        size = request.content_length
-        if size is None:
-            return _failed(411, BadInput("a request needs a Content-Length"))
-        client = "our ranks" if self._is_ours(request) else str(request.remote)
-        self._check_room(client, size)
-        if size > self._max_bytes // 2:
-            most = f"at most {self._max_bytes // 2:,} (half of service.max_mib)"
-            return _failed(413, BadInput(f"the body has {size:,} bytes, expected {most}: send it in several parts"))
-        self._reading[client] += size
-        try:
-            async with asyncio.timeout(BODY_S):
-                body = await _read(request, size)
-            large = size > MAX_BODY  # measured and decoded in a thread, so that others are answered meanwhile
-            values = min(VALUES, self._max_bytes // VALUE_BYTES)
-            decoded = await asyncio.to_thread(measure_values, body, values) if large else measure_values(body, values)
-            self._check_room(client, decoded, size)
-            self._reading[client] += decoded
-            size += decoded
-            if large:
-                async with self._decoding:
-                    asked = await asyncio.to_thread(_decode, body)
-            else:
-                asked = _decode(body)
-            del body  # the request has a copy, and may wait long
-            reply = await self._reply(asked, self._is_ours(request))
-            return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
-        except TimeoutError:
-            return _failed(408, BadInput(f"the body of {size:,} bytes did not arrive within {BODY_S:g} s"))
-        finally:
-            self._reading[client] -= size
-
-    def _check_room(self, client: str, more: int, read: int = 0) -> None:
-        """Raise ServiceFull if `more` bytes of a request, of which `read` are counted, would exceed the limit, or those
-        of a large one half of it, if the client has other large requests under way."""
-        total = self._reading.total()
-        if more > self._max_bytes - total:
-            raise ServiceFull(
-                f"{total:,} bytes of requests are under way, and {more:,} more would exceed {self._max_bytes:,} "
-                "(service.max_mib)"
-            )
-        own = self._reading[client]
-        if read + more > MAX_BODY and own - read > MAX_BODY and more > self._max_bytes // 2 - own:
-            raise ServiceFull(
-                f"{own:,} bytes of requests of {client} are under way, and {more:,} more would exceed half of "
-                "service.max_mib, the share of one machine"
-            )
+        body = await _read(request, self._max_bytes, "service.max_mib")
+        # a large one is decoded in a thread, so that others are answered meanwhile
+        asked = await asyncio.to_thread(_decode, body) if len(body) > MAX_BODY else _decode(body)
+        del body  # the request has a copy, and may wait long
+        reply = await self._reply(asked, self._is_ours(request))
+        return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
 
     async def _reply(self, request: AnyRequest, ours: bool) -> Message:
         plane = await asyncio.shield(self._plane)
@@ -429,15 +374,24 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno is not None else str(error)
 
 
-async def _read(request: web.Request, size: int) -> bytearray:
-    """Return the body of `size` bytes. `request.read` would keep two copies of it. Raises HTTPBadRequest, which nobody
-    reads, if the client has gone."""
+async def _read(request: web.Request, most: int, limit: str) -> bytearray:
+    """Return a body of at most `most` bytes; `limit` names what sets this number. `request.read` would keep two copies
+    of it. Raises web.HTTPException."""
+    size = request.content_length
+    if size is None:
+        raise web.HTTPLengthRequired(reason="a request needs a Content-Length")
+    if size > most:
+        reason = f"the body has {size:,} bytes, expected at most {most:,} ({limit}): send it in several parts"
+        raise web.HTTPRequestEntityTooLarge(most, size, reason=reason)
     body = bytearray(size)
     at = 0
     try:
-        async for piece in request.content.iter_any():
-            body[at : at + len(piece)] = piece
-            at += len(piece)
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.content.iter_any():
+                body[at : at + len(piece)] = piece
+                at += len(piece)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason=f"the body of {size:,} bytes did not arrive within {BODY_S:g} s") from None
     except OSError as error:
         raise web.HTTPBadRequest(reason="the body did not arrive") from error
     return body
@@ -451,13 +405,8 @@ def _decode(body: bytearray) -> AnyRequest:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    size = request.content_length
-    if size is None:
-        raise web.HTTPLengthRequired
-    if size > MAX_BODY:
-        raise web.HTTPRequestEntityTooLarge(MAX_BODY, size)
     try:
-        body = json.loads(await _read(request, size))
+        body = json.loads(await _read(request, MAX_BODY, "of an instance"))
     except (ValueError, RecursionError):
         raise BadInput("the body is not JSON") from None
     if not isinstance(body, dict):

@@ -170,7 +170,8 @@ async def ignores_updates(engine, request, body):
     if request.path == "/finish_weight_update":
         engine.version = json.loads(body)["weight_version"]
         return web.json_response({"weight_version": engine.version})
-    return web.json_response({}) if request.path in ("/begin_weight_update", "/update_weights") else None
+    ignored = ("/begin_weight_update", "/update_weights")
+    return web.json_response({}) if request.path in ignored and "keep" not in request.query_string else None
 
 
 def no_versions(reply, choice):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ProcessDied
 from engine.instance import command_line
 from engine.run.process import bind_cores, watch_lifeline
-from engine.wire.connections import RareMessages
+from engine.wire.connections import log_loop_error
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """Variable with which torch asks Linux for pages of 2 MiB for the memory of large tensors. A decoding step reads all
@@ -60,7 +60,7 @@ async def _serve(options: argparse.Namespace) -> None:
     tokenizer = Tokenizer(Path(options.model)) if options.text else None
     engine = _warm_engine(options)
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(RareMessages().of_loop)
+    loop.set_exception_handler(log_loop_error)
     limits = RequestLimits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
     ended = asyncio.Event()
     worker = EngineThread(engine, loop, ended.set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,47 +14,42 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.instance.command_line import KEEP_ALIVE_S
 from engine.instance.http import InstanceApp
-from engine.wire.connections import Connections
-
-Trusts = Callable[[list[tuple[bytes, bytes]]], bool]
+from engine.wire.connections import HEADERS_S, HeaderLimit
 
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's connection, with a time limit for the headers."""
 
-    def __init__(self, guard: Connections, trusts: Trusts, **given: Any) -> None:  # noqa: ANN401
+    def __init__(self, limit: HeaderLimit, **given: Any) -> None:  # noqa: ANN401
         super().__init__(**given)
-        self._guard = guard
-        self._trusts = trusts
+        self._limit = limit
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._guard.opened(transport)
+        self._limit.expect(transport)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._guard.expect_headers(self.transport)
+        self._limit.expect(self.transport)
 
     def on_headers_complete(self) -> None:
-        self._guard.stop_limit(self.transport)
-        if self._trusts(self.headers):
-            self._guard.trust(self.transport)
+        self._limit.stop(self.transport)
         super().on_headers_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._guard.closed(self.transport)
+        self._limit.stop(self.transport)
         super().connection_lost(exc)
 
 
 class EngineServer(uvicorn.Server):
     """Serves an instance's routes. Its caller handles signals."""
 
-    def __init__(self, app: InstanceApp, connections: Connections | None = None) -> None:
-        """`connections`: limits of the connections; None: the usual ones."""
+    def __init__(self, app: InstanceApp, headers_s: float = HEADERS_S) -> None:
+        """`headers_s`: seconds that a client has to send a request's headers."""
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=partial(_Protocol, connections or Connections(), app.is_trusted),  # type: ignore[arg-type]
+                http=partial(_Protocol, HeaderLimit(headers_s)),  # type: ignore[arg-type]
                 lifespan="off",
                 ws="none",
                 access_log=False,

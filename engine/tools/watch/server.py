@@ -18,10 +18,8 @@ from engine.tools.watch.run_view import RunView
 from engine.types import JsonObject
 from engine.wire.access_token import access_token, check_address, is_authorized, is_loopback, refuse_source
 from engine.wire.address import bracket_host
-from engine.wire.connections import SERVER_LOG, Connections, OneRequest, RareMessages
+from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
 
-WHOLE_S = 60.0
-"""Seconds that a request may take."""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -42,6 +40,7 @@ class WatchServer:
         check_address(host, token)
         self._token = None if is_loopback(host) else token
         self._view = RunView(folder)
+        self.limit = HeaderLimit()
         self._reading = asyncio.Lock()
         """Held while the folder is read, in a thread."""
 
@@ -61,7 +60,8 @@ class WatchServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what comes from pages of strangers or has no token. A file that is damaged or can't be read becomes
-        the answer. One request per connection, whose time is limited (OneRequest)."""
+        the answer. One request per connection."""
+        self.limit.stop(request.transport)
         refused = refuse_source(_source(request))
         if refused is None and not self._knows_token(request.headers.get("Authorization")):
             refused = 401, "the access token is missing or wrong: METRONOME_TOKEN is the password, with any name"
@@ -157,17 +157,13 @@ def serve_page(folder: Path, host: str, port: int, say: Callable[[str], None]) -
 async def _serve(page: WatchServer, host: str, port: int, say: Callable[[str], None]) -> None:
     runner = web.AppRunner(page.application(), access_log=None, logger=SERVER_LOG, shutdown_timeout=0.1)
     await runner.setup()
+    assert runner.server is not None, "runner.setup() makes it"
+    page.limit.watch(runner.server)
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(RareMessages().of_loop)
-    connections = Connections()
-
-    def connection() -> OneRequest:
-        assert runner.server is not None, "runner.setup() makes it"
-        return OneRequest(runner.server(), connections, WHOLE_S)
-
+    loop.set_exception_handler(log_loop_error)
     try:
         try:
-            server = await loop.create_server(connection, host, port)
+            server = await loop.create_server(runner.server, host, port)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno is not None else str(error)
             raise BadInput(f"--port {port}: {reason}; give another one, 0 takes any that is free") from None
