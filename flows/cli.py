@@ -451,8 +451,8 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", help="delete it; otherwise it is only listed")] = False,
 ) -> None:
     """List what can go from run folders, with sizes, and delete it with --yes. Whole runs, with their checkpoints,
-    policies and flow runs, go only with --keep-last or --younger-than. Runs that are running or needed stay."""
-    from tasks.old_runs import Retention
+    go only with --keep-last or --younger-than. Runs that are running or needed stay, and so does what MLflow has."""
+    from tasks.prune import Retention
     from tasks.prune import prune as prune_runs
 
     with _exit_codes():

@@ -15,7 +15,7 @@ from tasks.cluster.flow_names import name_flow_run
 from tasks.console import print_stage
 from tasks.evaluate import evaluate_once
 from tasks.fenced import evaluation_failure
-from tasks.flow_entry import crashed_without_tracking, note_flow_run, read_settled_config
+from tasks.flow_entry import crashed_without_tracking, read_settled_config
 from tasks.input_checks import check_inputs, with_model_folder
 from tasks.tracking import evaluation_texts
 from tasks.tracking.flow_links import log_flow_evaluation
@@ -59,7 +59,6 @@ def evaluate(
             name_flow_run(f"evaluation of {config.run.name}", folder.path)
             if not folder.config.exists():
                 folder.create(config, resume=False)
-            note_flow_run(folder)
             with evaluation_failure(folder), print_stage("evaluate") as say:
                 row = evaluate_once(config, chosen, weight_version(chosen), on_rollout_pool)
                 found = evaluation_texts.describe_evaluation(row)

@@ -120,15 +120,6 @@ def _written(folder: RunFolder) -> list[int]:
 
 def _sign(folder: RunFolder) -> None:
     write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
-    note_flow_run(folder)
-
-
-def note_flow_run(folder: RunFolder) -> None:
-    """Add this flow run to those of the run, which go with it (tasks.old_runs)."""
-    known = folder.flow_runs.read_text() if folder.flow_runs.exists() else ""
-    if (number := str(flow_run.root_flow_run_id)) not in known.split():
-        with folder.flow_runs.open("a") as file:
-            file.write(f"{number}\n")
 
 
 def _name_file(config: Config) -> Path | None:

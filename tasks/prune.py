@@ -1,4 +1,8 @@
-"""Deletes what nothing needs any more: parts of run folders, policies downloaded beside them, and whole old runs."""
+"""Deletes what nothing needs any more: parts of run folders, policies downloaded beside them, and whole old runs.
+
+What MLflow and Prefect have of a run stays: figures, registered policies, flow runs. The pages of both and `mlflow gc`
+delete that.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,62 @@ import re
 import shutil
 import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from engine.errors import BadInput
 from engine.evaluation.tables import old_tables
 from engine.run.checkpoint_files import DAMAGED, fault_of, latest_checkpoint
+from engine.run.checkpoint_store import delete_published, place_of, published_size
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.run.identity import read_run_id
 from engine.run.lock import check_not_held, hold_lock
 from engine.run.progress import folder_size, format_size
+from engine.run.run_start import read_start
 from engine.run.served_model import EXPORTED, IN_USE, MODELS, use_lock
 from engine.run.trace import cut_spans
 from engine.wire import record
 from tasks.compare import align_columns
 from tasks.console import print_error
 from tasks.export import is_exported
-from tasks.old_runs import YOUNG_S, Removable, Retention, find_old
 
 PLACES = ("", "checkpoints", EXPORTED, "evaluations", "logs", "responses", "trace")
 """Folders of a run folder in which a killed process may leave something half written."""
 
 DOWNLOAD = re.compile(r"\.fetch-.*|[^.].*-\d+")
 """Names of policies from the registry (tasks.tracking.registered_policies). Models of other names are the user's."""
+DAY_S = 86400.0
+YOUNG_S = 3600.0
+"""What changed so few seconds ago may be in use."""
+
+
+@dataclass(frozen=True)
+class Removable:
+    """Something that can go."""
+
+    path: Path | str
+    """A file or folder, or the address of one on S3."""
+    why: str
+    size: int
+    """In bytes; 0 where that is not known."""
+    remove: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which whole runs stay. 0: this part keeps none. A rule of zeros keeps all runs."""
+
+    last: int = 0
+    """The newest runs of each recipe."""
+    days: float = 0.0
+    """Runs that changed within so many days."""
+
+    def __bool__(self) -> bool:
+        return bool(self.last or self.days)
 
 
 def prune(
@@ -44,9 +79,9 @@ def prune(
     table of it. A run that a process writes or reads now is reported and left as it is.
 
     `runs`: run folders, or folders of them. `keep_steps`: number of newest steps whose spans, samples and tables stay.
-    `records`: also the records of finished runs. `rule`: which whole runs stay; the others go, with what they left
-    elsewhere (`tasks.old_runs`). Raises BadInput, before anything is deleted, if a folder is no run folder, if a config
-    beside it is damaged, or if a server that is needed does not answer.
+    `records`: also the records of finished runs. `rule`: which whole runs stay; the others go, with their checkpoints
+    at `checkpoint.path`. Raises BadInput, before anything is deleted, if a folder is no run folder, or if a config
+    beside it is damaged.
     """
     folders = _run_folders(runs)
     outputs = dict.fromkeys(folder.path.parent for folder in folders)
@@ -55,7 +90,7 @@ def prune(
         list(_models_of_runs(output))  # a damaged config is refused first
     free = [folder for folder in folders if _is_free(f"run folder {folder.path}", _locks(folder))]
     unread = [folder for folder in free if rule and _is_free(f"run folder {folder.path}", _read_locks(folder))]
-    old = find_old(unread, rule, print_error, beside) if rule else {}
+    old = _find_old(unread, rule, beside) if rule else {}
     found = []
     for folder in free:
         whole = folder.path in old
@@ -79,6 +114,82 @@ def prune(
         _remove(downloads if apply else ())
         found += downloads
     return "\n".join([_table(found, apply), *_hub_cache()])
+
+
+def _find_old(folders: Sequence[RunFolder], rule: Retention, beside: Sequence[Path]) -> dict[Path, list[Removable]]:
+    """What can go of each run that the rule does not keep, by run folder: its checkpoints at `checkpoint.path`, and the
+    folder itself, last, so that an interrupted deletion can be repeated.
+
+    A run also stays if it changed within the last hour, if it is a copy of a run, or if another run that stays starts
+    from its policy (`beside`: the folders of all runs that may).
+    """
+    old = _by_rule(folders, rule)
+    going = {folder.path for folder in old}
+    models = [_base(RunFolder(path)) for path in beside if path not in going]
+    found: dict[Path, list[Removable]] = {}
+    for folder in old:  # newest first: a run starts from an older one
+        needed = any(_within(one, folder.path) for one in models)
+        if why := "a run that stays starts from its policy" if needed else _is_copy(folder):
+            print_error(f"{folder.path} stays: {why}")
+            models.append(_base(folder))
+        else:
+            found[folder.path] = [*_published(folder), _folder(folder)]
+    return found
+
+
+def _by_rule(folders: Sequence[RunFolder], rule: Retention) -> list[RunFolder]:
+    """The runs that the rule lets go, newest first."""
+    now = time.time()
+    seen: dict[str, int] = {}
+    old = []
+    for age, folder in sorted(((now - _changed(one), one) for one in folders), key=lambda each: each[0]):
+        name = read_start(folder.path).registered
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > rule.last and age > max(YOUNG_S, rule.days * DAY_S):
+            old.append(folder)
+    return old
+
+
+def _changed(folder: RunFolder) -> float:
+    files = (folder.config, folder.steps, folder.evaluations, folder.attempts)
+    return max(file.stat().st_mtime for file in files if file.exists())
+
+
+def _base(folder: RunFolder) -> Path:
+    return Path(tomllib.loads(folder.config.read_text())["model"]["path"])
+
+
+def _within(model: Path, run: Path) -> bool:
+    """Whether a model may be in a run folder. A relative one counts from a folder that is not known here, and a link
+    may lead to it, so only names are compared."""
+    return run.name in model.parts[:-1]
+
+
+def _is_copy(folder: RunFolder) -> str:
+    """Why a folder may not be the one that its run wrote. Its checkpoints at `checkpoint.path` are then not this
+    folder's."""
+    own = folder.read_config().folder
+    if own.resolve() == folder.path:
+        return ""
+    return f"by its config.toml it belongs at {own}; if it is no copy, prune where `metronome run` was called"
+
+
+def _folder(folder: RunFolder) -> Removable:
+    def remove() -> None:
+        for path in folder.path.iterdir():
+            if path != folder.config:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        folder.config.unlink()  # last: with it the folder is still a run folder, and the command can be repeated
+        folder.path.rmdir()
+
+    return Removable(folder.path, "an old run", folder_size(folder.path), remove)
+
+
+def _published(folder: RunFolder) -> Iterator[Removable]:
+    place = place_of(folder.read_config())
+    number = read_run_id(folder.path)
+    if place and number and (size := published_size(place, number)):
+        yield Removable(place, "its checkpoints", size, partial(delete_published, place, number))
 
 
 def _run_folders(given: Sequence[Path]) -> list[RunFolder]:

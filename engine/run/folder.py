@@ -51,8 +51,6 @@ class RunFolder:
         self.failure = path / "failure.json"
         self.stages = path / "stages.json"
         self.attempts = path / "attempts.jsonl"
-        self.flow_runs = path / "flow_runs"
-        """The ids of Prefect's flow runs that entered the folder, one a line."""
         self.lock = path / "lock"
         self.orchestrator_lock = self.logs / "orchestrator.lock"
         self.progress = self.logs / "progress.json"

@@ -233,7 +233,6 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     for part in ("2 steps; reward", "avg@1 ", "version 1 of ", "champion: ", f"/runs/flow-run/{flow_run}"):
         assert part in finished
     assert finished.endswith(f'metronome logs "{(folder / "day").resolve()}"')
-    _check_the_flow_runs_to_prune(environment, folder, flow_run)
     failed = _message(messages, " has failed")
     assert "foo" in failed
     assert f"/runs/flow-run/{refused}" in failed
@@ -249,18 +248,6 @@ def _message(messages, subject):
     wait_for(found, f"the message {subject}", 120)
     [body] = found()
     return body
-
-
-def _check_the_flow_runs_to_prune(environment, folder, flow_run):
-    """The run's and its evaluation's; a run of this name in another folder has others."""
-    ids = (folder / "day/flow_runs").read_text().split()
-    assert flow_run in ids
-    assert len(ids) == 2
-    code = "import sys; from pathlib import Path; from engine.run.folder import RunFolder; from tasks import old_runs; "
-    code += "print(*(part.why for part in old_runs._in_prefect(RunFolder(Path(sys.argv[1])))[1]))"
-    (folder / "else/day").mkdir(parents=True)
-    for place, wanted in ((folder / "day", "2 flow runs\n"), (folder / "else/day", "\n")):
-        assert call([sys.executable, "-c", code, str(place)], environment) == wanted
 
 
 def _check_sockets(seen):

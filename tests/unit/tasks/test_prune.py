@@ -24,11 +24,10 @@ from engine.run.served_model import in_use
 from engine.run.trace import Trace, read_spans
 from support.run_folders import a_checkpoint
 from support.runs import ROOT
-from tasks.old_runs import Retention
-from tasks.prune import prune
+from tasks.prune import Retention, prune
 from tasks.publish import copy_checkpoint
 from tasks.tracking import tracked_run
-from tasks.tracking.registered_policies import CHAMPION, NIGHTLY, START_TAG, started_from
+from tasks.tracking.registered_policies import NIGHTLY, START_TAG, started_from
 
 STEPS = 20
 
@@ -152,106 +151,8 @@ def test_nothing_is_deleted_for_a_wrong_folder_or_beside_a_damaged_config(run, t
     assert all_files(run.path) == before
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """An MLflow store whose migrations are made once."""
-    before = mlflow.get_tracking_uri()
-    yield f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-    tracked_run._use(before)
-
-
-def a_night(output, store, number, age_days, policy=None):
-    """A run that has registered its policy, `age_days` ago, with its checkpoint in checkpoint.path too."""
-    config = Config(
-        run=Run(name=f"night-{number}", output=str(output / "runs")),
-        model=Model(path=str(output / "base")),
-        checkpoint=Checkpoint(path=str(output / "published")),
-        tracking=Tracking(uri=store, experiment=output.name),
-    )
-    folder = RunFolder(config.folder)
-    config.folder.mkdir(parents=True)
-    RunStart(start="nightly", registered=f"metronome-{output.name}").write(config.folder)
-    folder.create(config, resume=False)
-    claim_run_id(config.folder, config, resume=False)
-    kept = a_checkpoint(folder.checkpoints, 5, run=read_run_id(config.folder))
-    if policy is None:
-        folder.policy.mkdir()
-        (folder.policy / "config.json").write_text("{}")
-        (folder.policy / "model.safetensors").write_bytes(b"%d" % number * 1000)
-    else:
-        shutil.copytree(policy, folder.policy)
-    copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{config.run.name}/{kept.name}")
-    with tracked_run.track_run(config):
-        version = tracked_run.register_version(f"metronome-{output.name}", folder.policy)
-    mlflow.MlflowClient().set_model_version_tag(f"metronome-{output.name}", version, START_TAG, NIGHTLY)
-    for file in (folder.config, folder.evaluations):
-        file.touch()
-        os.utime(file, (time.time() - age_days * 86400,) * 2)
-    return folder
-
-
-def everywhere(output, store):
-    """(run folders, published checkpoints, registered versions, policies in MLflow) that are there."""
-    client = mlflow.MlflowClient(store)
-    versions = client.search_model_versions(f"name = 'metronome-{output.name}'")
-    runs = client.search_runs([client.get_experiment_by_name(output.name).experiment_id])
-    return (
-        sorted(path.parent.name for path in output.glob("runs/*/config.toml")),
-        sorted(path.parent.parent.name for path in output.glob("published/*/*/_SUCCESS.json")),
-        sorted(int(one.version) for one in versions),
-        sorted(run.info.run_name for run in runs if client.list_artifacts(run.info.run_id, "policy")),
-    )
-
-
-def test_whole_runs_go_by_a_rule_wherever_they_left_something_but_no_run_that_is_needed(tmp_path, store, capsys):
-    nights = [a_night(tmp_path, store, number, age_days=50 - 10 * number) for number in range(5)]
-    name = f"metronome-{tmp_path.name}"
-    mlflow.MlflowClient(store).set_registered_model_alias(name, CHAMPION, "2")
-    before = everywhere(tmp_path, store)
-    assert before == ([f"night-{n}" for n in range(5)],) * 2 + ([1, 2, 3, 4, 5], [f"night-{n}" for n in range(5)])
-    rule = Retention(last=1, days=15)  # 4 stays by both, 1 is the champion's, 0 is served
-    given = {"runs": [tmp_path / "runs"], "keep_steps": 100, "records": False}
-
-    with in_use(nights[0].policy):  # `metronome serve --model runs/night-0`
-        told = prune(**given, apply=False, rule=rule)
-        assert everywhere(tmp_path, store) == before
-        assert [line for line in told.splitlines() if "an old run" in line and "night-0" in line] == []
-        assert f"version 2 of {name} is its champion" in (said := capsys.readouterr().err)
-        assert f"run folder {nights[0].path} is in use by process" in said
-        prune(**given, apply=True, rule=rule)
-        left = [0, 1, 4]
-        assert everywhere(tmp_path, store) == (
-            [f"night-{n}" for n in left],
-            [f"night-{n}" for n in left],
-            [n + 1 for n in left],
-            [f"night-{n}" for n in left],
-        )
-    prune(**given, apply=True, rule=rule)
-    assert everywhere(tmp_path, store)[0] == ["night-1", "night-4"]
-    client = mlflow.MlflowClient(store)
-    assert len(client.search_runs([client.get_experiment_by_name(tmp_path.name).experiment_id])) == 5  # their figures
-
-
-def test_a_run_from_whose_policy_another_starts_stays_and_so_does_the_newest_night(tmp_path, store, capsys):
-    first, second = (a_night(tmp_path, store, number, age_days=40) for number in (0, 1))
-    config = first.read_config()
-    other = config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"name": "by-day"}),
-            "model": Model(path=str(Path("runs") / first.path.name / "policy")),
-        }
-    )
-    (tmp_path / "runs/by-day").mkdir()
-    dump_config(other, tmp_path / "runs/by-day/config.toml")
-    given = {"runs": [tmp_path / "runs"], "keep_steps": 100, "records": False, "apply": True}
-    assert "nothing can go" in prune(**given, rule=Retention(days=1))
-    said = capsys.readouterr().err
-    assert f"{first.path} stays: a run that stays starts from its policy" in said
-    assert f"{second.path} stays: version 2 of metronome-{tmp_path.name} is its newest version" in said
-
-
-def an_old_run(output, name, model="base"):
-    """A run that changed long ago."""
+def an_old_run(output, name, model="base", age_days=40.0):
+    """A run that changed long ago, with a checkpoint at `checkpoint.path` too."""
     config = Config(
         run=Run(name=name, output=str(output)),
         model=Model(path=model),
@@ -263,52 +164,57 @@ def an_old_run(output, name, model="base"):
     (folder.policy).mkdir()
     kept = a_checkpoint(folder.checkpoints, 5, run=read_run_id(folder.path))
     copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{name}/{kept.name}")
-    aged(folder.config)
+    os.utime(folder.config, (time.time() - age_days * 86400,) * 2)
     return folder
 
 
-def one_of_its_folder(output, first, store):
-    an_old_run(output, "second", str(first.policy))
+def everywhere(output):
+    """(run folders, published checkpoints) that are there."""
+    return tuple(
+        sorted(path.parents[depth].name for path in output.glob(pattern))
+        for depth, pattern in ((0, "runs/*/config.toml"), (1, "published/*/*/_SUCCESS.json"))
+    )
+
+
+def test_whole_runs_go_by_a_rule_with_their_checkpoints_but_no_run_that_is_needed(tmp_path, capsys):
+    runs = [an_old_run(tmp_path / "runs", f"night-{n}", age_days=50 - 10 * n) for n in range(5)]
+    before = everywhere(tmp_path)
+    assert before == ([f"night-{n}" for n in range(5)],) * 2
+    given = {"runs": [tmp_path / "runs"], "keep_steps": 100, "records": False, "rule": Retention(last=1, days=15)}
+    with in_use(runs[0].policy):  # `metronome serve --model runs/night-0`
+        told = prune(**given, apply=False)
+        assert everywhere(tmp_path) == before
+        assert [line for line in told.splitlines() if "an old run" in line and "night-0" in line] == []
+        assert f"run folder {runs[0].path} is in use by process" in capsys.readouterr().err
+        prune(**given, apply=True)
+        assert everywhere(tmp_path) == (["night-0", "night-4"],) * 2
+    prune(**given, apply=True)
+    assert everywhere(tmp_path) == (["night-4"],) * 2
+
+
+def one_of_its_folder(output, first):
+    an_old_run(output, "second", str(Path(output.name) / first.path.name / "policy"))
     return [first.path], Retention(days=1), "a run that stays starts from its policy"
 
 
-def given_twice(output, first, store):
+def given_twice(output, first):
     return [output, first.path], Retention(last=1), ""
 
 
-def with_a_link(output, first, store):
+def with_a_link(output, first):
     (output / "latest").symlink_to(first.path)
     return [output], Retention(last=1), ""
 
 
-def with_a_copy(output, first, store):
+def with_a_copy(output, first):
     shutil.copytree(first.path, output.parent / "elsewhere/first")
     return [output.parent / "elsewhere"], Retention(days=1), f"by its config.toml it belongs at {first.path}"
 
 
-def without_its_store(output, first, store):
-    (first.path / tracked_run.RUN_ID).write_text("0" * 32)
-    return [output], Retention(days=1), "does not know it: set MLFLOW_TRACKING_URI"
-
-
-def in_another_store(output, first, store):
-    (first.path / tracked_run.RUN_ID).write_text("0" * 32)
-    config = first.read_config().model_copy(update={"tracking": Tracking(uri=store)})
-    tracked_run.find_run(config.model_copy(update={"run": Run(name="other", output=str(output))}))  # makes the store
-    dump_config(config, first.config)
-    aged(first.config)
-    return [output], Retention(days=1), "does not know it: set MLFLOW_TRACKING_URI"
-
-
-@pytest.mark.parametrize(
-    "case", [one_of_its_folder, given_twice, with_a_link, with_a_copy, without_its_store, in_another_store]
-)
-def test_a_whole_run_stays_if_it_may_be_needed_or_may_not_be_the_one_that_is_meant(
-    tmp_path, monkeypatch, capsys, store, case
-):
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+@pytest.mark.parametrize("case", [one_of_its_folder, given_twice, with_a_link, with_a_copy])
+def test_a_whole_run_stays_if_it_may_be_needed_or_may_not_be_the_one_that_is_meant(tmp_path, capsys, case):
     first = an_old_run(tmp_path / "runs", "first")
-    places, rule, why = case(tmp_path / "runs", first, store)
+    places, rule, why = case(tmp_path / "runs", first)
     before = all_files(tmp_path)
     prune(places, keep_steps=100, records=False, apply=True, rule=rule)
     assert all_files(tmp_path) == before
@@ -339,11 +245,17 @@ def aged_folder(path):
     return aged(path)
 
 
-def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, store, tiny_model):
+def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, tiny_model):
     """With Prefect's and MLflow's kind of database open and in use."""
-    night = a_night(tmp_path, store, 1, age_days=1, policy=tiny_model)
     runs = tmp_path / "runs"
-    shutil.copy(store.removeprefix("sqlite:///"), runs / "mlflow.db")
+    name = f"metronome-{tmp_path.name}"
+    night = RunFolder(runs / "night-1")
+    night.path.mkdir(parents=True)
+    RunStart(start=NIGHTLY, registered=name).write(night.path)
+    night.create(Config(run=Run(name="night-1", output=str(runs))), resume=False)
+    with tracked_run.track_run(night.read_config()):
+        version = tracked_run.register_version(name, tiny_model)
+    mlflow.MlflowClient().set_model_version_tag(name, version, START_TAG, NIGHTLY)
     backup = tmp_path / "backup"
     copy = [sys.executable, str(ROOT / "infra/backup.py")]
     with closing(sqlite3.connect(runs / "prefect.db")) as prefect:
