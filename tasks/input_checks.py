@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +15,6 @@ from engine.config import Config, Model
 from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME, find_file
 from engine.config.rules import ratio_is_one
-from engine.data.hub import Download
 from engine.data.named_models import fetch_named, is_named_model
 from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
@@ -29,7 +30,7 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.lock import check_not_held
-from engine.run.progress import Progress, format_size
+from engine.run.progress import folder_size, format_size
 from engine.run.s3 import SCHEME
 from engine.types import Prompt
 from tasks.cluster.ray_cluster import check_cluster
@@ -303,16 +304,10 @@ def local_model(path: str, output: str) -> str:
         return registered_folder(path, output)
     if not is_named_model(path):
         return path
-    download = Download()
-
-    def look() -> Progress:
-        if not download.total:
-            return Progress(f"{path}: asking {'S3' if path.startswith(SCHEME) else 'the Hugging Face hub'}")
-        share = min(1.0, download.done / download.total)
-        return Progress(f"{path}: {format_size(download.done)} of {format_size(download.total)}", share)
-
-    with show_progress("download", look):
-        folder = fetch_named(path, download)
-    if download.done:
-        say("download", f"{path}: {format_size(download.done)} in {folder}")
+    began = time.time()
+    is_on_s3 = path.startswith(SCHEME)  # the hub's library shows a download by itself
+    with show_progress("download", since_now(path)) if is_on_s3 else nullcontext():
+        folder = fetch_named(path)
+    if folder.stat().st_mtime >= began:
+        say("download", f"{path}: {format_size(folder_size(folder))} in {folder}")
     return str(folder)

@@ -1,5 +1,5 @@
-"""Reads models and public datasets of the Hugging Face hub by name. Cache, login, offline mode and the resuming of a
-broken download are those of its own libraries (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT)."""
+"""Reads models and public datasets of the Hugging Face hub by name. Cache, login, offline mode, progress and
+the resuming of a broken download are those of its own libraries (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.config.recipe import find_file
 from engine.data.problem_files import has_suffix, table_rows
 from engine.errors import BadInput
 from engine.types import JsonObject
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 _NAME = r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)"
 _REVISION = r"(@(?P<revision>[\w./-]+))?"
@@ -52,22 +49,13 @@ class HubDataset:
         return f"{self.name}{split}{f'@{self.revision}' if self.revision else ''}"
 
 
-@dataclass
-class Download:
-    """The progress of a download, in bytes, read from another thread."""
-
-    done: int = 0
-    total: int = 0
-    """0: not known yet."""
-
-
 def is_model_name(path: str) -> bool:
     """Whether a path has the form owner/name or owner/name@revision, and there is no folder `owner` on this machine
     that it would be in."""
     return _MODEL.fullmatch(path) is not None and not find_file(path.partition("/")[0]).is_dir()
 
 
-def fetch_model(path: str, download: Download | None = None) -> Path:
+def fetch_model(path: str) -> Path:
     """The folder in the hub's cache with a model (`is_model_name`), downloaded unless it is there. Its path has the
     model's name and commit.
 
@@ -90,7 +78,6 @@ def fetch_model(path: str, download: Download | None = None) -> Path:
                 ignore_patterns=["*/*"],
                 etag_timeout=REACH_S,
                 local_files_only=constants.HF_HUB_OFFLINE,
-                tqdm_class=_counting(download or Download()),
             )
         )
 
@@ -218,27 +205,6 @@ def _model_of(path: str) -> tuple[str, str | None]:
     if match is None:
         raise BadInput(f"model {path}: not a name on the hub; expected owner/name or owner/name@revision")
     return match["name"], match["revision"]
-
-
-def _counting(download: Download) -> type[tqdm[Any]]:
-    """A progress bar that prints nothing and counts the bytes of a download."""
-    from tqdm import tqdm
-
-    bars: list[Bar] = []
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            super().__init__(*args, **{**kwargs, "disable": True})
-            self.counted = 0
-            if kwargs.get("unit") == "B":
-                bars.append(self)
-
-        def update(self, n: float | None = 1) -> None:
-            self.counted += int(n or 0)
-            download.done = max((bar.counted for bar in bars), default=0)
-            download.total = max((int(bar.total or 0) for bar in bars), default=0)
-
-    return Bar
 
 
 @contextmanager

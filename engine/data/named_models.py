@@ -7,14 +7,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from engine.data.hub import MODEL_FILES, Download, check_files, fetch_model, is_model_name
+from engine.data.hub import MODEL_FILES, check_files, fetch_model, is_model_name
 from engine.errors import BadInput
 from engine.run.lock import hold_lock
 from engine.run.progress import folder_size
@@ -26,16 +25,9 @@ DIGITS = 12
 """Digits of the digest over the names, sizes and ETags of a model's files on S3."""
 REACH_S = 60.0
 """Time limit in seconds for S3 to list a folder, or to send a small file."""
-PIECE = 8 * 2**20
-"""Bytes of a request."""
-PIECES = 8
-"""Requests at a time."""
-SEND_S = 300.0
-"""Time limit in seconds for S3 to answer so many requests."""
-WAIT_S = 2 * SEND_S
+WAIT_S = 600.0
 """Seconds without another byte for which a process waits while another one copies the same model."""
 _COPY = re.compile(rf".*/{COPIES}/(?P<name>.+@[0-9a-f]{{{DIGITS}}})")
-_MD5 = re.compile(r"[0-9a-f]{32}")
 
 
 def is_named_model(path: str) -> bool:
@@ -43,10 +35,10 @@ def is_named_model(path: str) -> bool:
     return path.startswith(SCHEME) or is_model_name(path)
 
 
-def fetch_named(path: str, download: Download | None = None) -> Path:
+def fetch_named(path: str) -> Path:
     """The folder with a model (`is_named_model`), downloaded unless it is there. Raises BadInput like `fetch_model`;
     for S3 also if a file of the model changes meanwhile, or if the copy can't be written."""
-    return _fetch_s3(path, download or Download()) if path.startswith(SCHEME) else fetch_model(path, download)
+    return _fetch_s3(path) if path.startswith(SCHEME) else fetch_model(path)
 
 
 def model_name(folder: Path) -> str:
@@ -89,7 +81,7 @@ class _Object:
         return file.is_file() and file.stat().st_size == self.size
 
 
-def _fetch_s3(path: str, download: Download) -> Path:
+def _fetch_s3(path: str) -> Path:
     from huggingface_hub import constants
 
     *above, last = _parts(path)
@@ -100,28 +92,33 @@ def _fetch_s3(path: str, download: Download) -> Path:
     digest = hashlib.sha256(listing.encode()).hexdigest()[:DIGITS]
     place = Path(constants.HF_HOME, COPIES, *above, f"{last}@{digest}")
     partial = place.with_name(f".{place.name}.partial")
-
-    def progress() -> int:
-        download.done = folder_size(partial)
-        return download.done
-
+    what = f"the copy {place} of {path}"
     try:
         if all(file.is_in(place) for file in files):
             return place
-        download.total = sum(file.size for file in files)
-        with hold_lock(partial.with_suffix(".lock"), f"the copy {place} of {path}", WAIT_S, progress=progress):
+        with hold_lock(partial.with_suffix(".lock"), what, WAIT_S, progress=lambda: folder_size(partial)):
             if not all(file.is_in(place) for file in files):
-                if place.exists():  # a file of it was removed
-                    shutil.rmtree(partial, ignore_errors=True)
-                    place.rename(partial)
-                partial.mkdir(exist_ok=True)
-                copying = _Copying(path=path, store=store, folder=partial, progress=progress)
-                for file in files:
-                    copying.fetch(file)
+                _copy(path, store, files, partial)
+                shutil.rmtree(place, ignore_errors=True)  # a file of it was removed
                 partial.rename(place)
     except OSError as error:
         raise BadInput(f"model {path}: its copy {place} can't be written ({error}); HF_HOME says where it is") from None
     return place
+
+
+def _copy(path: str, store: Any, files: Sequence[_Object], folder: Path) -> None:  # noqa: ANN401
+    """Copy the files of a model into a new folder. Raises BadInput if they are not those that were listed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with s3_errors(f"model {path}"):
+        store.get([file.key for file in files], [str(folder / file.name) for file in files])
+        changed = set(files) ^ set(_listed(path, store))
+    wrong = sorted({file.name for file in changed} | {file.name for file in files if not file.is_in(folder)})
+    if wrong:
+        raise BadInput(
+            f"model {path}: {wrong[0]} has changed on S3 since it was listed, or did not arrive whole; start again "
+            "when nobody writes there"
+        )
 
 
 def _parts(path: str) -> list[str]:
@@ -145,80 +142,3 @@ def _listed(path: str, store: Any) -> list[_Object]:  # noqa: ANN401
         for name, one in sorted(there.items())
         if any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
     ]
-
-
-@dataclass(frozen=True)
-class _Copying:
-    """A copy of a model on S3 that is being made."""
-
-    path: str
-    """Of the model."""
-    store: Any
-    """The file system of S3."""
-    folder: Path
-    """Where the copy is made."""
-    progress: Callable[[], object]
-    """Called after each part of a file."""
-
-    def fetch(self, file: _Object) -> None:
-        """Fetch what a file lacks at its end; an earlier copy may have left its beginning. Raises BadInput if what
-        arrives isn't the file."""
-        target = self.folder / file.name
-        begun = target.exists()
-        self._append(file, target)
-        if begun and not self._is_whole(file, target):  # what was there is not its beginning
-            target.unlink()
-            self._append(file, target)
-        if not self._is_whole(file, target):
-            target.unlink()
-            raise BadInput(f"model {self.path}: S3 has sent a {file.name} that has not its ETag {file.etag}; try again")
-
-    def _append(self, file: _Object, target: Path) -> None:
-        self.store.s3_additional_kwargs = {"IfMatch": file.etag}  # an object that has changed is not sent
-        with target.open("ab") as opened:
-            while (begin := opened.tell()) < file.size:
-                starts = list(range(begin, min(file.size, begin + PIECES * PIECE), PIECE))
-                ends = [min(file.size, start + PIECE) for start in starts]
-                keys = [file.key] * len(starts)
-                with _refusing(self.path, file):
-                    parts = self.store.cat_ranges(keys, starts, ends, on_error="raise", timeout=SEND_S)
-                opened.writelines(parts)
-                opened.flush()
-                self.progress()
-
-    def _is_whole(self, file: _Object, target: Path) -> bool:
-        """Whether a file has the size and, if its ETag is one, the MD5 that S3 says."""
-        if not file.is_in(self.folder):
-            return False
-        etag = file.etag.strip('"')
-        if not _MD5.fullmatch(etag):  # was uploaded in parts
-            return True
-        with target.open("rb") as opened:
-            if hashlib.file_digest(opened, lambda: hashlib.md5(usedforsecurity=False)).hexdigest() == etag:
-                return True
-        bucket, _, key = file.key.partition("/")
-        with _refusing(self.path, file):
-            about = self.store.call_s3("head_object", Bucket=bucket, Key=key, timeout=REACH_S)
-        return not _has_md5(about)
-
-
-def _has_md5(about: Mapping[str, Any]) -> bool:
-    """Whether the ETag of an object that was not uploaded in parts is its MD5. It is none with keys of KMS or the
-    user's, and in a directory bucket."""
-    plain = about.get("ServerSideEncryption") in (None, "AES256") and "SSECustomerAlgorithm" not in about
-    return plain and about.get("StorageClass") != "EXPRESS_ONEZONE"
-
-
-@contextmanager
-def _refusing(path: str, file: _Object) -> Iterator[None]:
-    """As `s3_errors`, and for a file that has changed since it was listed."""
-    with s3_errors(f"model {path}: {file.name}"):
-        try:
-            yield
-        except OSError as error:
-            answer = getattr(error.__cause__, "response", {})
-            if answer.get("Error", {}).get("Code") not in ("PreconditionFailed", "412"):
-                raise
-            raise BadInput(
-                f"model {path}: {file.name} has changed on S3 since it was listed; start again when nobody writes there"
-            ) from None

@@ -21,10 +21,6 @@ class Hub:
         self.url = ""
         self.requests = []
         """(method, path) of each request."""
-        self.ranges = []
-        """The Range of each GET of a part of a file."""
-        self.cut = set()
-        """Paths of files whose next answer ends in the middle."""
         self.gated = set()
         """Names of repositories of which only members may read files."""
         self._revisions = {}
@@ -104,26 +100,13 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in files:
             return self._fail("EntryNotFound", 404)
         content = files[path]
-        first = 0
-        if (part := self.headers.get("Range", "")).startswith("bytes="):
-            hub.ranges.append(part)
-            first = int(part.removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if first else 200)
+        self.send_response(200)
         self.send_header("X-Repo-Commit", commit)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("Accept-Ranges", "bytes")
-        if first:
-            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - first))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "HEAD":
-            return None
-        if path in hub.cut:
-            hub.cut.discard(path)
-            self.wfile.write(content[first : first + (len(content) - first) // 2])
-            self.close_connection = True
-            return None
-        self.wfile.write(content[first:])
+        if self.command != "HEAD":
+            self.wfile.write(content)
         return None
 
     def _json(self, value):
