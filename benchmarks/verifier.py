@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 from common import result
 
+from engine.config import Reward
 from engine.config.recipe import HOME
 from engine.data.problems import read_problems
 from engine.orchestrator.verifier_pool import VerifierPool
@@ -172,7 +173,7 @@ async def run(files: Sequence[Path], rows: int, strings: int, show: int) -> dict
     """Run all parts. The tests call this, too."""
     figures: dict[str, Any] = {}
     with memory() as peak:
-        async with VerifierPool("math", workers=2, timeout_s=TIMEOUT_S, on_error="zero") as pool:
+        async with VerifierPool(Reward(function="math", workers=2, timeout_s=TIMEOUT_S, on_error="zero")) as pool:
             for file in files:
                 ask = Asker(pool)
                 started = time.monotonic()

@@ -99,7 +99,7 @@ class InRunEvaluation:
         self._folder = folder
         self._service = service
         self._notify = notify
-        self._verifier = VerifierPool.of(config.reward, folder.logs / "verifier-evaluation.log")
+        self._verifier = VerifierPool(config.reward, folder.logs / "verifier-evaluation.log")
         self._trace = _EvaluationTrace(folder.trace, "evaluation", config.run.keep_steps)
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
         self._newest: _Evaluation | None = None

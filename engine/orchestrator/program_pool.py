@@ -20,13 +20,7 @@ from engine.data.loader import turn_seed
 from engine.errors import MetronomeError, ProcessDied, RewardError
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.pool.reply_check import problem_of_tokens
-from engine.orchestrator.verifier_pool import (
-    MOST_PROCESSES,
-    AwakeTimer,
-    VerifierProcess,
-    WorkerDied,
-    verifier_environment,
-)
+from engine.orchestrator.verifier_pool import AwakeTimer, VerifierProcess, WorkerDied
 from engine.types import Prompt, Score
 from engine.wire import verifier_messages
 from engine.wire.columns import PackedResponse, open_ids
@@ -125,20 +119,10 @@ class ProgramPool:
     def __init__(self, config: Config, log: Path | None = None) -> None:
         """`log`: file for what the program prints."""
         self.config = config
-        reward = config.reward
+        function = WeightedFunction(config.rollout.program, program=True)
         self._workers = [
-            _ProgramWorker(
-                VerifierProcess(
-                    name=f"program {index}",
-                    functions=(WeightedFunction(config.rollout.program, program=True),),
-                    start_timeout_s=START_S,
-                    log=log,
-                    environment=verifier_environment(reward.environment),
-                    memory=int(reward.memory_gb * 2**30),
-                    processes=MOST_PROCESSES,
-                )
-            )
-            for index in range(reward.workers)
+            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log, START_S))
+            for index in range(config.reward.workers)
         ]
         self._attempts = 0
 

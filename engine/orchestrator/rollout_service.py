@@ -60,7 +60,7 @@ async def rollout_service(
         synced=synced,
         notices=notices,
     )
-    verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
+    verifier = VerifierPool(config.reward, folder / "logs" / "verifier.log")
     programs = ProgramPool(config, folder / "logs" / "program.log") if config.rollout.program else None
     try:
         async with HealthMonitor(pool):

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -99,63 +99,22 @@ class VerifierPool:
     """
 
     def __init__(
-        self,
-        reward: str | Sequence[WeightedFunction],
-        workers: int = 1,
-        timeout_s: float = 10.0,
-        on_error: OnFault = "stop",
-        on_timeout: OnFault = "zero",
-        start_timeout_s: float = 120.0,
-        log: Path | None = None,
-        variables: Sequence[str] = (),
-        memory: int = 0,
-        processes: int = 0,
+        self, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0, program: str = ""
     ) -> None:
-        """`reward`: reward.function, or all of reward.functions. `timeout_s`: seconds for a call. `on_error`,
-        `on_timeout`: reward.on_error and reward.on_timeout. `start_timeout_s`: seconds for loading the reward. `log`:
-        file for what the reward prints; None: this process's stderr. `variables`: reward.environment. `memory`: limit
-        in bytes for a user's reward; 0: none. `processes`: limit on the processes that each worker's reward may have
-        started at once; 0: none."""
-        functions = [WeightedFunction(reward)] if isinstance(reward, str) else reward
-        self._functions = tuple(functions)
-        self._built_in = all(one.function in BUILT_IN for one in functions)
-        self._timeout_s = timeout_s
-        self._on_error = on_error
-        self._on_timeout = on_timeout
-        environment = verifier_environment(variables)
+        """`log`: file for what the reward prints; None: this process's stderr. `start_timeout_s`: seconds for loading
+        the reward. `program`: a rollout program, whose loading is tried in place of the reward's."""
+        self._reward = reward
+        self._functions = (
+            [WeightedFunction(program, program=True)]
+            if program
+            else [WeightedFunction(one.function, one.weight, one.name) for one in reward.named]
+        )
+        self._built_in = all(one.function in BUILT_IN for one in self._functions)
         self._workers = [
-            VerifierProcess(
-                name=f"verifier {index}",
-                functions=self._functions,
-                start_timeout_s=start_timeout_s,
-                log=log,
-                environment=environment,
-                memory=memory,
-                processes=processes,
-            )
-            for index in range(workers)
+            VerifierProcess(f"verifier {index}", self._functions, reward, log, start_timeout_s)
+            for index in range(reward.workers)
         ]
         self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()
-
-    @classmethod
-    def of(
-        cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0, program: str = ""
-    ) -> VerifierPool:
-        """Create the pool that a recipe describes. `program`: a rollout program, whose loading is tried in place of the
-        reward's. Other arguments are as in `__init__`."""
-        rewards = [WeightedFunction(one.function, one.weight, one.name) for one in reward.named]
-        return cls(
-            reward=[WeightedFunction(program, program=True)] if program else rewards,
-            workers=reward.workers,
-            timeout_s=reward.timeout_s,
-            on_error=reward.on_error,
-            on_timeout=reward.on_timeout,
-            start_timeout_s=start_timeout_s,
-            log=log,
-            variables=reward.environment,
-            memory=int(reward.memory_gb * 2**30),
-            processes=MOST_PROCESSES,
-        )
 
     async def start(self, tokenizer: Awaitable[LoadTokenizer] | LoadTokenizer = NO_TOKENIZER) -> None:
         """Start all workers and wait until each has loaded the reward. The processes start while `tokenizer`, which
@@ -184,7 +143,7 @@ class VerifierPool:
     async def score(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
         """Return one score for each response, in order. A group reward needs the whole group in one call.
 
-        After a call that takes longer than `timeout_s`, the responses score 0 with status "timeout". If the reward
+        After a call that takes longer than reward.timeout_s, the responses score 0 with status "timeout". If the reward
         raises, returns something other than a number, or ends its process DEATHS times, they score 0 with status
         "error". With "exclude", these scores are also marked as excluded. With "stop", RewardError is raised instead,
         except for errors of a built-in reward.
@@ -210,9 +169,11 @@ class VerifierPool:
         try:
             return await self._ask_until_answered(call)
         except TimeoutError:
-            score = self._failed("timeout", self._on_timeout, prompt, f"no score within {self._timeout_s:g} s")
+            score = self._failed(
+                "timeout", self._reward.on_timeout, prompt, f"no score within {self._reward.timeout_s:g} s"
+            )
         except RewardError as error:
-            score = self._failed("error", self._on_error, prompt, str(error))
+            score = self._failed("error", self._reward.on_error, prompt, str(error))
         return [score] * len(responses)
 
     def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
@@ -235,7 +196,7 @@ class VerifierPool:
         # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
         worker = await self._idle.get()
         try:
-            return await worker.ask(call, self._timeout_s)
+            return await worker.ask(call, self._reward.timeout_s)
         finally:
             self._idle.put_nowait(worker)
 
@@ -247,18 +208,14 @@ class VerifierProcess:
         self,
         name: str,
         functions: Sequence[WeightedFunction],
-        start_timeout_s: float,
+        reward: Reward,
         log: Path | None,
-        environment: Mapping[str, str],
-        memory: int,
-        processes: int,
+        start_timeout_s: float,
     ) -> None:
-        """`environment`: all variables that the process gets. `memory`: limit in bytes. `processes`: limit on the
-        processes that it starts. 0 means no limit."""
+        """`reward`: says what the process may see and use. `log`, `start_timeout_s`: as for `VerifierPool`."""
         self.per_response = False
-        self._environment = environment
-        self._memory = memory
-        self._processes = processes
+        self._environment = verifier_environment(reward.environment)
+        self._memory = int(reward.memory_gb * 2**30)
         self._child: Child | None = None
         self._name = name
         self._functions = functions
@@ -269,8 +226,6 @@ class VerifierProcess:
         """Number of calls so far."""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._lifeline: int | None = None
-        """File descriptor of our end of the process's lifeline; None before the first process."""
         self._loading: asyncio.Task[None] | None = None
         self._tokenizer = b""
         """The framed `LoadTokenizer` message, once `_begun` is set."""
@@ -359,21 +314,21 @@ class VerifierProcess:
     def _start_process(self) -> socket.socket:
         """Start a process. Return our end of the connection to it."""
         ours, theirs = socket.socketpair()
-        pipe, self._lifeline = os.pipe()
         try:
-            limits = {"memory": self._memory, "processes": self._processes}
-            packed = verifier_messages.pack_functions(self._functions)
-            command = verifier_command(connection=theirs.fileno(), lifeline=pipe, functions=packed, **limits)
             self._child = Child(
                 name=self._name,
-                arguments=command,
+                arguments=verifier_command(
+                    connection=theirs.fileno(),
+                    memory=self._memory,
+                    processes=MOST_PROCESSES,
+                    functions=verifier_messages.pack_functions(self._functions),
+                ),
                 log=self._log,
-                pass_fds=(theirs.fileno(), pipe),
+                pass_fds=(theirs.fileno(),),
                 inherited=self._environment,
             )
         finally:
             theirs.close()
-            os.close(pipe)
         self._writer = None
         return ours
 
@@ -441,9 +396,7 @@ class VerifierProcess:
         if child is not None:
             if self._writer is not None:
                 self._writer.close()
-            if self._lifeline is not None:
-                os.close(self._lifeline)  # the kernel ends the worker, and its guardian what the worker has started
-            child.stop(END_S)
+            child.stop(END_S)  # its guardian ends the worker and what that has started
 
     def _check_open(self) -> None:
         if self._closed:
@@ -455,7 +408,7 @@ class VerifierProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.process.wait(max(1.0, END_S))
         if self._had_too_many():
-            return f"was ended with all that it had started: they were more than {self._processes} at once"
+            return f"was ended with all that it had started: they were more than {MOST_PROCESSES} at once"
         return self._child.how_it_ended()
 
     def _had_too_many(self) -> bool:

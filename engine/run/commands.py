@@ -129,11 +129,10 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
     return python_command("engine.ranks.nodes", str(folder), "--wait", str(wait_s))
 
 
-def verifier_command(connection: int, lifeline: int, memory: int, processes: int, functions: str) -> list[str]:
-    """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its
-    limits of memory (bytes) and of processes that it may start (0: none), and the reward's functions
-    (`verifier_messages.pack_functions`)."""
-    return python_command("engine.verifier.worker", *map(str, (connection, lifeline, memory, processes)), functions)
+def verifier_command(connection: int, memory: int, processes: int, functions: str) -> list[str]:
+    """Command line of a verifier process: its end of the socket pair (a file descriptor), its limits of memory (bytes)
+    and of processes that it may start (0: none), and the reward's functions (`verifier_messages.pack_functions`)."""
+    return python_command("engine.verifier.worker", *map(str, (connection, memory, processes)), functions)
 
 
 def store_command(queue: Queue, name: str, folder: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 The process that the orchestrator started forks. The child becomes the worker, and the parent stays as its guardian. The
 kernel gives the guardian every orphan among the worker's descendants (PR_SET_CHILD_SUBREAPER), so it finds all of them.
-The guardian ends when the worker ends, with the same status. Only Linux can do this.
+The guardian ends when the worker ends, with the same status. It ends the worker when the orchestrator ends: the
+worker's own thread (engine.run.process) can't while a reward holds the interpreter lock. Only Linux can do this.
 
 The guardian also counts the descendants, and ends all of them if there are too many. RLIMIT_NPROC would count the
 processes of the whole user, and none of root's; a separate cgroup is not available everywhere. What a reward starts
@@ -53,13 +54,14 @@ def start_guardian(connection: int, limit: int = 0) -> None:
 
 
 def _outlive(worker: int, limit: int) -> NoReturn:
-    """Wait until the worker ends or has too many descendants. End these, then end with the worker's status or with
-    TOO_MANY_PROCESSES."""
+    """Wait until the worker or the orchestrator ends, or the worker has too many descendants. End these, then end with
+    the worker's status or with TOO_MANY_PROCESSES."""
+    orchestrator = os.getppid()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _send(worker, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     too_many = False
-    while (status := _reap(worker)) is None and not too_many:
+    while (status := _reap(worker)) is None and not too_many and os.getppid() == orchestrator:
         too_many = bool(limit) and _count(worker) > limit
         if not too_many:
             signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)

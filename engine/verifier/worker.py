@@ -1,19 +1,16 @@
 """The verifier process: loads the reward, then scores one call after the other until the orchestrator closes the
 socket.
 
-`engine.orchestrator.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE MEMORY PROCESSES
-FUNCTIONS`.
+`engine.orchestrator.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
 import math
 import os
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
@@ -60,11 +57,10 @@ NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 """Iterable types that are not a list of scores: texts, and types without order or without scores."""
 
 
-def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]) -> None:
+def main(socket_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]) -> None:
     """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
     a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit."""
     start_guardian(socket_fd, processes)
-    die_on_close(lifeline_fd)
     watch_lifeline()
     _print_to_stderr()
     with socket.socket(fileno=socket_fd) as connection:
@@ -130,19 +126,6 @@ def limit_memory(built_in: bool, memory: int, besides: MemoryUse) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY + besides.space,) * 2)
     elif memory and hasattr(resource, "RLIMIT_DATA"):
         resource.setrlimit(resource.RLIMIT_DATA, (memory + besides.data,) * 2)
-
-
-def die_on_close(pipe: int) -> None:
-    """Have the kernel kill this process group as soon as the other end of `pipe` closes. No data is ever written to it.
-
-    The lifeline's thread can't do that while a reward holds the interpreter lock, for example in a regular expression
-    that backtracks forever. Where the kernel can't do it (macOS), only that thread remains.
-    """
-    if not hasattr(fcntl, "F_SETSIG"):
-        return
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def score_group(
@@ -409,8 +392,7 @@ def _print_to_stderr() -> None:
 if __name__ == "__main__":
     main(
         socket_fd=int(sys.argv[1]),
-        lifeline_fd=int(sys.argv[2]),
-        memory=int(sys.argv[3]),
-        processes=int(sys.argv[4]),
-        functions=verifier_messages.open_functions(sys.argv[5]),
+        memory=int(sys.argv[2]),
+        processes=int(sys.argv[3]),
+        functions=verifier_messages.open_functions(sys.argv[4]),
     )

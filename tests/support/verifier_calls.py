@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+from engine.config import Reward
+from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Prompt, Response
 
 PROMPT = Prompt(
@@ -13,6 +15,11 @@ PROMPT = Prompt(
     columns={"level": 3, "big": 2**80, "nested": {"a": [None, 0.5]}},
     text="1+1=\n<think>é",
 )
+
+
+def verifiers(function, log=None, start_timeout_s=120.0, **reward):
+    """The verifiers of a recipe with this reward function."""
+    return VerifierPool(Reward(function=function, **reward), log, start_timeout_s)
 
 
 def response(text: str = "#2", seed: int = 2**62) -> Response:
@@ -46,10 +53,11 @@ def until_dead(pid: int) -> None:
 
 ORCHESTRATOR = """
 import asyncio, sys
+from engine.config import Reward
 from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Prompt, Response
 async def main():
-    pool = VerifierPool(sys.argv[1], timeout_s=600)
+    pool = VerifierPool(Reward(function=sys.argv[1], timeout_s=600))
     await pool.start()
     await pool.score(Prompt("", "", "", ()), [Response((), (), (), (), "stop", "", 0, "")])
 asyncio.run(main())

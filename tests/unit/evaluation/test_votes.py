@@ -6,8 +6,8 @@ import pytest
 
 from engine.evaluation.bootstrap import majority_of
 from engine.evaluation.votes import Majority, majority_votes
-from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Group, Prompt, Response, Score
+from support.verifier_calls import verifiers
 
 
 def response(text):
@@ -19,7 +19,7 @@ def response(text):
 async def voted(texts, answer, reward="math"):
     """The vote over responses with these texts, scored by the verifier itself."""
     prompt = Prompt("id", "", answer, ())
-    async with VerifierPool(reward) as verifier:
+    async with verifiers(reward) as verifier:
         scores = await verifier.score(prompt, [response(text) for text in texts])
         group = Group(step=0, index=0, prompt=prompt, responses=tuple(map(response, texts)), scores=tuple(scores))
         found = await majority_votes([group], reward, verifier)

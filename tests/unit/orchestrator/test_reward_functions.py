@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.config import Reward
 from engine.config.recipe import load_config
 from engine.errors import BadInput, RewardError
 from engine.orchestrator.verifier_pool import VerifierPool
@@ -32,7 +33,7 @@ def twice(prompt, responses):
 def pool_of(*functions, **settings):
     shown = ", ".join(functions)
     found = load_config(None, [f"reward.functions=[{shown}]", *(f"reward.{k}={v}" for k, v in settings.items())])
-    return VerifierPool.of(found.reward)
+    return VerifierPool(found.reward)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ async def test_the_score_is_the_weighted_sum_and_each_function_a_metric(file):
 
 
 async def test_a_response_to_which_no_function_applies_is_excluded(file):
-    async with VerifierPool(f"{file}:longest") as pool:
+    async with VerifierPool(Reward(function=f"{file}:longest")) as pool:
         found = await pool.score(PROMPT, [response("none"), response("two")])
         assert [(score.value, score.excluded) for score in found] == [(0.0, True), (3.0, False)]
 

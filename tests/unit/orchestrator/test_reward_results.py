@@ -4,9 +4,8 @@ import psutil
 import pytest
 
 from engine.errors import RewardError
-from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Score
-from support.verifier_calls import PROMPT, response
+from support.verifier_calls import PROMPT, response, verifiers
 
 NUMBERS = {  # what a reward returns for four responses
     "(1, True, numpy.float32(0.5), Score(-2.0, detail='why'))": [1.0, 1.0, 0.5, Score(-2.0, "ok", "why")],
@@ -42,7 +41,7 @@ async def test_a_reward_may_return_whatever_python_numpy_and_torch_call_a_number
         "import math, numpy, torch\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
         "from engine.types import Score\ndef reward(prompt, responses): return eval(responses[0].text)"
     )
-    async with VerifierPool(spec, timeout_s=60) as pool:
+    async with verifiers(spec, timeout_s=60) as pool:
         for text, expected in NUMBERS.items():
             scores = await pool.score(PROMPT, [response(text)] * 4)
             assert scores == [one if isinstance(one, Score) else Score(one) for one in expected], text
@@ -96,7 +95,7 @@ WRONG = {
 async def test_wrong_rewards_stop_with_the_reason(reward):
     body = "".join(f"    if responses[0].text == {body!r}:\n        {body}\n" for body in WRONG)
     spec = reward(f"def reward(prompt, responses):\n{body}")
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         for index, (body, message) in enumerate(WRONG.items()):
             with pytest.raises(RewardError, match=message.replace("LINE", f"line {3 + 2 * index}")) as raised:
                 await pool.score(PROMPT, [response(body), response()])
@@ -109,7 +108,7 @@ async def test_wrong_reward_may_score_zero_or_exclude_its_responses(reward, body
     spec = reward(
         f"def reward(prompt, responses):\n    if responses[0].text == 'wrong':\n        {body}\n    return [1.0]\n"
     )
-    async with VerifierPool(spec, on_error=choice) as pool:
+    async with verifiers(spec, on_error=choice) as pool:
         (score,) = await pool.score(PROMPT, [response("wrong")])
         assert (score.value, score.status, score.excluded) == (0.0, "error", choice == "exclude")
         assert "prompt 0123456789abcdef" in score.detail
@@ -121,16 +120,16 @@ async def test_a_time_out_may_exclude_its_responses_or_stop_the_run(reward):
         "import time\nfrom engine.reward import per_response\n@per_response\ndef reward(prompt, response):\n"
         "    time.sleep(60 if '7' in response.text else 0)\n    return 1.0"
     )
-    async with VerifierPool(spec, timeout_s=0.5, on_timeout="exclude") as pool:
+    async with verifiers(spec, timeout_s=0.5, on_timeout="exclude") as pool:
         scores = await pool.score(PROMPT, [response("6"), response("7"), response("8")])
         assert [(score.status, score.excluded) for score in scores] == [("ok", False), ("timeout", True), ("ok", False)]
-    async with VerifierPool(spec, timeout_s=0.5, on_timeout="stop") as pool:
+    async with verifiers(spec, timeout_s=0.5, on_timeout="stop") as pool:
         with pytest.raises(RewardError, match=r"user_reward.*prompt 0123456789abcdef: no score within 0.5 s"):
             await pool.score(PROMPT, [response("7")])
 
 
 async def test_a_time_out_of_a_built_in_reward_may_stop_the_run():
-    async with VerifierPool("exact", timeout_s=0.3, on_timeout="stop") as pool:
+    async with verifiers("exact", timeout_s=0.3, on_timeout="stop") as pool:
         guardian = psutil.Process(pool._workers[0]._child.process.pid)
         for process in guardian.children():
             process.suspend()
@@ -143,7 +142,7 @@ async def test_what_ends_a_process_is_an_error_of_an_async_reward_too_and_the_ne
         "import asyncio, sys\nasync def reward(prompt, responses):\n    await asyncio.sleep(0)\n"
         "    exec(responses[0].text)\n    return [1.0]"
     )
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         for text in ("sys.exit('done')", "raise KeyboardInterrupt('by hand')", "raise asyncio.CancelledError('stop')"):
             kind = "SystemExit: done|KeyboardInterrupt: by hand|CancelledError: stop"
             with pytest.raises(RewardError, match=f"raised ({kind})"):

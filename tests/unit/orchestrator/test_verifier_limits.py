@@ -9,15 +9,14 @@ import time
 
 import pytest
 
-from engine.config import Reward
 from engine.errors import RewardError
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator import verifier_pool
 from engine.types import Score
 from engine.verifier.worker import MEMORY
 from engine.wire.verifier_messages import TOO_MANY_PROCESSES
-from support.runs import ROOT, wait_for
+from support.runs import ROOT
 from support.scripted import until
-from support.verifier_calls import ORCHESTRATOR, PROMPT, alive, response, until_dead
+from support.verifier_calls import PROMPT, alive, response, until_dead, verifiers
 
 SECRETS = {
     "METRONOME_TOKEN": "a",
@@ -36,7 +35,7 @@ async def test_a_reward_sees_no_secret_but_those_that_the_recipe_names(reward, m
         "import json, os\ndef reward(prompt, responses):\n"
         f"    open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(dict(os.environ)))\n    return [1.0]"
     )
-    async with VerifierPool.of(Reward(function=spec, environment=["JUDGE_KEY"])) as pool:
+    async with verifiers(spec, environment=["JUDGE_KEY"]) as pool:
         await pool.score(PROMPT, [response()])
     seen = json.loads((tmp_path / "seen").read_text())
     assert SECRETS.keys() & seen.keys() == {"JUDGE_KEY"}
@@ -59,32 +58,19 @@ def reward(prompt, responses):
 @pytest.mark.parametrize("end", ["pass", "os._exit(3)", "os.kill(os.getpid(), 9)", "__import__('time').sleep(60)"])
 async def test_nothing_that_a_reward_has_started_survives_its_worker(reward, tmp_path, end):
     spec = reward(ORPHAN.format(note=str(tmp_path / "pid"), end=end))
-    async with VerifierPool(spec, on_error="zero", timeout_s=20 if end == "pass" else 5) as pool:
+    async with verifiers(spec, on_error="zero", timeout_s=20 if end == "pass" else 5) as pool:
         [score] = await pool.score(PROMPT, [response()])
         orphan = int((tmp_path / "pid").read_text())
         assert (score.status == "ok") == alive(orphan) == (end == "pass")
     until_dead(orphan)
 
 
-def test_nothing_that_a_reward_has_started_survives_a_killed_orchestrator(reward, tmp_path):
-    spec = reward(ORPHAN.format(note=str(tmp_path / "pid"), end="__import__('time').sleep(600)"))
-    orchestrator = subprocess.Popen([sys.executable, "-c", ORCHESTRATOR, spec])
-    try:
-        note = tmp_path / "pid"
-        wait_for(lambda: note.exists() and note.read_text().strip(), "the orphan")
-        assert alive(int(note.read_text()))
-    finally:
-        orchestrator.kill()
-        orchestrator.wait(10)
-    until_dead(int(note.read_text()))
-
-
 async def test_a_reward_has_a_limit_of_memory(reward):
     spec = reward("def reward(prompt, responses):\n    return [len(bytearray(2**30)) / 2**20]")
-    async with VerifierPool.of(Reward(function=spec, memory_gb=0.5)) as pool:
+    async with verifiers(spec, memory_gb=0.5) as pool:
         with pytest.raises(RewardError, match="raised MemoryError"):
             await pool.score(PROMPT, [response()])
-    async with VerifierPool.of(Reward(function=spec)) as pool:
+    async with verifiers(spec) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1024.0)]
 
 
@@ -126,13 +112,15 @@ def reward(prompt, responses):
 
 
 @pytest.mark.parametrize(("each", "depth", "count"), [(2, 6, 254), (60, 0, 60)])
-async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(reward, tmp_path, each, depth, count):
+async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(
+    reward, tmp_path, monkeypatch, each, depth, count
+):
+    monkeypatch.setattr(verifier_pool, "MOST_PROCESSES", 40)
     notes = tmp_path / "notes"
     notes.mkdir()
     spec = reward(BOMB.format(each=each, depth=depth, notes=str(notes), then=30))
-    async with VerifierPool(spec, timeout_s=20, processes=40) as pool:
-        said = r"its process was ended with all .*more than 40 at once$"
-        with pytest.raises(RewardError, match=said):
+    async with verifiers(spec, timeout_s=20) as pool:
+        with pytest.raises(RewardError, match=r"its process was ended with all .*more than 40 at once$"):
             await pool.score(PROMPT, [response()])
         started = [int(note.name) for note in notes.iterdir()]
         assert 0 < len(started) <= count  # once: it is not scored again. Some ended before their note
@@ -140,14 +128,12 @@ async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(re
             until_dead(process)
 
 
-async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tmp_path):
-    spec = reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=2))
-    async with VerifierPool(spec, processes=30) as pool:
-        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
-    async with VerifierPool(spec, processes=29, on_error="zero") as pool:
+@pytest.mark.parametrize(("most", "status"), [(30, "ok"), (29, "error")])
+async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tmp_path, monkeypatch, most, status):
+    monkeypatch.setattr(verifier_pool, "MOST_PROCESSES", most)
+    async with verifiers(reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=2)), on_error="zero") as pool:
         [score] = await pool.score(PROMPT, [response()])
-    assert score.status == "error"
-    assert "more than 29 at once" in score.detail
+    assert score.status == status
 
 
 NOTES_SIGNALS = """
@@ -187,7 +173,7 @@ async def test_a_pause_of_the_orchestrator_does_not_count_as_time_of_the_reward(
         "import time\ndef reward(prompt, responses):\n"
         f"    open({str(note)!r}, 'w').close()\n    time.sleep(3.5)\n    return [1.0]"
     )
-    async with VerifierPool(spec, timeout_s=2.5) as pool:
+    async with verifiers(spec, timeout_s=2.5) as pool:
         scoring = asyncio.create_task(pool.score(PROMPT, [response()]))
         await until(note.exists, "the reward to begin")
         time.sleep(3.0)  # the whole process

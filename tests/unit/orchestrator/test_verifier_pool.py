@@ -7,23 +7,32 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
-from engine.orchestrator.verifier_pool import VerifierPool
 from engine.types import Score
 from engine.wire import verifier_messages
 from engine.wire.columns import pack_response
-from support.verifier_calls import ORCHESTRATOR, PROMPT, alive, response, until_dead
+from support.verifier_calls import ORCHESTRATOR, PROMPT, alive, response, until_dead, verifiers
 
 
 @pytest.mark.parametrize("spec", ["exact", "math"])
-async def test_built_in(spec):
-    async with VerifierPool(spec) as pool:
+async def test_a_built_in_one_scores_texts_and_decodes_packed_responses(spec, tiny_model):
+    async def loaded():
+        return Tokenizer(tiny_model).for_verifiers
+
+    pool = verifiers(spec)
+    try:
+        await pool.start(loaded())
         assert pool.per_response
-        scores = await pool.score(PROMPT, [response(r"\boxed{2}#2"), response("#3")])
-        assert [score.value for score in scores] == [1.0, 0.0]
+        texts = (r"\boxed{2}#2", "#3")
+        packed = [pack_response(dataclasses.replace(response(), token_ids=tuple(text.encode()))) for text in texts]
+        for responses in ([response(text) for text in texts], packed):
+            assert [score.value for score in await pool.score(PROMPT, responses)] == [1.0, 0.0]
+    finally:
+        pool.close()
 
 
 async def test_user_reward_sees_everything(reward):
@@ -36,7 +45,7 @@ async def test_user_reward_sees_everything(reward):
     """.replace("\n        ", "\n")
     )
     Path(spec.split(":")[0] + ".expected").write_text(repr((PROMPT, response())))
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         assert not pool.per_response
         assert await pool.score(PROMPT, [response(), response(seed=1)]) == [Score(1.0), Score(0.0)]
 
@@ -54,7 +63,7 @@ async def test_what_a_thread_of_a_reward_raises_is_cleaned(reward, tmp_path):
             return [1.0] * len(responses)
     """.replace("\n        ", "\n")
     )
-    async with VerifierPool(spec, log=tmp_path / "verifier.log") as pool:
+    async with verifiers(spec, log=tmp_path / "verifier.log") as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
     log = (tmp_path / "verifier.log").read_text()
     assert r"ValueError: \x1b[2Jsee http://host" in log
@@ -77,7 +86,7 @@ async def test_a_packed_response_is_decoded_in_the_process_also_in_one_that_repl
         response("#2é"), token_ids=(*"#2é".encode(), 256), logprobs=(-0.5,) * 5, loss_mask=(True,) * 5
     )
     Path(spec.split(":")[0] + ".expected").write_text(repr((PROMPT, right)))
-    pool = VerifierPool(spec, on_error="zero")
+    pool = verifiers(spec, on_error="zero")
     try:
         await pool.start(tokenizer.for_verifiers)
         packed = [pack_response(right), pack_response(dataclasses.replace(right, seed=1))]
@@ -89,44 +98,27 @@ async def test_a_packed_response_is_decoded_in_the_process_also_in_one_that_repl
         pool.close()
 
 
-@pytest.mark.parametrize("spec", ["exact", "math"])
-async def test_a_built_in_one_decodes_packed_responses(spec, tiny_model):
-    async def loaded():
-        return Tokenizer(tiny_model).for_verifiers
-
-    pool = VerifierPool(spec)
-    try:
-        await pool.start(loaded())
-        texts = (r"\boxed{2}#2", "#3")
-        packed = [pack_response(dataclasses.replace(response(), token_ids=tuple(text.encode()))) for text in texts]
-        assert [score.value for score in await pool.score(PROMPT, packed)] == [1.0, 0.0]
-    finally:
-        pool.close()
-
-
 async def test_half_a_character_crosses():
-    async with VerifierPool("exact") as pool:
+    async with verifiers("exact") as pool:
         assert await pool.score(PROMPT, [response("#\ud83d")]) == [Score(0.0, detail="\ud83d")]
 
 
-async def test_async_rewards_share_one_loop(reward):
-    spec = reward(
-        "import asyncio\nloops = set()\nasync def reward(prompt, responses):\n    await asyncio.sleep(0)\n"
-        "    loops.add(asyncio.get_running_loop())\n    return [len(loops)] * len(responses)"
-    )
-    async with VerifierPool(spec) as pool:
-        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
-        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+ASYNC = """import asyncio
+from engine.reward import per_response
+loops = set()
+@per_response
+async def reward(prompt, response):
+    await asyncio.sleep(0)
+    loops.add(asyncio.get_running_loop())
+    return len(loops) * float(response.text == '#' + prompt.answer)
+"""
 
 
-async def test_per_response_reward(reward):
-    spec = reward(
-        "from engine.reward import per_response\n@per_response\nasync def reward(prompt, response):\n"
-        "    return float(response.text == '#' + prompt.answer)"
-    )
-    async with VerifierPool(spec) as pool:
+async def test_async_rewards_of_one_response_each_share_one_loop(reward):
+    async with verifiers(reward(ASYNC)) as pool:
         assert pool.per_response
-        assert await pool.score(PROMPT, [response("#2"), response("#1")]) == [Score(1.0), Score(0.0)]
+        for _ in range(2):
+            assert await pool.score(PROMPT, [response("#2"), response("#1")]) == [Score(1.0), Score(0.0)]
 
 
 async def test_print_does_not_disturb(reward, tmp_path):
@@ -134,7 +126,7 @@ async def test_print_does_not_disturb(reward, tmp_path):
         "import os, sys\nprint('loading')\ndef reward(prompt, responses):\n    print('scoring ' * 5000)\n"
         "    os.write(1, b'raw')\n    sys.stdout.write('no newline')\n    return [1.0]"
     )
-    async with VerifierPool(spec, log=tmp_path / "verifier.log") as pool:
+    async with verifiers(spec, log=tmp_path / "verifier.log") as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
     log = (tmp_path / "verifier.log").read_text()
     assert "loading" in log
@@ -155,7 +147,7 @@ async def test_hanging_call_scores_zero_and_the_next_one_works(reward, hang):
         f"def reward(prompt, responses):\n    if responses[0].text == 'hang':\n        {hang}\n"
         "    return [1.0] * len(responses)"
     )
-    async with VerifierPool(spec, timeout_s=0.3) as pool:
+    async with verifiers(spec, timeout_s=0.3) as pool:
         start = time.monotonic()
         scores = await pool.score(PROMPT, [response("hang"), response()])
         why = f'reward.function = "{spec}", prompt {PROMPT.id}: no score within 0.3 s'
@@ -166,7 +158,7 @@ async def test_hanging_call_scores_zero_and_the_next_one_works(reward, hang):
 
 async def test_only_the_hanging_response_of_a_per_response_reward_is_lost():
     power = r"\boxed{9^{9^{9^{9}}}}"
-    async with VerifierPool("math", timeout_s=1.0) as pool:
+    async with verifiers("math", timeout_s=1.0) as pool:
         scores = await pool.score(PROMPT, [response(r"\boxed{2}"), response(power), response(r"\boxed{2}")])
     assert [score.value for score in scores] == [1.0, 0.0, 1.0]
     assert scores[1].status in ("ok", "timeout")
@@ -177,7 +169,7 @@ async def test_a_hanging_call_does_not_hold_up_the_other_worker(reward):
         "import time\ndef reward(prompt, responses):\n"
         "    time.sleep(60 if responses[0].text == 'hang' else 0)\n    return [1.0]"
     )
-    async with VerifierPool(spec, workers=2, timeout_s=2.0) as pool:
+    async with verifiers(spec, workers=2, timeout_s=2.0) as pool:
         hanging = asyncio.create_task(pool.score(PROMPT, [response("hang")]))
         for _ in range(20):
             assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
@@ -201,7 +193,7 @@ def reward(prompt, response):
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_response_whose_worker_is_killed_is_scored_again(reward, tmp_path, workers):
     (tmp_path / "killed").write_text("2")
-    async with VerifierPool(reward(DIES), workers=workers) as pool:
+    async with verifiers(reward(DIES), workers=workers) as pool:
         scores = await pool.score(PROMPT, [response("other"), response("killed")])
     assert scores == [Score(1.0), Score(0.5)]
 
@@ -209,35 +201,26 @@ async def test_a_response_whose_worker_is_killed_is_scored_again(reward, tmp_pat
 async def test_a_response_that_kills_its_worker_again_and_again_is_an_error_by_name(reward, tmp_path):
     (tmp_path / "killed").write_text("99")
     spec = reward(DIES)
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         with pytest.raises(RewardError, match="3 processes died of it; last error: its process was ended by SIGKILL"):
             await pool.score(PROMPT, [response("killed")])
         assert (tmp_path / "killed").read_text() == "96"
         assert await pool.score(PROMPT, [response("other")]) == [Score(1.0)]
-    async with VerifierPool(spec, on_error="zero") as pool:
+    async with verifiers(spec, on_error="zero") as pool:
         (score,) = await pool.score(PROMPT, [response("killed")])
         assert (score.value, score.status) == (0.0, "error")
 
 
-def kill_worker(pool):
-    """End the first worker; it has ended when this returns."""
-    process = pool._workers[0]._child.process
-    process.kill()
-    process.wait(10)
-
-
-async def test_a_built_in_reward_whose_worker_is_killed_again_and_again_stops_no_run(monkeypatch):
-    monkeypatch.setattr("engine.orchestrator.verifier_pool.DEATHS", 1)
-    async with VerifierPool("math", on_error="stop") as pool:
-        kill_worker(pool)
-        (score,) = await pool.score(PROMPT, [response(r"\boxed{2}")])
-        assert (score.value, score.status) == (0.0, "error")
-        assert "1 processes died of it; last error: its process was ended by SIGKILL" in score.detail
+def kill_worker():
+    """End the verifier process of this test; it has ended when this returns."""
+    [worker] = [one for one in psutil.Process().children() if "engine.verifier.worker" in one.cmdline()]
+    worker.kill()
+    until_dead(worker.pid)
 
 
 async def test_an_idle_worker_that_is_killed_costs_no_score():
-    async with VerifierPool("exact") as pool:
-        kill_worker(pool)
+    async with verifiers("exact") as pool:
+        kill_worker()
         assert await pool.score(PROMPT, [response()]) == [Score(1.0, detail="2")]
 
 
@@ -249,34 +232,36 @@ async def test_a_worker_that_is_killed_while_it_loads_is_started_again(reward, t
         "lives.write_text(str(left - 1))\nif left: os.kill(os.getpid(), signal.SIGKILL)\n"
         "def reward(prompt, responses): return [1.0]"
     )
-    async with VerifierPool(reward(body)) as pool:
+    async with verifiers(reward(body)) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
     lives.write_text("99")
     with pytest.raises(BadInput, match="while loading it, its process was ended by SIGKILL"):
-        await VerifierPool(reward(body)).start()
+        await verifiers(reward(body)).start()
 
 
-async def test_a_fault_of_a_built_in_reward_may_exclude_its_response_and_never_stops_a_run(monkeypatch):
+@pytest.mark.parametrize("choice", ["stop", "zero", "exclude"])
+async def test_a_fault_of_a_built_in_reward_may_exclude_its_response_and_never_stops_a_run(monkeypatch, choice):
     monkeypatch.setattr("engine.orchestrator.verifier_pool.DEATHS", 1)
-    for choice in ("stop", "zero", "exclude"):
-        async with VerifierPool("math", on_error=choice) as pool:
-            kill_worker(pool)
-            (score,) = await pool.score(PROMPT, [response(r"\boxed{2}")])
-            assert (score.value, score.status, score.excluded) == (0.0, "error", choice == "exclude")
+    async with verifiers("math", on_error=choice) as pool:
+        kill_worker()
+        (score,) = await pool.score(PROMPT, [response(r"\boxed{2}")])
+    assert (score.value, score.status, score.excluded) == (0.0, "error", choice == "exclude")
+    assert "1 processes died of it; last error: its process was ended by SIGKILL" in score.detail
 
 
-async def test_a_reward_that_ends_its_process_while_it_loads_is_loaded_once(reward, tmp_path):
-    spec = reward(f"import sys; open({str(tmp_path / 'loads')!r}, 'a').write('x'); sys.exit(7)")
-    with pytest.raises(BadInput, match="while loading it, its process exited with 7"):
-        await VerifierPool(spec).start()
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        ("1 / 0", BadInput, r"user_reward\.py can't be loaded: ZeroDivisionError.*line 1"),
+        ("import sys; sys.exit(7)", BadInput, "while loading it, its process exited with 7"),
+        ("import time; time.sleep(60)", DeadlineError, "was not loaded within 2 s"),
+    ],
+)
+async def test_loading_problems_surface_at_start_and_are_not_tried_again(reward, tmp_path, body, error, said):
+    spec = reward(f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\n".replace("\n", "; ") + body)
+    with pytest.raises(error, match=said):
+        await verifiers(spec, start_timeout_s=2.0 if error is DeadlineError else 60.0).start()
     assert (tmp_path / "loads").read_text() == "x"
-
-
-async def test_loading_problems_surface_at_start(reward):
-    with pytest.raises(BadInput, match=r"user_reward\.py can't be loaded: ZeroDivisionError.*line 1"):
-        await VerifierPool(reward("1 / 0"), workers=2).start()
-    with pytest.raises(DeadlineError, match="was not loaded within 0.5 s"):
-        await VerifierPool(reward("import time; time.sleep(60)"), start_timeout_s=0.5).start()
 
 
 async def test_a_cancelled_call_does_not_answer_the_next_one(reward):
@@ -284,7 +269,7 @@ async def test_a_cancelled_call_does_not_answer_the_next_one(reward):
         "import time\ndef reward(prompt, responses):\n    seconds = float(responses[0].text)\n"
         "    time.sleep(seconds)\n    return [seconds]"
     )
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.score(PROMPT, [response("0.3")]), 0.1)
         assert await pool.score(PROMPT, [response("0")]) == [Score(0.0)]
@@ -298,7 +283,7 @@ async def test_close_ends_everything_at_once(reward, tmp_path):
         "    note.write_text(f'{os.getpid()} {child.pid}')\n"
         "    while len(responses) > 1: pass\n    return [1.0]"
     )
-    pool = VerifierPool(spec, workers=2, on_error="zero")
+    pool = verifiers(spec, workers=2, on_error="zero")
     await pool.start()
     hanging = asyncio.create_task(pool.score(PROMPT, [response(), response()]))
     await pool.score(PROMPT, [response()])
@@ -313,7 +298,7 @@ async def test_close_ends_everything_at_once(reward, tmp_path):
     for pid in pids:
         until_dead(pid)
     assert len(pids) == 4
-    assert not any(worker._child for worker in pool._workers)  # none was started again
+    assert "engine.verifier.worker" not in str([one.cmdline() for one in psutil.Process().children()])
 
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
@@ -359,14 +344,14 @@ async def test_nobody_but_the_worker_answers_a_call_and_only_once(reward, tmp_pa
         "    if prompt.answer == '3' and not once.exists():\n        once.touch()\n"
         f"        {speaks}\n    return [float(prompt.answer)] * len(responses)"
     )
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         prompts = [dataclasses.replace(PROMPT, answer=str(number)) for number in range(1, 7)]
         scores = [await pool.score(prompt, [response(), response()]) for prompt in prompts]
     assert scores == [[Score(float(prompt.answer))] * 2 for prompt in prompts]
 
 
 async def test_a_child_that_is_forked_while_the_reward_loads_is_silent(reward):
-    async with VerifierPool(reward("import os\nos.fork()\ndef reward(prompt, responses): return [1.0]")) as pool:
+    async with verifiers(reward("import os\nos.fork()\ndef reward(prompt, responses): return [1.0]")) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
 
 
@@ -375,7 +360,7 @@ async def test_a_reward_that_writes_to_its_socket_again_and_again_is_an_error_by
         "import os\ndef reward(prompt, responses):\n    for fd in range(3, 64):\n        try: os.write(fd, b'x')\n"
         "        except OSError: pass\n    return [1.0]"
     )
-    async with VerifierPool(spec) as pool:
+    async with verifiers(spec) as pool:
         with pytest.raises(
             RewardError, match="3 processes died of it; .*its process wrote something other than its scores"
         ):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.orchestrator.verifier_pool import VerifierPool
 from engine.reward.answers import tidy_answer
 from engine.reward.canonical import canonical_latex
 from engine.reward.equality import read_number, same_answer
@@ -20,6 +19,7 @@ from support.changed_answers import changed, value
 from support.hostile_strings import hostile
 from support.spellings import SPELLINGS, bare
 from support.verdicts import score
+from support.verifier_calls import verifiers
 
 ANSWERS = [
     "142",
@@ -276,11 +276,11 @@ async def test_built_in_verifiers_have_a_limit_of_memory_and_a_users_reward_has_
         seed=0,
         instance="",
     )
-    async with VerifierPool(f"{tmp_path / 'reward.py'}:reward") as pool:
+    async with verifiers(f"{tmp_path / 'reward.py'}:reward") as pool:
         assert (await pool.score(Prompt("id", "", "x", ()), [response]))[0].value == resource.getrlimit(
             resource.RLIMIT_AS
         )[0]
-    async with VerifierPool("math") as pool:
+    async with verifiers("math") as pool:
         # the process that the pool knows guards the one that computes, which has the limit
         guards = [worker._child.pid for worker in pool._workers]
         computing = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in guards]
