@@ -25,17 +25,7 @@ from tasks.artifact_cells import code_span, format_cell, markdown_table, markdow
 from tasks.code_version import code_hash
 from tasks.progress_display import show_progress, since_now
 
-COMPARED = (
-    "source",
-    "rows",
-    "version",
-    "content_hash",
-    "problem_characters",
-    "answer_characters",
-    "answers",
-    "difficulty",
-    "skipped",
-)
+COMPARED = ("source", "rows", "version", "content_hash", "problem_characters", "skipped")
 """Figures that the artifact shows for both sets."""
 
 SHOWN = 25

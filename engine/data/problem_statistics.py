@@ -1,13 +1,10 @@
-"""Statistics of a problem set: lengths, difficulty, kinds of answers, what was left out and why."""
+"""The report on a run's problem sets: their rows and lengths, what was left out and why, and their overlaps."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import quantiles
-from typing import Any, TypedDict
+from statistics import median
+from typing import TypedDict
 
 from engine.config import Config
 from engine.data.prepared import Prepared, prepare_problems, problems_version, read_prepared, write_prepared
@@ -16,25 +13,15 @@ from engine.errors import BadInput, counted
 from engine.run.files import read_json, write_json
 from engine.run.logs import log_error
 
-DIFFICULTY = ("difficulty", "level")
-"""Names of the column with the difficulty of a problem. The first that a row has is used."""
-
 REPORT = "data.json"
 """Name of the file in the run folder that holds the report of `report_data`."""
 
 LISTED = 1000
 """Number of rejected rows that a report lists one by one; all are counted."""
 
-_KINDS = (
-    ("whole number", re.compile(r"[+-]?[\d,\\! ]*\d")),
-    ("decimal", re.compile(r"[+-]?\d*\.\d+")),
-    ("fraction", re.compile(r"[+-]?(?:\\[dt]?frac\s*\{?-?\d+\}?\s*\{?\d+\}?|\d+/\d+)")),
-    ("words", re.compile(r"\\(?:text|mbox)\s*\{[^{}]*\}|[A-Za-z ]+")),
-)
-
 
 class SetFigures(TypedDict):
-    """Statistics of one problem set; lengths are in characters."""
+    """Figures of one problem set."""
 
     source: str
     content_hash: str
@@ -42,9 +29,7 @@ class SetFigures(TypedDict):
     rows: int
     skipped: dict[str, int]
     problem_characters: dict[str, float]
-    answer_characters: dict[str, float]
-    answers: dict[str, int]
-    difficulty: dict[str, int]
+    """Lengths of the problems: min, median and max."""
     rejected: list[str]
 
 
@@ -59,7 +44,7 @@ class OverlapRow(TypedDict):
 
 
 class DataReport(TypedDict):
-    """Statistics of all sets of a run: data.json in the run folder."""
+    """Figures of all sets of a run: data.json in the run folder."""
 
     train: SetFigures
     heldout: SetFigures
@@ -69,10 +54,10 @@ class DataReport(TypedDict):
 
 
 def report_data(prepared: Prepared) -> DataReport:
-    """The statistics of a run's problem sets, as JSON: data.json in the run folder."""
+    """The report on a run's problem sets, as JSON: data.json in the run folder."""
     return {
-        "train": describe_set(prepared.train),
-        "heldout": describe_set(prepared.heldout),
+        "train": _figures(prepared.train),
+        "heldout": _figures(prepared.heldout),
         "compared_with": list(prepared.against),
         "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
         "notes": list(prepared.notes),
@@ -127,53 +112,17 @@ def describe_report(found: DataReport) -> str:
     )
 
 
-def describe_set(problems: Problems) -> SetFigures:
-    """Statistics of one set; lengths are in characters."""
+def _figures(problems: Problems) -> SetFigures:
+    lengths = [len(row.problem) for row in problems.rows]
     return {
         "source": problems.source,
         "content_hash": problems.content_hash,
         "version": problems_version(problems),
         "rows": len(problems.rows),
         "skipped": dict(problems.skipped),
-        "problem_characters": spread_figures([len(row.problem) for row in problems.rows]),
-        "answer_characters": spread_figures([len(row.answer) for row in problems.rows]),
-        "answers": dict(Counter(answer_kind(row.answer) for row in problems.rows).most_common()),
-        "difficulty": count_difficulties(problems.rows),
+        "problem_characters": {"min": min(lengths), "median": median(lengths), "max": max(lengths)},
         "rejected": [str(row) for row in problems.rejected[:LISTED]],
     }
-
-
-def spread_figures(values: Sequence[int]) -> dict[str, float]:
-    """Smallest, quartiles, the 95th percentile, largest."""
-    if len(values) < 2:
-        return {name: float(values[0]) for name in ("min", "q1", "median", "q3", "p95", "max")}
-    cuts = quantiles(values, n=20, method="inclusive")
-    return {"min": min(values), "q1": cuts[4], "median": cuts[9], "q3": cuts[14], "p95": cuts[18], "max": max(values)}
-
-
-def count_difficulties(rows: Sequence[ProblemRow]) -> dict[str, int]:
-    """Difficulty (numbers are rounded) → number of rows. Rows without a difficulty are left out."""
-    values = [value for row in rows if (value := row_difficulty(row.columns)) is not None]
-    return {name: count for name, count in sorted(Counter(values).items(), key=_natural)}
-
-
-def row_difficulty(columns: Mapping[str, Any]) -> str | None:
-    """The difficulty of a row as text; None if it has none."""
-    value = next((columns[name] for name in DIFFICULTY if columns.get(name) is not None), None)
-    if isinstance(value, int | float) and value == value:
-        return str(round(value))
-    return value if isinstance(value, str) and value.strip() else None
-
-
-def answer_kind(answer: str) -> str:
-    """The approximate kind of an answer, such as "fraction" or "words"."""
-    bare = answer.strip()
-    return next((name for name, pattern in _KINDS if pattern.fullmatch(bare)), "formula")
-
-
-def _natural(item: tuple[str, int]) -> tuple[int, str]:
-    name = item[0]
-    return (int(name) if name.lstrip("-").isdigit() else 10**6, name)
 
 
 def _overlap(row: ProblemRow, other: ProblemRow, share: float) -> OverlapRow:

@@ -105,8 +105,8 @@ def finished(output):
 
 def write_report(folder, version):
     """data.json with the version of the training set."""
-    figures = {"source": "data.jsonl", "content_hash": "a", "version": "other", "rows": 4, "skipped": {}, "answers": {}}
-    figures |= {"problem_characters": {}, "answer_characters": {}, "difficulty": {}, "rejected": []}
+    figures = {"source": "data.jsonl", "content_hash": "a", "version": "other", "rows": 4, "skipped": {}}
+    figures |= {"problem_characters": {}, "rejected": []}
     report = {"train": {**figures, "version": version}, "heldout": figures}
     write_json(folder / REPORT, {**report, "compared_with": [], "overlaps": [], "notes": []})
 

@@ -15,7 +15,7 @@ from engine.data.prepared import (
     training_problems,
     write_prepared,
 )
-from engine.data.problem_statistics import answer_kind, report_data
+from engine.data.problem_statistics import report_data
 from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
 
@@ -30,7 +30,7 @@ def problem(n):
 def files(tmp_path):
     def write(name, *rows):
         path = tmp_path / name
-        made = [{"problem": text, "answer": answer, "difficulty": 1 + n % 3} for n, (text, answer) in enumerate(rows)]
+        made = [{"problem": text, "answer": answer} for text, answer in rows]
         path.write_text(json.dumps(made))
         return str(path)
 
@@ -198,28 +198,8 @@ def test_report(files):
     assert json.loads(json.dumps(found)) == found
     assert found["train"]["rows"] == 6
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 1}
-    assert found["train"]["difficulty"] == {"1": 3, "2": 2, "3": 1}
-    assert found["train"]["answers"] == {"whole number": 5, "fraction": 1}
-    assert found["train"]["answer_characters"]["max"] == 11
     assert found["overlaps"][0]["overlaps_with"] == f"{heldout}, row 1"
     assert f"{train}, row 8: answer: no answer (found null" in found["train"]["rejected"][0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        ("-12", "whole number"),
-        ("1,234", "whole number"),
-        ("2.5", "decimal"),
-        ("\\frac{1}{2}", "fraction"),
-        ("3/4", "fraction"),
-        ("\\text{east}", "words"),
-        ("x^2 + 1", "formula"),
-        ("(1, 2)", "formula"),
-    ],
-)
-def test_kinds_of_answers(answer, kind):
-    assert answer_kind(answer) == kind
 
 
 def test_many_rows_of_one_template_take_seconds(files):

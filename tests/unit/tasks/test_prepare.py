@@ -13,7 +13,7 @@ from tasks.tracking import tracked_run
 
 @pytest.fixture
 def config(tmp_path):
-    rows = [{"problem": f"{n}+1=", "answer": str(n + 1), "difficulty": 1} for n in range(60)]
+    rows = [{"problem": f"{n}+1=", "answer": str(n + 1)} for n in range(60)]
     rows.append({"problem": "a | b", "answer": None})
     (tmp_path / "train.json").write_text(json.dumps(rows))
     (tmp_path / "heldout.json").write_text(json.dumps(rows[:3]))
@@ -47,7 +47,7 @@ def test_the_report_follows_a_file_that_changes_before_the_training(config):
 def test_the_page_shows_figures_reasons_and_overlaps(config):
     text = report_page(report_data(prepared.prepare_problems(config)))
     assert "| rows | 57 | 3 |" in text
-    assert "| difficulty | 1: 57 | 1: 3 |" in text
+    assert "| problem_characters | min: 4, median: 5, max: 5 |" in text
     assert "train.json, row 1 |" in text
     assert "answer: no answer (found null" in text
 
