@@ -48,13 +48,9 @@ async def send_json(send: Send, content: JsonObject) -> None:
 
 
 async def send_error(send: Send, error: Refusal) -> None:
-    """Send a refusal."""
-    await send_body(send=send, status=error.status, body=json.dumps(error_body(error)).encode(), more=error.headers)
-
-
-def error_body(error: Refusal) -> JsonObject:
-    """Return the body of a refusal, in the form of OpenAI's errors."""
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.status}}
+    """Send a refusal, in the form of OpenAI's errors."""
+    body = {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
+    await send_body(send=send, status=error.status, body=json.dumps(body).encode(), more=error.headers)
 
 
 async def send_body(
@@ -62,11 +58,6 @@ async def send_body(
 ) -> None:
     """Send a complete reply."""
     headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **(more or {})}
-    await send_start(send, status, headers)
-    await send({"type": "http.response.body", "body": body})
-
-
-async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    """Send status and headers."""
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

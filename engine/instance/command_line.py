@@ -133,8 +133,7 @@ def announce_address(options: argparse.Namespace, port: int) -> None:
         log_line(f"{options.name}: OpenAI's API is at {url}/v1, with the model {options.text!r}")
     if options.made_token:
         (header,) = (f"{name}: {value}" for name, value in authorization_headers(access_token()).items())
-        route = "/v1/models" if options.text else "/"
-        print(f"{options.name}: try it: curl -H {shlex.quote(header)} {url}{route}", flush=True)
+        print(f"{options.name}: try it: curl -H {shlex.quote(header)} {url}/", flush=True)
     if options.port_file is not None:
         partial = options.port_file.with_name(options.port_file.name + ".partial")
         partial.write_text(json.dumps({"host": options.host, "port": port, "pid": os.getpid()}))

@@ -81,7 +81,6 @@ TOKEN_BYTES = 16
 """Bytes allowed for one token id in a JSON list, with its comma and spaces."""
 COMPLETION = ("POST", "/v1/completions")
 CHAT = ("POST", "/v1/chat/completions")
-MODELS = ("GET", "/v1/models")
 HEALTH = ("GET", "/health")
 TOKENS_ONLY = "this instance takes token ids only; `metronome serve --model FOLDER` starts one that takes text"
 
@@ -93,7 +92,7 @@ class TextRoutes(Protocol):
     """The model's name in requests and replies."""
 
     async def __call__(self, scope: Message, body: JsonObject, receive: Receive, send: Send) -> None:
-        """Answer a request for MODELS or CHAT, or for COMPLETION with a text prompt. Its body has been read and parsed.
+        """Answer a request for CHAT, or for COMPLETION with a text prompt. Its body has been read and parsed.
 
         An error raised before the reply has begun becomes the reply.
         """
@@ -171,7 +170,7 @@ class InstanceApp:
             ("POST", "/finish_weight_update"): (self._finish_update, OTHER_BYTES),
         }
         if text is not None:
-            self._routes |= {CHAT: (self._answer_text, longest), MODELS: (self._answer_text, OTHER_BYTES)}
+            self._routes[CHAT] = (self._answer_text, longest)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Reply to one request. A WebSocket is closed."""
@@ -296,7 +295,7 @@ class InstanceApp:
         """Sample one response to one prompt of token ids. A text prompt goes to the text routes."""
         if protocol.has_text(request.body):
             if self._text is None:
-                raise Refusal(400, f"prompt is text: {TOKENS_ONLY}", param="prompt")
+                raise Refusal(400, f"prompt is text: {TOKENS_ONLY}")
             await self._answer_text(request)
             return None
         asked = protocol.parse_completion(request.body, self._backend.limits)

@@ -40,15 +40,12 @@ class Refusal(MetronomeError):
         message: str,
         kind: str | None = None,
         headers: Mapping[str, str] | None = None,
-        param: str | None = None,
     ) -> None:
-        """`kind`: error type in the reply; by default that of the status in KINDS. `param`: the key of the body that is
-        wrong."""
+        """`kind`: error type in the reply; by default that of the status in KINDS."""
         super().__init__(message)
         self.status = status
         self.kind = kind or KINDS[status]
         self.headers = headers or {}
-        self.param = param
 
 
 def as_refusal(error: MetronomeError) -> Refusal:

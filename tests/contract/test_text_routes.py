@@ -27,7 +27,7 @@ from support.tiny_models import save
 NAME = "tiny"
 TOKEN = "a-secret"
 PROMPT = "12+34="
-ASKED = {"model": NAME, "max_tokens": 12, "seed": 3, "extra_body": {"ignore_eos": True}}
+ASKED = {"model": NAME, "max_tokens": 12, "seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +92,6 @@ def test_the_root_says_what_this_is(url, folder):
     assert {"GET /health", "POST /v1/completions", "POST /v1/chat/completions"} <= set(about["routes"])
 
 
-def test_the_model_is_listed(client):
-    (model,) = client.models.list().data
-    assert (model.id, model.object, model.max_model_len) == (NAME, "model", CONTEXT)
-
-
 def test_a_prompt_gets_the_text_of_the_training_routes_tokens(client, url, folder):
     tokenizer = Tokenizer(folder)
     ids = tokenizer.hf.encode(PROMPT, add_special_tokens=False)
@@ -106,8 +101,6 @@ def test_a_prompt_gets_the_text_of_the_training_routes_tokens(client, url, folde
     assert choice.text == tokenizer.decode(expected["token_ids"])
     assert (choice.finish_reason, reply.object, reply.model) == ("length", "text_completion", NAME)
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(ids), 12)
-    more = ASKED | {"extra_body": {"ignore_eos": True, "add_special_tokens": True}}
-    assert client.completions.create(prompt=PROMPT, **more).usage.prompt_tokens == len(ids) + 1
 
 
 def test_a_chat_is_put_into_the_tokenizers_template(client, url, folder):
@@ -119,46 +112,15 @@ def test_a_chat_is_put_into_the_tokenizers_template(client, url, folder):
     assert choice.message.role == "assistant"
     assert choice.message.content == tokenizer.decode(tokens_of(url, prompt=ids)["token_ids"])
     assert reply.usage.prompt_tokens == len(ids)
-    parts = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
-    again = client.chat.completions.create(messages=parts, **ASKED)
-    assert again.choices[0].message.content == choice.message.content
-
-
-def test_a_stream_is_the_same_text_in_pieces(client):
-    for seed in range(4):
-        asked = ASKED | {"prompt": PROMPT, "seed": seed, "max_tokens": 60}
-        whole = client.completions.create(**asked).choices[0]
-        events = list(client.completions.create(stream=True, **asked))
-        pieces = [event.choices[0] for event in events]
-        assert len(pieces) > 3
-        assert "".join(piece.text for piece in pieces) == whole.text
-        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [whole.finish_reason]
-
-
-def test_a_streamed_chat_begins_with_its_role_and_may_count(client):
-    events = list(chat(client, stream=True, n=2, stream_options={"include_usage": True}))
-    whole = chat(client, n=2)
-    for index, choice in enumerate(whole.choices):
-        pieces = [one for event in events for one in event.choices if one.index == index]
-        assert pieces[0].delta.role == "assistant"
-        assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
-        assert pieces[-1].finish_reason == choice.finish_reason
-    assert whole.choices[0].message.content != whole.choices[1].message.content
-    assert events[-1].choices == []
-    assert events[-1].usage == whole.usage
-    assert all(event.usage is None for event in events[:-1])
 
 
 def test_a_stop_string_ends_the_text_before_it(client, url):
     text = client.completions.create(prompt=PROMPT, temperature=0, **(ASKED | {"max_tokens": 60})).choices[0].text
     stop = text[5:8]
     cut = text[: text.index(stop)]
-    for stream in (False, True):
-        given = {"prompt": PROMPT, "temperature": 0, "stop": ["never so", stop], "stream": stream}
-        reply = client.completions.create(**given, **(ASKED | {"max_tokens": 60}))
-        choices = [event.choices[0] for event in reply] if stream else reply.choices
-        assert "".join(choice.text for choice in choices) == cut
-        assert choices[-1].finish_reason == "stop"
+    given = {"prompt": PROMPT, "temperature": 0, "stop": ["never so", stop]}
+    (choice,) = client.completions.create(**given, **(ASKED | {"max_tokens": 60})).choices
+    assert (choice.text, choice.finish_reason) == (cut, "stop")
     before = figures(url)["generated"]
     long = ASKED | {"prompt": PROMPT, "temperature": 0, "stop": stop, "max_tokens": CONTEXT - 10}
     with ThreadPoolExecutor(16) as threads:  # and not n = 16, which vLLM refuses of a greedy request
@@ -171,32 +133,12 @@ def test_a_stop_string_ends_the_text_before_it(client, url):
 def test_an_end_of_sequence_is_no_part_of_the_text(client, url, folder):
     tokenizer = Tokenizer(folder)
     ids = tokenizer.hf.encode(PROMPT, add_special_tokens=False)
-    greedy = tokens_of(url, prompt=ids, temperature=0)["token_ids"]
-    body = {"ignore_eos": True, "stop_token_ids": [greedy[4]]}
-    choice = client.completions.create(prompt=PROMPT, temperature=0, **(ASKED | {"extra_body": body})).choices[0]
-    assert choice.finish_reason == "stop"
-    assert choice.text == tokenizer.decode(greedy[: greedy.index(greedy[4])])
-
-
-def test_log_probabilities_are_those_of_the_training_route(client, url, folder):
-    ids = Tokenizer(folder).hf.encode(PROMPT, add_special_tokens=False)
-    expected = tokens_of(url, prompt=ids)["logprobs"]["token_logprobs"]
-    found = client.completions.create(prompt=PROMPT, logprobs=0, **ASKED).choices[0].logprobs
-    assert found.token_logprobs == pytest.approx(expected, abs=1e-4)
-    assert len(found.tokens) == len(found.text_offset) == 12
-    pieces = list(chat(client, logprobs=True, stream=True))
-    whole = chat(client, logprobs=True).choices[0].logprobs.content
-    streamed = [one for event in pieces if event.choices[0].logprobs for one in event.choices[0].logprobs.content]
-    assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in whole], abs=1e-4)
-    assert len(whole) == 12
-
-
-def test_prompts_and_responses_are_many(client):
-    reply = client.completions.create(prompt=[PROMPT, "x"], n=2, **ASKED)
-    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
-    assert len({choice.text for choice in reply.choices}) == 4
-    one = client.completions.create(prompt="x", **ASKED)
-    assert reply.choices[2].text == one.choices[0].text
+    for seed in range(300):
+        ended = tokens_of(url, prompt=ids, seed=seed, max_tokens=CONTEXT - 10, ignore_eos=False)
+        if ended["finish_reason"] == "stop" and ended["token_ids"][-1] == tokenizer.hf.eos_token_id:
+            break
+    (choice,) = client.completions.create(prompt=PROMPT, **(ASKED | {"seed": seed, "max_tokens": CONTEXT - 10})).choices
+    assert (choice.text, choice.finish_reason) == (tokenizer.decode(ended["token_ids"][:-1]), "stop")
 
 
 LONG = "x" * (CONTEXT + 1)
@@ -207,7 +149,6 @@ WRONG = [
     ({"prompt": PROMPT, "max_tokens": "many"}, 400, "max_tokens"),
     ({"prompt": PROMPT, "temperature": -1}, 400, "temperature"),
     ({"prompt": PROMPT, "top_p": 0}, 400, "top_p"),
-    ({"prompt": PROMPT, "n": 0}, 400, "n"),
     ({"prompt": PROMPT, "stop": 5}, 400, "stop"),
     ({"messages": []}, 400, "message"),
     ({"messages": "hello"}, 400, "messages"),
@@ -233,54 +174,30 @@ def test_the_client_raises_its_own_errors(client, url):
         client.completions.create(model="another", prompt=PROMPT)
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model=NAME, prompt=LONG)
-    with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(model=NAME, prompt=LONG, stream=True)
     stranger = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
-    for call in (stranger.models.list, lambda: stranger.completions.create(model=NAME, prompt=PROMPT)):
-        with pytest.raises(openai.AuthenticationError, match="token"):
-            call()
+    with pytest.raises(openai.AuthenticationError, match="token"):
+        stranger.completions.create(model=NAME, prompt=PROMPT)
 
 
 @pytest.mark.parametrize("engine", ["embedded"], indirect=True)
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {"5": 1}),
-        ("echo", True),
-        ("logprobs", 3),
-        ("best_of", 2),
-        ("never_heard_of", 1),
-    ],
+    "more", [{"stream": True}, {"logprobs": 0}, {"n": 2}, {"prompt": [PROMPT, "x"]}, {"never_heard_of": 1}]
 )
-def test_what_the_embedded_engine_lacks_is_refused_by_name(url, key, value):
-    status, reply = ask(url, "POST", "/v1/completions", {"model": NAME, "prompt": PROMPT, key: value})
-    assert (status, reply["error"]["param"]) == (400, key)
+def test_what_the_embedded_engine_lacks_is_refused_by_name(url, more):
+    (key,) = more
+    status, reply = ask(url, "POST", "/v1/completions", {"model": NAME, "prompt": PROMPT} | more)
+    assert status == 400
     assert key in reply["error"]["message"]
 
 
-@pytest.mark.parametrize("engine", ["embedded"], indirect=True)
-def test_a_key_that_asks_for_nothing_is_taken(client):
-    plain = client.completions.create(prompt=PROMPT, **ASKED).choices[0].text
-    same = client.completions.create(
-        prompt=PROMPT, frequency_penalty=0.0, presence_penalty=0, logit_bias={}, echo=False, user="me", **ASKED
-    )
-    assert same.choices[0].text == plain
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_slots(url, stream):
+async def test_a_client_that_leaves_frees_its_slots(url):
     before = figures(url)["generated"]
-    many = 64
+    many = 16
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as client:
-        given = ASKED | {"max_tokens": CONTEXT - 10, "n": many, "stream": stream}
-        task = asyncio.create_task(client.completions.create(prompt=PROMPT, **given))
-        if stream:
-            events = await task
-            await anext(aiter(events))
-            await events.close()
-        else:
-            await asyncio.to_thread(wait_for, lambda: busy(url), "a response to be sampled")
+        given = ASKED | {"prompt": PROMPT, "max_tokens": CONTEXT - 10}
+        tasks = [asyncio.create_task(client.completions.create(**given)) for _ in range(many)]
+        await asyncio.to_thread(wait_for, lambda: busy(url), "a response to be sampled")
+        for task in tasks:
             task.cancel()
     await asyncio.to_thread(wait_for, lambda: not busy(url), "the slots to be free")
     assert figures(url)["generated"] - before < many * (CONTEXT - 10) / 2
@@ -301,18 +218,6 @@ def figures(url):
     vllms = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total")
     names = vllms if vllms[0] in values else ours
     return dict(zip(("running", "waiting", "generated"), (values[name] for name in names), strict=True))
-
-
-def test_a_pause_that_breaks_a_stream_off_says_so(client, url, engine):
-    events = iter(client.completions.create(prompt=PROMPT, stream=True, **(ASKED | {"max_tokens": CONTEXT - 10})))
-    next(events)
-    assert ask(url, "POST", "/pause?mode=abort", {})[0] == 200
-    assert ask(url, "POST", "/resume", {})[0] == 200
-    if engine == "embedded":
-        with pytest.raises(openai.APIError, match="pause"):
-            list(events)
-    else:
-        assert [event.choices[0].finish_reason for event in events][-1] == "abort"
 
 
 def test_a_model_without_a_chat_template_is_named(folder, tmp_path, engine):
@@ -342,9 +247,9 @@ def test_the_command_serves_the_policy_of_a_run(folder, tmp_path):
     try:
         said = next(line for line in process.stdout if "try it: curl" in line)
         command = shlex.split(said.partition("try it: ")[2])
-        listed = subprocess.run([*command, "-sS"], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
-        assert json.loads(listed.stdout)["data"][0]["id"] == "mine"
-        base = re.search(r"http://\S+/v1", said)[0]
+        about = subprocess.run([*command, "-sS"], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+        assert "'mine'" in json.loads(about.stdout)["text"]
+        base = re.search(r"http://[^ /]+", said)[0] + "/v1"
         token = re.search("Bearer ([0-9a-f]{64})", said)[1]
         assert ask(base.removesuffix("/v1"), "GET", "/", token=token)[1]["weight_version"] == 4
         assert ask(base.removesuffix("/v1"), "GET", "/", token="none")[0] == 401

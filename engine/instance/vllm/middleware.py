@@ -1,7 +1,7 @@
 """Our routes in vLLM's server (its --middleware): the outermost ASGI layer, which every request reaches first.
 
 It answers all requests, so from outside only vLLM's text routes can be reached (`--text`), after our checks:
-completions, chat completions and the list of models.
+completions and chat completions.
 """
 
 from __future__ import annotations
