@@ -11,17 +11,17 @@ const draw = (svg, tag, attributes, text) => {
 const share = (value, whole) => `width:${(100 * value / (whole || 1)).toFixed(3)}%`;
 
 // curves: the runs have steps and times of their own, so a curve is empty at the places of the others
-function lines(parent, chart) {
-  const x = [...new Set(chart.lines.flatMap(line => line.points.map(one => one[0])))].toSorted((a, b) => a - b);
-  const place = new Map(x.map((value, at) => [value, at]));
-  const made = chart.lines.map(line => {
+const ofRuns = (figure, axis = "step") => () => {
+  const there = embedded.columns.map((columns, run) => ({ columns, run })).filter(one => (one.columns[figure] || []).some(value => value !== null));
+  const x = [...new Set(there.flatMap(one => one.columns[axis]))].toSorted((a, b) => a - b), place = new Map(x.map((value, at) => [value, at]));
+  const lines = there.map(({ columns, run }) => {
     const values = x.map(() => null);
-    for (const [at, value] of line.points) values[place.get(at)] = value;
-    return { name: runs[line.run], values, place: line.run, dash: dashes(line.run) };
+    columns[axis].forEach((at, row) => { values[place.get(at)] = columns[figure][row]; });
+    return { name: runs[run], values, place: run, dash: dashes(run) };
   });
-  const by = chart.x === "step" ? "by step" : `over ${chart.x} of wall time`;
-  new Chart(parent, chart.title, by, () => ({ x, lines: made }), { smooth: true, zero: chart.zero, each: true, x: chart.x === "step" ? "" : chart.x });
-}
+  return lines.length ? { x, lines } : null;
+};
+const curve = ([title, hint, [[figure]], options]) => new Chart($("charts"), title, hint, ofRuns(figure), { ...options, each: true });
 
 function card(parent, title) {
   const box = add(parent, "figure", "", { class: "chart", style: "margin:0" });
@@ -89,9 +89,12 @@ for (const verdict of embedded.verdicts) {
   for (const caution of verdict.cautions) add(box, "p", caution, { class: "caution" });
 }
 table($("summary"), embedded.table.columns, embedded.table.rows);
-for (const chart of embedded.charts.slice(0, 3)) lines($("charts"), chart);
+curve(CURVES[0]);
+new Chart($("charts"), "Reward over wall time", "in minutes", ofRuns("reward_mean", "minutes"), { smooth: true, each: true, x: "minutes" });
+const parts = new Set(embedded.columns.flatMap(Object.keys).filter(name => name.startsWith("reward/") && !name.endsWith("_std")));
+for (const name of [...parts].toSorted()) curve([name, "of the reward", [[name]], { smooth: true }]);
 if (embedded.bars.length) bars($("charts"));
-for (const chart of embedded.charts.slice(3)) lines($("charts"), chart);
+for (const one of CURVES.slice(1)) curve(one);
 for (const group of embedded.forest) intervals($("charts"), group);
 if (embedded.differences.length) {
   add($("differences"), "h2", "Settings that differ");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from engine.errors import counted
@@ -15,9 +16,10 @@ from engine.tools.comparison.run_figures import ComparedRun, Row
 from engine.tools.comparison.verdict import Verdict, config_differences, format_percent, judge_runs
 from engine.tools.pages.assembly import assemble_page
 from engine.tools.timeline import COLORS
+from engine.tools.watch.run_view import columns_of
 
 POINTS = 400
-"""Largest number of points of a curve. A longer curve is drawn as means of neighbouring steps."""
+"""Largest number of points of a curve. A longer one is drawn as means of neighbouring steps."""
 PARTS = {
     "sync_s": ("weight sync", "sync"),
     "check_s": ("compare weights", "check"),
@@ -118,7 +120,7 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
         "runs": [run.name for run in runs],
         "verdicts": [{"answer": one.answer, "sentences": one.sentences, "cautions": one.cautions} for one in found],
         "table": {"columns": columns, "rows": rows},
-        "charts": _charts(runs),
+        "columns": [_columns(run) for run in runs],
         "parts": [{"name": name, "kind": kind, "color": COLORS[kind]} for name, kind in (*PARTS.values(), ROLLOUT)],
         "bars": _bars(runs),
         "forest": _forest(runs, found),
@@ -127,40 +129,18 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
     }
 
 
-def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    metrics = sorted({key for run in runs for row in run.steps for key in row if key.startswith(run_figures.REWARD)})
-    drawn = [
-        _chart(runs, "reward_mean", "Reward over steps", "step"),
-        _chart(runs, "reward_mean", "Reward over wall time", "minutes", timed=True),
-        *(_chart(runs, key, key, "step") for key in metrics if not key.endswith("_std")),
-        _chart(runs, "tokens_per_s_per_device", "Trained tokens/s/device", "step", zero=True),
-        _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
-        _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),
-        _chart(runs, "entropy", "Entropy (nats per token)", "step"),
-        _chart(runs, "grad_cosine", "Cosine of consecutive gradients", "step"),
-    ]
-    return [chart for chart in drawn if chart["lines"]]
+def _columns(run: ComparedRun) -> dict[str, list[float | None]]:
+    """The figures of a run's steps by column, with the minutes of training at their ends."""
+    minutes = [seconds / 60 for seconds in run_figures.elapsed_seconds(run).values()]
+    size = math.ceil(len(run.steps) / POINTS)
+    return {name: _thin(values, size) for name, values in (columns_of(run.steps) | {"minutes": minutes}).items()}
 
 
-def _chart(
-    runs: Sequence[ComparedRun], key: str, title: str, x: str, timed: bool = False, zero: bool = False
-) -> dict[str, Any]:
-    lines = []
-    for number, run in enumerate(runs):
-        times = run_figures.elapsed_seconds(run) if timed else {}
-        points = [(times[step] / 60 if timed else step, value) for step, value in run_figures.figure_series(run, key)]
-        if points:
-            lines.append({"run": number, "points": thin_points(points)})
-    return {"title": title, "x": x, "zero": zero, "lines": lines}
-
-
-def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `POINTS` points, as means of neighbours."""
-    size = math.ceil(len(points) / POINTS)
-    if size <= 1:
-        return list(points)
-    parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+def _thin(values: Sequence[float | None], size: int) -> list[float | None]:
+    """Means of `size` neighbours each."""
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    known = [[value for value in part if value is not None] for part in parts]
+    return [fmean(part) if part else None for part in known]
 
 
 def _bars(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:

@@ -142,3 +142,15 @@ class Chart {
     return [this.options.zero && low >= 0 ? 0 : from - room, high + room];
   }
 }
+// Curves of steps: title, hint, [figure, name] of each line, options. Runs side by side show the first figure of each.
+const CURVES = [
+  ["Reward", "mean over the trained responses", [["reward_mean", "trained"], ["reward_tried", "all that were sampled"]], { smooth: true }],
+  ["Speed", "trained tokens per second and device", [["tokens_per_s_per_device", "tokens/s/device"]], { smooth: true, zero: true }],
+  ["Waiting", "share of a step in which the trainer waits for responses", [["wait_ratio", "waiting"]], { smooth: true, zero: true }],
+  ["Response length", "tokens: mean, 90 % quantile, longest", [["response_length_mean", "mean"], ["response_length_p90", "90 %"], ["response_length_max", "longest"]], { zero: true, each: true }],
+  ["Long tail", "share of the tokens in the longest tenth of the responses; 0.1 if all are equally long", [["response_length_tail", "tail"]], { smooth: true }],
+  ["KL", "from the reference, nats per token", [["kl", "KL"]], { smooth: true, zero: true }],
+  ["Mismatch", "KL between instances and trainer, nats per token", [["mismatch_kl", "mismatch"]], { smooth: true }],
+  ["Entropy", "nats per token", [["entropy", "entropy"]], { smooth: true }],
+  ["Gradient cosine", "between consecutive gradients", [["grad_cosine", "cosine"]], { smooth: true }],
+];

@@ -78,18 +78,8 @@ function accuracy() {
     return line;
   }) };
 }
-const CURVES = [
-  ["Reward", "mean over the trained responses", [["reward_mean", "trained"], ["reward_tried", "all that were sampled"]], { smooth: true }],
-  ["Evaluation", "accuracy, or mean of partial scores: avg@k with its 95 % interval, by weight version", accuracy, { each: true }],
-  ["Speed", "trained tokens per second and device", [["tokens_per_s_per_device", "tokens/s/device"]], { smooth: true, zero: true }],
-  ["Waiting", "share of a step in which the trainer waits for responses", [["wait_ratio", "waiting"]], { smooth: true, zero: true }],
-  ["Response length", "tokens: mean, 90 % quantile, longest", [["response_length_mean", "mean"], ["response_length_p90", "90 %"], ["response_length_max", "longest"]], { zero: true, each: true }],
-  ["Long tail", "share of the tokens in the longest tenth of the responses; 0.1 if all are equally long", [["response_length_tail", "tail"]], { smooth: true }],
-  ["KL", "from the reference, nats per token", [["kl", "KL"]], { smooth: true, zero: true }],
-  ["Mismatch", "KL between instances and trainer, nats per token", [["mismatch_kl", "mismatch"]], { smooth: true }],
-  ["Gradient cosine", "between consecutive gradients", [["grad_cosine", "cosine"]], { smooth: true }],
-];
-for (const [title, hint, lines, options] of CURVES) new Chart($("charts"), title, hint, typeof lines === "function" ? lines : ofSteps(lines), options);
+const EVALUATION = ["Evaluation", "accuracy, or mean of partial scores: avg@k with its 95 % interval, by weight version", accuracy, { each: true }];
+for (const [title, hint, lines, options] of [CURVES[0], EVALUATION, ...CURVES.slice(1)]) new Chart($("charts"), title, hint, typeof lines === "function" ? lines : ofSteps(lines), options);
 const other = document.createElement("select");
 other.setAttribute("aria-label", "another figure of the steps");
 const anyFigure = new Chart($("charts"), other, "any figure of steps.jsonl", () => other.value ? ofSteps([[other.value, other.value.replaceAll("_", " ")]])() : null, { smooth: true });
@@ -98,7 +88,7 @@ new Chart($("pool-chart"), "Instances", "that took prompts or weights when the s
 function figures() {
   const names = Object.keys(run.columns).filter(name => name !== "step").toSorted();
   if (names.length === other.options.length) return;
-  const chosen = other.value || "entropy";
+  const chosen = other.value || "grad_norm";
   other.replaceChildren(...names.map(name => new Option(name.replaceAll("_", " "), name)));
   other.value = names.includes(chosen) ? chosen : names[0] ?? "";
 }

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -163,7 +163,7 @@ class RunView:
         `of`. A figure that a step lacks, or that is not finite, is null."""
         rows = self.steps_file.read()
         first = after if of == self.steps_file.of and after <= len(rows) else 0
-        return {"of": self.steps_file.of, "first": first, "columns": _columns(rows[first:])}
+        return {"of": self.steps_file.of, "first": first, "columns": columns_of(rows[first:])}
 
     def rest(self) -> JsonObject:
         """Evaluations, warnings, the pool's history, and the steps with conversations."""
@@ -219,7 +219,8 @@ def _facts(settings: JsonObject) -> JsonObject:
     }
 
 
-def _columns(rows: Sequence[JsonObject]) -> JsonObject:
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float | int | None]]:
+    """The figures of steps by column. One that a step lacks, or that is not finite, is None."""
     names = dict.fromkeys(
         name for row in rows for name, value in row.items() if name != "ended_s" and _is_number(value)
     )
