@@ -26,7 +26,7 @@ from engine.data.problem_statistics import recorded_problems
 from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, WeightSyncError, clean_line
 from engine.orchestrator.checks import check_instances, check_training
-from engine.orchestrator.live_progress import LiveProgress
+from engine.orchestrator.live_progress import live_progress
 from engine.orchestrator.opening import serving_plane
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.run_events import RunEvents
@@ -162,11 +162,10 @@ class _Orchestrator:
     async def _beat(self, server: Server) -> None:
         """Send the flow progress, which also shows that this process is alive (tasks.orchestrator_process), and the
         notices that are due. Raises TakenOver if another orchestrator now writes the run."""
-        live = LiveProgress(server, self.folder.checkpoints, self.config.train.steps)
         while True:
             self.folder.fence.check_attempt()
             self._notices.report_due()
-            self._send_progress(live.look())
+            self._send_progress(live_progress(server, self.config.train.steps))
             await asyncio.sleep(BEAT_S)
 
     def _send_progress(self, progress: Progress) -> None:

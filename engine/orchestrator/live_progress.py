@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from engine.errors import counted
 from engine.orchestrator.server import Server
-from engine.run.checkpoint_files import partial_of
-from engine.run.progress import Progress, folder_size, format_size
+from engine.run.progress import Progress
 from engine.types import JsonObject
 
-YOUNG_S = 30.0
-"""An incomplete checkpoint to which nothing was written for this many seconds is not being fetched."""
 
-
-class LiveProgress:
-    """Looks at the parts of a run, as soon as they are there."""
-
-    def __init__(self, server: Server, checkpoints: Path, steps: int) -> None:
-        """`server`: has the pool and the plane; `steps`: the run's number of steps (train.steps)."""
-        self._server = server
-        self._checkpoints = checkpoints
-        self._steps = steps
-        self._left_over = arriving_size(checkpoints)
-        """Bytes of a checkpoint that an interrupted run did not finish. If they change, one is being fetched."""
-
-    def look(self) -> Progress:
-        """Return the progress now."""
-        found: JsonObject = {"ready": False}
-        if (pool := self._server.pool) is not None:
-            loads = [one.load for one in pool.instances if one.load is not None]
-            found |= {
-                "instances": len(pool.processes.declared),
-                "met": sum(one.met for one in pool.instances),
-                "running": sum(load.running for load in loads),
-                "tokens_per_s": round(sum(one.tokens_per_s for one in pool.instances)),
-            }
-        if self._server.plane is not None:
-            found |= self._server.plane.stage_progress()
-        size = 0 if found["ready"] else arriving_size(self._checkpoints)
-        if size and size != self._left_over:
-            return Progress(f"fetching a checkpoint: {format_size(size)} so far")
-        return training_progress(found, self._steps)
+def live_progress(server: Server, steps: int) -> Progress:
+    """The progress of a training of `steps` steps now. `server`: has the pool and the plane as soon as they are
+    there."""
+    found: JsonObject = {"ready": False}
+    if (pool := server.pool) is not None:
+        loads = [one.load for one in pool.instances if one.load is not None]
+        found |= {
+            "instances": len(pool.processes.declared),
+            "met": sum(one.met for one in pool.instances),
+            "running": sum(load.running for load in loads),
+            "tokens_per_s": round(sum(one.tokens_per_s for one in pool.instances)),
+        }
+    if server.plane is not None:
+        found |= server.plane.stage_progress()
+    return training_progress(found, steps)
 
 
 def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
@@ -81,18 +61,3 @@ def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
             "responses"
         )
     return Progress(text, (step + found["trained"] / expected) / steps)
-
-
-def arriving_size(checkpoints: Path) -> int:
-    """Bytes of the checkpoint that is being copied here now; 0 if there is none."""
-    pattern = partial_of(checkpoints / "step-*").name
-    young = time.time() - YOUNG_S
-    return sum(folder_size(one) for one in checkpoints.glob(pattern) if _newest(one) > young)
-
-
-def _newest(folder: Path) -> float:
-    times = [0.0]
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times)

@@ -27,9 +27,9 @@ from engine.orchestrator.weight_sync.place import weights_folder
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run_id
 from engine.run.lock import hold_lock
-from engine.run.logs import log_error, log_line
+from engine.run.logs import log_line
 from engine.run.open_files import raise_limit
-from engine.run.process import drop_lifeline, hold_lifeline, stop_all, watch_lifeline
+from engine.run.process import drop_lifeline, hold_lifeline, report_errors, stop_all, watch_lifeline
 from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace
 
@@ -153,15 +153,8 @@ def main() -> int:
     raise_limit()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
-    try:
-        run_service(load_config(parser.parse_args().config), lambda text: log_line(text))
-    except BadInput as error:
-        log_error(f"error: {error}")
-        return 2
-    except MetronomeError as error:
-        log_error(f"error: {type(error).__name__}: {error}")
-        return 1
-    return 0
+    arguments = parser.parse_args()
+    return report_errors(lambda: run_service(load_config(arguments.config), log_line))
 
 
 if __name__ == "__main__":

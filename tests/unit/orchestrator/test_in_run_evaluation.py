@@ -4,12 +4,13 @@ when weights may move, what is cut, what is refused."""
 import asyncio
 import contextlib
 import json
+import re
 
 import pytest
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
-from engine.errors import StaleRolloutError, TakenOver
+from engine.errors import TakenOver
 from engine.orchestrator import in_run_evaluation
 from engine.orchestrator.in_run_evaluation import InRunEvaluation
 from engine.orchestrator.pool.health import HealthMonitor
@@ -105,58 +106,73 @@ async def test_only_due_steps_and_each_once(world):
         assert [row["weight_version"] for row in rows(folder)] == [0]
 
 
-async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
-    async with world(delay_s=60, max_wait_s=0.2) as (evaluation, folder, scripted, _):
-        evaluation.evaluate_version(0)
-        await until(lambda: scripted.running, "requests")
-        assert not evaluation.allows_publish(True)
-        began = asyncio.get_running_loop().time()
-        await until(lambda: evaluation.allows_publish(True), "the cut")
-        assert 0.1 < asyncio.get_running_loop().time() - began < 5
-        await until(lambda: not scripted.running, "the end of its requests")
-        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-        assert (
-            lost["reason"]
-            == "0 of 12 responses had arrived when training had waited 0.2 s for them (evaluate.max_wait_s)"
-        )
-        assert lost["exposed_s"] >= 0.2
-        assert rows(folder) == []
+async def running(evaluation, scripted):
+    await until(lambda: scripted.running, "requests")
 
 
-async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
-    async with world(max_wait_s=0) as (evaluation, folder, scripted, _):
-        evaluation.evaluate_version(0)
-        assert not evaluation.allows_publish(True)
-        await until(lambda: evaluation.allows_publish(True), "the cut")
-        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-        assert lost["reason"].startswith("its problems were not yet encoded, or its verifiers not yet started, when")
-        assert scripted.seeds == []
+async def late(evaluation, scripted):
+    await running(evaluation, scripted)
+    assert not evaluation.allows_publish(True)
+    began = asyncio.get_running_loop().time()
+    await until(lambda: evaluation.allows_publish(True), "the cut")
+    assert 0.1 < asyncio.get_running_loop().time() - began < 5
+    await until(lambda: not scripted.running, "the end of its requests")
 
 
-async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_reported(world, tmp_path, capsys):
+async def at_once(evaluation, scripted):
+    assert not evaluation.allows_publish(True)
+    await until(lambda: evaluation.allows_publish(True), "the cut")
+    assert scripted.seeds == []
+
+
+async def abandoned(evaluation, scripted):
+    await running(evaluation, scripted)
+    assert evaluation.allows_publish(False)  # no instance holds its weights any more
+    await until(lambda: not scripted.running, "the end of its requests")
+
+
+async def unscored(evaluation, scripted):
+    await until(lambda: evaluation.allows_publish(True), "the responses")
+    began = asyncio.get_running_loop().time()
+    await evaluation.finish_evaluations()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
+    assert 0.3 < asyncio.get_running_loop().time() - began < 5
+
+
+async def other_weights(evaluation, scripted):
+    scripted.version = 3
+    await evaluation.finish_evaluations()
+
+
+SLOW = {"reward": {"function": "SLOW", "timeout_s": 60}, "train": {"timeout_s": 0.8}}
+
+
+@pytest.mark.parametrize(
+    ("act", "how", "reason"),
+    [
+        (late, {"delay_s": 60, "max_wait_s": 0.2}, "^0 of 12 responses had arrived when training had waited 0.2 s for"),
+        (at_once, {"max_wait_s": 0}, "^its problems were not yet encoded, or its verifiers not yet started, when"),
+        (
+            unscored,
+            SLOW,
+            "^not all of its responses were scored .* when the last step had waited 0.4 s for it",
+        ),
+        (running, {"delay_s": 60}, "^0 of 12 responses had arrived when the run ended$"),
+        (abandoned, {"delay_s": 60}, "had arrived when the last instance that held its weights was gone$"),
+        (other_weights, {}, "^StaleRolloutError: evaluation of weight version 0, .* of one: sampled from version 3$"),
+    ],
+)
+async def test_one_that_is_not_whole_is_dropped_with_its_reason(world, tmp_path, capsys, act, how, reason):
     (tmp_path / "slow.py").write_text("import time\ndef reward(prompt, responses): time.sleep(60)\n")
-    slow = {"function": f"{tmp_path / 'slow.py'}:reward", "timeout_s": 60}
-    async with world(reward=slow, train={"timeout_s": 0.8}) as (evaluation, folder, scripted, _):
+    if "reward" in how:
+        how = how | {"reward": how["reward"] | {"function": f"{tmp_path / 'slow.py'}:reward"}}
+    async with world(**how) as (evaluation, folder, scripted, _):
         evaluation.evaluate_version(0)
-        await until(lambda: evaluation.allows_publish(True), "the responses")
-        began = asyncio.get_running_loop().time()
-        await evaluation.finish_evaluations()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
-        assert 0.3 < asyncio.get_running_loop().time() - began < 5
-        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-        assert lost["reason"] == (
-            "not all of its responses were scored and voted on when the last step had waited 0.4 s for it "
-            "(evaluate.max_wait_s, at most half of train.timeout_s)"
-        )
-        assert "evaluate: version 0 dropped: not all of its responses were scored" in capsys.readouterr().out
-        assert rows(folder) == []
-
-
-async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
-    async with world(delay_s=60) as (evaluation, folder, scripted, _):
-        evaluation.evaluate_version(0)
-        await until(lambda: scripted.running, "requests")
+        await act(evaluation, scripted)
     (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-    assert lost["reason"] == "0 of 12 responses had arrived when the run ended"
+    assert re.search(reason, lost["reason"])
+    assert f"evaluate: version 0 dropped: {lost['reason']}" in capsys.readouterr().out
+    assert lost["exposed_s"] >= (0.2 if act is late else 0.0)
+    assert rows(folder) == []
 
 
 async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_training(world, capsys):
@@ -177,26 +193,6 @@ async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(worl
         await until(lambda: len(scripted.seeds) > 24, "requests that are sent again")
         (instance,) = evaluation._service.pool.instances
         assert (instance.state, instance.failures) == ("serving", 0)
-
-
-async def test_one_whose_weights_no_instance_holds_any_more_is_dropped_at_once(world):
-    async with world(delay_s=60) as (evaluation, folder, scripted, _):
-        evaluation.evaluate_version(0)
-        await until(lambda: scripted.running, "its requests")
-        assert evaluation.allows_publish(False)
-        await until(lambda: list(read_lines(in_run_evaluation.dropped_file(folder))), "the report")
-    (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-    assert lost["reason"].endswith("had arrived when the last instance that held its weights was gone")
-
-
-async def test_responses_of_other_weights_are_refused(world):
-    async with world(version=3) as (evaluation, folder, _, _):
-        evaluation.evaluate_version(4)
-        await evaluation.finish_evaluations()
-        (lost,) = read_lines(in_run_evaluation.dropped_file(folder))
-        assert lost["reason"].startswith(f"{StaleRolloutError.__name__}: evaluation of weight version 4, prompt ")
-        assert lost["reason"].endswith("of one: sampled from version 3")
-        assert rows(folder) == []
 
 
 async def test_a_orchestrator_that_was_taken_over_adds_no_evaluation_and_no_drop(world):

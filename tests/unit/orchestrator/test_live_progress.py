@@ -1,9 +1,4 @@
-import os
-import time
-from types import SimpleNamespace
-
-from engine.orchestrator.live_progress import LiveProgress, training_progress
-from engine.run.checkpoint_files import folder_of, partial_of
+from engine.orchestrator.live_progress import training_progress
 
 STEP = {"ready": True, "instances": 2, "met": 2, "running": 16, "tokens_per_s": 1234, "step": 12, "expected": 32}
 
@@ -31,16 +26,3 @@ def test_how_far_a_step_is():
         found = training_progress(row, 50)
         assert (found.text, found.share) == (text, share)
     assert training_progress(STEP | {"step": 1200, "arrived": 0, "trained": 0}, 1600).text.startswith("1,200/1,600 ")
-
-
-def test_a_checkpoint_that_is_fetched_before_training(tmp_path):
-    partial = partial_of(folder_of(tmp_path, 40))
-    partial.mkdir(parents=True)
-    (partial / "__0_0.distcp").write_bytes(b"w" * 2**21)
-    live = LiveProgress(SimpleNamespace(pool=None, plane=None), tmp_path, 50)
-    assert live.look().text == "loading the models; starting"  # left by an interrupted save
-    (partial / "__0_0.distcp").write_bytes(b"w" * 2**22)
-    assert live.look().text == "fetching a checkpoint: 4.0 MiB so far"
-    then = time.time() - 3600  # left by a killed run
-    os.utime(partial / "__0_0.distcp", (then, then))
-    assert live.look().text == "loading the models; starting"

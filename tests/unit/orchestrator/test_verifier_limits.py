@@ -13,8 +13,6 @@ from engine.errors import RewardError
 from engine.orchestrator import verifier_pool
 from engine.types import Score
 from engine.verifier.worker import MEMORY
-from engine.wire.verifier_messages import TOO_MANY_PROCESSES
-from support.runs import ROOT
 from support.scripted import until
 from support.verifier_calls import PROMPT, alive, response, until_dead, verifiers
 
@@ -134,35 +132,6 @@ async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tm
     async with verifiers(reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=2)), on_error="zero") as pool:
         [score] = await pool.score(PROMPT, [response()])
     assert score.status == status
-
-
-NOTES_SIGNALS = """
-import os, sys, time
-from engine.verifier import guardian
-send = guardian._send
-notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-def noted(process, number):
-    os.write(notes, f"{number.name} {process}\\n".encode())
-    send(process, number)
-guardian._send = noted
-guardian.start_guardian(os.open(os.devnull, os.O_RDONLY), 2)
-for _ in range(5):
-    if not os.fork():
-        break
-time.sleep(1000)
-"""
-"""A worker that starts more processes than it may, and notes what its guardian does."""
-
-
-def test_processes_that_are_too_many_are_all_stopped_before_one_is_ended_so_that_none_is_replaced(tmp_path):
-    ran = subprocess.run([sys.executable, "-c", NOTES_SIGNALS, str(tmp_path / "notes")], cwd=ROOT, timeout=60)
-    assert ran.returncode == TOO_MANY_PROCESSES
-    sent = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
-    kinds = [kind for kind, _ in sent]
-    stopped = kinds.count("SIGSTOP")
-    assert stopped > 2
-    assert set(kinds[stopped:]) == {"SIGKILL"}
-    assert {process for _, process in sent[:stopped]} == {process for _, process in sent[stopped:]}
 
 
 async def test_a_pause_of_the_orchestrator_does_not_count_as_time_of_the_reward(reward, tmp_path):
