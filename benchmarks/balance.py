@@ -35,7 +35,7 @@ from common import byte_tokenizer, random_qwen3, result
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.orchestrator import table
+from engine.orchestrator import steps as plane_steps
 from engine.orchestrator.launch import launch_run
 from engine.orchestrator.ledger import Ledger, Windows
 from engine.run.trace import read_spans
@@ -71,14 +71,14 @@ class AlternatingLedger(Ledger):
 
 def use_rules_in_turn() -> None:
     """Let the tables of this process begin their steps with the rules in turn."""
-    begin = table.RowTable.begin_step
+    begin = plane_steps.Steps.begin
 
-    def begin_step(one: table.RowTable, step: int, expected: int, replica_groups: int | None = None) -> None:
-        AlternatingLedger.coming = AlternatingLedger.rules[step % 2]
-        begin(one, step, expected, replica_groups)
+    def begin_step(one: plane_steps.Steps, number: int, expected: int) -> plane_steps.Step:
+        AlternatingLedger.coming = AlternatingLedger.rules[number % 2]
+        return begin(one, number, expected)
 
-    table.RowTable.begin_step = begin_step  # type: ignore[method-assign]
-    table.Ledger = AlternatingLedger  # type: ignore[misc]
+    plane_steps.Steps.begin = begin_step  # type: ignore[method-assign]
+    plane_steps.Ledger = AlternatingLedger  # type: ignore[misc]
 
 
 def main() -> None:

@@ -247,19 +247,20 @@ async def measured_step(arguments: argparse.Namespace, plane: Any, step: int) ->
     before = cpu_seconds()
     plane._publishing.version = step  # as if it had been published: a step has the weights of its number
     await plane.answer(PutPrompts(step=step))
-    batch = plane._batches.get_batch(step)
+    steps = getattr(plane, "steps", None)
+    batch = steps.find(step) if steps is not None else plane._batches.get_batch(step)  # of an older checkout
     await batch.task
     if plane.failure is not None:
         raise plane.failure
     generated = cpu_seconds()
-    size = deep_size(plane.table.rows(batch.step)) if step == 0 else 0
+    size = deep_size((steps or plane.table).rows(step)) if step == 0 else 0
     sized = cpu_seconds()
     with process(arguments, "replica_group", str(step)) as leasing:
         while leasing.poll() is None:
             await asyncio.sleep(0.05)
     assert leasing.returncode == 0
     assert batch.trained == batch.expected
-    plane._end_step(step)
+    (plane._end_step if steps is None else steps.end)(step)
     del batch
     after = cpu_seconds()
     cpu_s, verifier_s = (generated[at] - before[at] + after[at] - sized[at] for at in (0, 1))

@@ -27,7 +27,6 @@ from engine.instance.embedded.sampling import Sampling
 from engine.reward.verifiers import exact
 from engine.trainer.loop import Loop, Trainer
 from engine.trainer.policy import Policy
-from engine.trainer.rollouts import Work
 from engine.types import Group, Prompt, Response, Score
 
 
@@ -117,7 +116,7 @@ class InProcess:
     def heartbeat(self) -> None:
         """Does nothing, because no process waits for signs of life."""
 
-    def work(self, step: int, prepare: object) -> Iterator[Work]:
+    def windows(self, step: int, prepare: object) -> Iterator[list[Group]]:
         """The whole batch as one window."""
         yield self._ready.pop(step)
 

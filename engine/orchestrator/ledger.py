@@ -1,6 +1,6 @@
 """The ledger of one stage in one step: which rows are ready, how they are cut into windows, and which are done.
 
-Pure bookkeeping without rows, clocks or sockets. `engine.orchestrator.table` keeps a ledger for each stage and step.
+Pure bookkeeping without rows, clocks or sockets. `engine.orchestrator.steps` keeps a ledger for each stage and step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Windows:
 class Ledger:
     """The rows of one step, by index, for one stage. Every row is given to one replica group, and finished once.
 
-    Only `begin_again` gives rows out a second time. The table handles leases that expire.
+    Only `begin_again` gives rows out a second time. `Steps` handles leases that expire.
     """
 
     def __init__(self, expected: int, windows: Windows) -> None:

@@ -13,16 +13,13 @@ from engine.algorithm.alignment import WARM_UP, upper_end
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError, ServiceConflict
-from engine.orchestrator.batches import Batch, BatchGenerator
-from engine.orchestrator.batches_in_flight import BatchesInFlight
-from engine.orchestrator.column_store import ColumnStore, MemoryStore
-from engine.orchestrator.experience import Experience
-from engine.orchestrator.lease_requests import LeaseRequests
-from engine.orchestrator.liveness import Liveness
+from engine.orchestrator.batches import Batches
+from engine.orchestrator.column_store import ColumnStore
+from engine.orchestrator.leases import Leases
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
-from engine.orchestrator.stages import StageWatch, stages_of
-from engine.orchestrator.table import RowTable
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.steps import Steps
 from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
@@ -32,7 +29,6 @@ from engine.wire import messages
 from engine.wire.columns import Row, open_group
 from engine.wire.message import Message, Request
 from engine.wire.messages import TRAIN, EndOfStep, StillWaiting
-from engine.wire.record import FILE, RecordWriter
 
 if TYPE_CHECKING:
     from engine.orchestrator.in_run_evaluation import InRunEvaluation
@@ -72,73 +68,52 @@ class Plane:
         self._trains = trains
         self._run_state = RunState()
         self._schedule = Schedule.of(config.train, config.rollout.partial)
-        self.table = RowTable(stages_of(config, None if trains else config.service.lease_s))
-        self.watch = StageWatch(config, self.table, folder.logs)
-        self._batches = BatchesInFlight(self._run_state, None if trains else self._drop_step)
-        self._liveness = Liveness()
+        self.steps = Steps(stages_of(config, None if trains else config.service.lease_s), store)
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
         """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
         self._is_ready = False
         self._replayed_by: dict[int, set[int]] = {}
-        self._store = store or MemoryStore()
-        self._leases = LeaseRequests(
-            config=config,
-            run_state=self._run_state,
-            table=self.table,
-            store=self._store,
-            watch=self.watch,
-            batches=self._batches,
-            liveness=self._liveness,
-            publishing=lambda: self._publishing,
-        )
-        self._generator: BatchGenerator | None = None
         self._evaluation: InRunEvaluation | None = None
         self._publishing: PublishRequests | None = None
-        self._experience: Experience | None = None
-        if loader is not None and service is not None:
-            self._use_instances(loader, service)
+        self._batches: Batches | None = None
+        if service is not None and loader is not None:
+            self._evaluation = self._make_evaluation(service)
+            self._publishing = self._make_publishing(service, loader)
+        self.leases = Leases(config, self._run_state, self.steps, folder, self._publishing)
+        if service is not None and loader is not None and self._publishing is not None:
+            self._batches = Batches(
+                config=config,
+                loader=loader,
+                service=service,
+                run_state=self._run_state,
+                steps=self.steps,
+                publishing=self._publishing,
+                leases=self.leases,
+                evaluation=self._evaluation,
+                trains=trains,
+            )
         self._answers = self.answers()
 
-    def _use_instances(self, loader: PromptLoader, service: RolloutService) -> None:
-        """Create the parts that generate batches, publish weights, take outside prompts, and evaluate."""
-        self._generator = BatchGenerator(
-            config=self.config,
-            loader=loader,
-            service=service,
-            table=self.table,
-            store=self._store,
-            notify=self._run_state.notify,
-        )
-        if self.config.evaluate.every:
-            from engine.orchestrator.in_run_evaluation import (
-                InRunEvaluation,  # only runs that have it pay for its imports
-            )
+    def _make_evaluation(self, service: RolloutService) -> InRunEvaluation | None:
+        if not self.config.evaluate.every:
+            return None
+        from engine.orchestrator.in_run_evaluation import InRunEvaluation  # only runs that have it pay for its imports
 
-            self._evaluation = InRunEvaluation(self.config, self.folder, service, self._run_state.notify)
-        self._publishing = PublishRequests(
+        return InRunEvaluation(self.config, self.folder, service, self._run_state.notify)
+
+    def _make_publishing(self, service: RolloutService, loader: PromptLoader) -> PublishRequests:
+        return PublishRequests(
             config=self.config,
             service=service,
             trace=self.trace,
             run_state=self._run_state,
-            batches=self._batches,
+            steps=self.steps,
             allows_publish=self._allows_publish,
             served=self._served,
-            begins_again=self._begin_again,
             trains=self._trains,
             text=loader.tokens(),
             recorded=next(iter(self.folder.first_figures("sync_difference")), 0.0),
-        )
-        self._experience = Experience(
-            config=self.config,
-            service=service,
-            run_state=self._run_state,
-            generator=self._generator,
-            batches=self._batches,
-            publishing=self._publishing,
-            generate=self._generate_batch,
-            started=self._step_started,
-            weights=self._weights,
         )
 
     def answers(self) -> Answers:
@@ -151,16 +126,16 @@ class Plane:
             messages.StageFailed: self._stage_failed,
         }
         publishing = self._publishing
-        experience = self._experience
-        if publishing is None or experience is None:
+        batches = self._batches
+        if publishing is None or batches is None:
             return always
         return {
             **always,
-            messages.InitEngines: experience.init_engines,
-            messages.PutPrompts: experience.put_prompts,
-            messages.SampleResponses: experience.sample_responses,
-            messages.Lease: self._leases.lease_window,
-            messages.WriteColumns: self._leases.write_columns,
+            messages.InitEngines: self._init_engines,
+            messages.PutPrompts: batches.put_prompts,
+            messages.SampleResponses: batches.sample_responses,
+            messages.Lease: self.leases.lease_window,
+            messages.WriteColumns: self.leases.write_columns,
             messages.AwaitVersion: publishing.await_version,
             messages.MayPublish: publishing.may_publish,
             messages.OpenSync: publishing.open_sync,
@@ -188,11 +163,10 @@ class Plane:
                 "weights; lease rows for your own stage, or start a service (docs/service.md)"
             )
         if not ours:
-            groups = 1 if self._generator is None else self._generator.replica_groups
-            messages.check_program(request, groups, self.config.train.prompts_per_step)
+            messages.check_program(request, self.steps.replica_groups, self.config.train.prompts_per_step)
         if not of_trainer:
             return await method(request)
-        with self._liveness.answering(request.replica_group):
+        with self.leases.answering(request.replica_group):
             return await method(request)
 
     # the run --------------------------------------------------------------------------------------
@@ -210,7 +184,7 @@ class Plane:
     @property
     def is_over(self) -> bool:
         """Whether the last step is trained, so that no stage has work left."""
-        return self._leases.is_over
+        return self.leases.is_over
 
     async def stop_run(self, error: MetronomeError) -> None:
         """Stop the run: the trainer gets `error` as the reply to its next request, saves a checkpoint and ends."""
@@ -222,17 +196,18 @@ class Plane:
 
         Raises any exception of a background task that is not a MetronomeError: it is a bug in the orchestrator.
         """
-        await self._batches.check_generation()
+        if self._batches is not None:
+            await self._batches.check_generation()
         if self._publishing is not None:
             self._publishing.check_swap()
         if self._evaluation is not None:
             self._evaluation.check_evaluations()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
             await self.stop_run(self.service.pool.failure)
-        if self.failure is None and (late := self.watch.late_stage(time.monotonic())):
+        if self.failure is None and (late := self.leases.late_stage(time.monotonic())):
             await self.stop_run(DeadlineError(late))
         limit, keys = self._silence_limit()
-        if self._trains and self.failure is None and (who := self._liveness.longer_than(limit)):
+        if self._trains and self.failure is None and (who := self.leases.silent_longer_than(limit)):
             await self.stop_run(
                 DeadlineError(
                     f"no sign of life from {who} in {limit:g} s ({keys}); its log: {self.folder.logs / 'trainer.log'}"
@@ -251,9 +226,9 @@ class Plane:
         """Return the progress of the oldest step (how many of its groups have arrived and how many are trained), and of
         an evaluation that is being sampled."""
         found: JsonObject = {"ready": self._is_ready, "done": self.last.get("step", -1) + 1}
-        if batch := self._batches.oldest:
-            counted = {"arrived": batch.arrived, "trained": batch.trained, "expected": batch.expected}
-            found |= {"step": batch.step, **counted}
+        if step := self.steps.oldest:
+            counted = {"arrived": step.arrived, "trained": step.trained, "expected": step.expected}
+            found |= {"step": step.number, **counted}
         if self._evaluation is not None and (under_way := self._evaluation.under_way) is not None:
             found["evaluation"] = under_way
         return found
@@ -262,16 +237,21 @@ class Plane:
         """Return the part of GET /status about the steps in progress."""
         return {
             "ready": self._is_ready,
-            "version": self._publishing.verified if self._publishing is not None else None,
-            "steps": self._batches.steps,
-            "arrived": [batch.arrived for batch in self._batches.values()],
-            "held_bytes": self._experience.held_bytes if self._experience is not None else 0,
-            "stages": self.watch.status(),
+            "version": self._verified,
+            "steps": self.steps.numbers,
+            "arrived": [step.arrived for step in self.steps.values()],
+            "held_bytes": self._batches.held_bytes if self._batches is not None else 0,
+            "stages": self.leases.status(),
         }
+
+    @property
+    def _verified(self) -> int | None:
+        return self._publishing.verified if self._publishing is not None else None
 
     async def close(self) -> None:
         """Cancel the batches in progress, the publishing and the evaluation, and write the timeline."""
-        await self._batches.close()
+        if self._batches is not None:
+            await self._batches.close()
         if self._publishing is not None:
             await self._publishing.close()
         if self._evaluation is not None:
@@ -282,21 +262,22 @@ class Plane:
         """Note that the trainer has loaded its models and begins with step `start`. Reply with the fingerprint of the
         run's prompts."""
         self._is_ready = True
-        self._leases.is_over = request.start >= self.config.train.steps
         for text in request.notices:
             self.folder.add_notice("resume", text)
-        if self._generator is not None:
-            self._generator.replica_groups = request.replica_groups
+        if self._batches is not None:
+            self.steps.replica_groups = request.replica_groups
             if self._trains or self._publishing is None or self._publishing.version is None:
-                self._generator.resume_at(request.start, request.prompt_position, request.prompts)
+                self._batches.resume_at(request.start, request.prompt_position, request.prompts)
         if self._trains:
             self.folder.cut_steps(request.start)
         if self._evaluation is not None:
             self._evaluation.begin_run(request.start)
-        if self.config.train.record and self.service is not None and self._leases.recorder is None:
-            file = self.folder.path / FILE
-            self._leases.recorder = await asyncio.to_thread(RecordWriter, file, self.config, request.start)
-        return messages.Prompts(None if self._generator is None else self._generator.fingerprint)
+        await self.leases.begin_run(request.start)
+        return messages.Prompts(None if self._batches is None else self._batches.fingerprint)
+
+    async def _init_engines(self, request: messages.InitEngines) -> messages.Engines:
+        """Tell a program the recipe, the folder for weights, and the version that the instances hold."""
+        return messages.Engines(self.config.model_dump_json(), str(self._weights), self._verified)
 
     async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
         """Answer a trainer that is busy with work that needs no other request. Raises the error that stops the run, if
@@ -322,63 +303,28 @@ class Plane:
 
     # steps ----------------------------------------------------------------------------------------
 
-    def _step_started(self) -> None:
-        if self._trains and self._generator is not None:
-            self._liveness.expect_requests(self._generator.replica_groups)
-
-    async def _generate_batch(self, batch: Batch, prompts: Sequence[Any] | None) -> None:
-        assert self._generator is not None
-        assert self._publishing is not None
-        await self._publishing.wait_for_swap()
-        await self._generator.fill_batch(batch, prompts)
-        if self._evaluation is not None and not self._schedule.ahead:
-            self._evaluation.evaluate_version(batch.step)
-
     def _served(self, version: int) -> None:
         """Handle that all instances hold a version that the trainer has published: the steps before it are over."""
         if self._evaluation is not None and self._schedule.ahead:
             self._evaluation.evaluate_version(version)
-        for step in self._batches.steps:
-            if step < version:
-                self._end_step(step)
-
-    def _begin_again(self) -> None:
-        """Give out all rows again: a restarted trainer publishes a version a second time, and what it had trained is
-        lost."""
-        assert self._generator is not None
-        for step in self._batches.steps:
-            self.table.begin_again(step, self._generator.replica_groups)
-
-    def _drop_step(self, step: int) -> None:
-        self.table.forget_step(step)
-        self._store.clear_step(step)
-        if self._experience is not None:
-            self._experience.drop_step(step)
-
-    def _end_step(self, step: int) -> Batch | None:
-        batch = self._batches.pop_batch(step)
-        if batch is not None:
-            self._leases.end_step(step, batch.next_position)
-        self.table.forget_step(step)
-        self._store.clear_step(step)
-        if self._experience is not None:
-            self._experience.forget_step(step)
-        return batch
+        for number in self.steps.numbers:
+            if number < version:
+                self.steps.end(number)
 
     async def _report(self, request: messages.Report) -> messages.Done:
         """Complete the trainer's metrics and append them to steps.jsonl."""
         figures = request.figures
         step = request.step
-        batch = self._end_step(step)
+        ended = self.steps.end(step)
         pool_size = self.service.pool.size if self.service is not None else 0
         devices = self.config.parallel.ranks + self.config.scorer_ranks + pool_size * self.config.rollout.tensor
         report = StepReport(
             step=step,
             weight_version=step,
             pool_size=pool_size,
-            rollout_s=batch.rollout_s if batch is not None else 0.0,
-            reward_tried=batch.reward_tried if batch is not None else None,
-            prompts_used=batch.prompts_used if batch is not None else None,
+            rollout_s=ended.rollout_s if ended is not None else 0.0,
+            reward_tried=ended.reward_tried if ended is not None else None,
+            prompts_used=ended.prompts_used if ended is not None else None,
             sync_difference=self._publishing.sync.difference if self._publishing is not None else None,
             tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
             **figures,
@@ -389,7 +335,7 @@ class Plane:
             low = self.config.algorithm.gac_low
             seen = self.folder.first_figures("grad_cosine", WARM_UP) if low == "auto" else []
             self.service.notices.add_cosine(step, report.grad_cosine, upper_end(low, seen))
-        samples = await self._texts(batch.samples if batch is not None else [])
+        samples = await self._texts(ended.samples if ended is not None else [])
         tokenizer = self.service.tokenizer if self.service is not None else None
         self.folder.add_samples(
             step,
@@ -401,8 +347,7 @@ class Plane:
         )
         if self._evaluation is not None and step == self.config.train.steps - 1:
             await self._evaluation.finish_evaluations()
-        if self._leases.recorder is not None:
-            self._leases.recorder.flush()
+        self.leases.flush_record()
         self.trace.flush()
         return messages.Done()
 

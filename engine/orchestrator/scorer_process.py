@@ -40,12 +40,12 @@ class ScorerProcess:
         itself ends its scorers."""
         if plane.failure is not None or plane.is_over:
             return
-        hangs = plane.watch.hanging(self.stage, time.monotonic()) if self.child.alive else ""
+        hangs = plane.leases.hanging(self.stage, time.monotonic()) if self.child.alive else ""
         if self.child.alive and not hangs:
             return
         await asyncio.to_thread(self.child.stop, END_S)
         why = f"were killed, because {hangs}" if hangs else "ended"
-        written = plane.watch.written(self.stage)
+        written = plane.leases.written(self.stage)
         self._failures = 1 if written > self._written else self._failures + 1
         self._written = written
         if self._failures > self._restarts:
@@ -57,7 +57,7 @@ class ScorerProcess:
                 )
             )
             return
-        plane.watch.give_again(self.stage)
+        plane.leases.give_again(self.stage)
         self.child = self._start()
 
 

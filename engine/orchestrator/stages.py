@@ -1,10 +1,10 @@
-"""The stages of a recipe that consume rows: `train`, the reference's scorer, and the user's programs."""
+"""The stages of a recipe that consume rows: `train`, the reference's scorer, and the user's programs. Also checks what
+they write."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,8 +14,7 @@ from engine.config import BATCH_SCOPE, WINDOWS_TOGETHER, Config
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput, TransferError
 from engine.orchestrator.ledger import Windows
-from engine.orchestrator.table import RowTable, StageRules
-from engine.types import JsonObject
+from engine.orchestrator.steps import StageRules
 from engine.wire.columns import OWN, REFERENCE, Row, open_values
 from engine.wire.messages import TRAIN, Written
 from engine.wire.routes import ROUTES
@@ -26,7 +25,7 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
     have no deadline.
 
     A stage that computes the reference cuts the same windows as the trainer, so that both compute the same rows. Leases
-    of our own scorers end with their processes (`RowTable.expire`).
+    of our own scorers end with their processes (`Steps.expire`).
     """
     train = config.train
     routes = [ROUTES] if config.algorithm.routing_replay else []
@@ -70,112 +69,13 @@ def _gives(name: str, gives: list[str]) -> frozenset[str]:
     return frozenset([REFERENCE]) if name == REFERENCE_STAGE else frozenset(gives)
 
 
-class StageWatch:
-    """Tracks which stages have asked for rows, and whether rows wait too long for one. Also checks what stages
-    write."""
-
-    def __init__(self, config: Config, table: RowTable, logs: Path) -> None:
-        """`logs`: folder with the logs of our own scorers."""
-        self._config = config
-        self._table = table
-        self._logs = logs
-        self._asked: dict[str, float] = {}
-        """By stage: when it last asked for rows."""
-        self._since: dict[str, tuple[float, int]] = {}
-        """By stage: since when rows have waited without progress, and how many rows were done at that time."""
-        self._written: Counter[str] = Counter()
-        """By stage: how often it has written columns."""
-        self._restarts: Counter[str] = Counter()
-
-    def find_stage(self, name: str) -> StageRules:
-        """Return the stage with this name. Raises BadInput if the recipe has none."""
-        if name not in self._table.stages:
-            raise BadInput(
-                f"there is no stage {name!r} in the recipe, whose stages are {', '.join(sorted(self._table.stages))}. "
-                f"To add it, declare [stages.{name}]"
-            )
-        return self._table.stages[name]
-
-    def note_request(self, name: str, now: float) -> None:
-        """Record that the stage has asked for rows."""
-        self._asked[name] = now
-
-    def note_written(self, name: str, now: float) -> None:
-        """Record that the stage has written columns."""
-        self._asked[name] = now
-        self._written[name] += 1
-
-    def written(self, name: str) -> int:
-        """Return how often the stage has written columns so far."""
-        return self._written[name]
-
-    def give_again(self, name: str) -> None:
-        """Give what the ranks of a stage held to others, because these ranks are gone. The new ranks may take their
-        time before they ask."""
-        self._asked.pop(name, None)
-        self._restarts[name] += 1
-        self._table.expire(name)
-
-    def restarts(self, name: str) -> int:
-        """Return how often the ranks of the stage have gone so far. Requests that they sent before must get no rows."""
-        return self._restarts[name]
-
-    def hanging(self, name: str, now: float) -> str:
-        """Say why living ranks of a stage count as hanging; "" if they don't. They hang if they hold a window longer
-        than the stage's `lease_s`, or request nothing for that long while rows wait."""
-        limit = self._config.stages[name].lease_s
-        held = self._table.oldest_lease(name)
-        if held is not None:
-            late = f"they have held groups {list(held.indices)} of step {held.step} for more than {limit:g} s"
-            return f"{late} (stages.{name}.lease_s)" if now - held.given > limit else ""
-        waiting, _ = self._table.waiting(name)
-        silent = now - self._asked.get(name, now)
-        return (
-            (f"{waiting} groups are waiting, and they have asked for none in {silent:.0f} s")
-            if waiting and silent > limit
-            else ""
-        )
-
-    def late_stage(self, now: float) -> str:
-        """Say for which stage rows have waited longer than its `wait_s` without progress; "" if for none."""
-        for name, stage in self._config.stages.items():
-            waiting, done = self._table.waiting(name)
-            since, before = self._since.get(name, (now, done))
-            if not waiting or done != before:
-                since = now
-            self._since[name] = (since, done)
-            if now - since > stage.wait_s:
-                return (
-                    f"{waiting} groups of steps {self._table.steps} have waited {stage.wait_s:g} s "
-                    f"(stages.{name}.wait_s) for the stage {name!r}: {self._what_it_does(name)}"
-                )
-        return ""
-
-    def _what_it_does(self, name: str) -> str:
-        own = name == REFERENCE_STAGE
-        if name in self._asked:
-            found = "it makes no progress"
-        else:
-            found = "its ranks have not asked for rows" if own else "no program has asked for its rows"
-        return f"{found}; their log: {scorer_log(self._logs, name)}" if own else found
-
-    def status(self) -> JsonObject:
-        """Return by stage the rows that wait for it and the rows that it has finished, over the steps in progress."""
-        found: JsonObject = {}
-        for name in self._table.stages:
-            waiting, done = self._table.waiting(name)
-            found[name] = {"waiting": waiting, "done": done}
-        return found
-
-    def check_columns(self, step: int, written: Written) -> None:
-        """Raise BadInput unless each column is intact and has a finite number for each response or each token of the
-        row."""
-        head = self._table.find_row(step, written.index)
-        if head is None:
-            raise BadInput(f"step {step} has no group {written.index}")
-        row = head.with_columns(written.columns)
-        for column in written.columns:
-            _check_values(row, column.name, by_response=column.name in self._config.reward_weights)
+def check_columns(head: Row, written: Written, rewards: Container[str]) -> None:
+    """Raise BadInput unless each column that a stage writes to a row is intact and has a finite number for each
+    response or each token of the row. `rewards`: the columns that add to the reward, which has one for each
+    response."""
+    row = head.with_columns(written.columns)
+    for column in written.columns:
+        _check_values(row, column.name, by_response=column.name in rewards)
 
 
 def _check_values(row: Row, name: str, by_response: bool) -> None:

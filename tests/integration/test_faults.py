@@ -13,7 +13,7 @@ import pytest
 from engine.errors import RatioGapError, RewardError, StaleRolloutError, TransferError, WeightSyncError
 from engine.orchestrator.launch import launch_run as launch_here
 from engine.orchestrator.pool.instance_client import InstanceClient
-from engine.orchestrator.table import RowTable
+from engine.orchestrator.steps import Steps
 from engine.orchestrator.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
 from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
@@ -53,7 +53,7 @@ def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings,
 
 @pytest.mark.slow
 def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(settings, monkeypatch):
-    kept = RowTable.add_row
+    kept = Steps.add_row
 
     def damage(table, row):
         if (row.step, row.index) == (1, 3):
@@ -63,7 +63,7 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
             row = row.with_columns([msgspec.structs.replace(column, body=bytes(flipped))])
         return kept(table, row)
 
-    monkeypatch.setattr(RowTable, "add_row", damage)
+    monkeypatch.setattr(Steps, "add_row", damage)
     config = config_of(settings)
     with pytest.raises(
         TransferError,
@@ -81,7 +81,7 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
 def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
     """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
     put = []
-    kept = RowTable.add_row
+    kept = Steps.add_row
 
     def note(table, row):
         put.append((row.step, {version for response in open_group(row).responses for _, version in response.versions}))
@@ -92,7 +92,7 @@ def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, m
     def late(sync, expected):
         asyncio.get_running_loop().call_later(1.0, expect, sync, expected)
 
-    monkeypatch.setattr(RowTable, "add_row", note)
+    monkeypatch.setattr(Steps, "add_row", note)
     monkeypatch.setattr(WeightSync, "expect_logprobs", late)
     corrupt(monkeypatch, version=1, in_transit=False)
     sampled = []

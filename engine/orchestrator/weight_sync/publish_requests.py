@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 from engine.config import Config
 from engine.errors import MetronomeError, ServiceConflict, WeightSyncError
 from engine.model.shape import read_shape
-from engine.orchestrator.batches import Batch
-from engine.orchestrator.batches_in_flight import BatchesInFlight
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
+from engine.orchestrator.steps import Step, Steps
 from engine.orchestrator.weight_sync.sync import WeightSync, make_probe
 from engine.run.trace import Trace
 from engine.schedule import Schedule
@@ -50,26 +49,23 @@ class PublishRequests:
         service: RolloutService,
         trace: Trace,
         run_state: RunState,
-        batches: BatchesInFlight,
+        steps: Steps,
         allows_publish: Callable[[bool], bool],
         served: Callable[[int], None],
-        begins_again: Callable[[], None],
         trains: bool = True,
         text: Iterable[int] = (),
         recorded: float = 0.0,
     ) -> None:
         """`allows_publish`: returns False while an evaluation needs the current weights. Its argument: whether any
-        instance serves. `served`: called with a
-        version that all instances hold and that has been compared. `begins_again`: called when a version is published a
-        second time. `trains`: whether the trainer is ours. `text`: tokens of ordinary text, on which trainer and
-        instances are compared. `recorded`: as in `Probe`."""
+        instance serves. `served`: called with a version that all instances hold and that has been compared. `trains`:
+        whether the trainer is ours. `text`: tokens of ordinary text, on which trainer and instances are compared.
+        `recorded`: as in `Probe`."""
         self._config = config
         self._trace = trace
         self._run_state = run_state
-        self._batches = batches
+        self._steps = steps
         self._allows_publish = allows_publish
         self._served = served
-        self._begins_again = begins_again
         self._trains = trains
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._pool = service.pool
@@ -138,11 +134,11 @@ class PublishRequests:
             raise ServiceConflict(
                 f"weight version {version}: version {self.version} was published last, so the next is {due}"
             )
-        for batch in self._batches.values():
-            if batch.step < version and batch.trained < batch.expected:
+        for step in self._steps.values():
+            if step.number < version and step.trained < step.expected:
                 raise ServiceConflict(
-                    f"weight version {version}: not every group of step {batch.step} is acknowledged ({batch.arrived} "
-                    f"of {batch.expected} have arrived)"
+                    f"weight version {version}: not every group of step {step.number} is acknowledged ({step.arrived} "
+                    f"of {step.expected} have arrived)"
                 )
 
     def _may_publish_now(self) -> bool:
@@ -151,7 +147,7 @@ class PublishRequests:
         return generated and (self._swap is None or self._swap.done()) and self._allows_publish(serves)
 
     def _is_generated(self) -> bool:
-        return all(batch.generated for batch in self._batches.values())
+        return all(step.is_generated for step in self._steps.values())
 
     @property
     def _swaps_late(self) -> bool:
@@ -216,7 +212,8 @@ class PublishRequests:
         self._again = request.again
         self.goes_again = False
         if request.version == self.version and not request.again:
-            self._begins_again()
+            for number in self._steps.numbers:  # what the trainer had trained is lost
+                self._steps.again(number)
         self._began = time.time()
         return await self._leading(self.sync.open_sync(request))
 
@@ -246,7 +243,7 @@ class PublishRequests:
         self._took_s = time.time() - self._began
         swap = self._finish_sync(request)
         if self._in_background:
-            self._swap = asyncio.create_task(self._swap_in_background(swap, self._batches.values()))
+            self._swap = asyncio.create_task(self._swap_in_background(swap, self._steps.values()))
         else:
             self._swap = None
             await self._leading(swap)
@@ -307,12 +304,12 @@ class PublishRequests:
         await self.sync.finish_sync(request)
         self._trace.add_span("sync", self._began, time.time(), lane="instances", step=request.version)
 
-    async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
-        """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `batches` are
+    async def _swap_in_background(self, swap: Awaitable[None], steps: Sequence[Step]) -> None:
+        """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `steps` are
         generated, or no instance is left that generates them. Otherwise each instance swaps when it becomes free."""
 
         def generated() -> bool:
-            return all(batch.generated for batch in batches)
+            return all(step.is_generated for step in steps)
 
         try:
             while self._schedule.exact and self._pool.serving and not generated():

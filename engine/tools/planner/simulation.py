@@ -1,5 +1,5 @@
 """Simulates the steps of a run on a simulated clock. The schedule, the table of rows and the choice of an instance are
-the run's own (`engine.schedule`, `engine.orchestrator.table`, `engine.orchestrator.pool.dispatch`); times come from
+the run's own (`engine.schedule`, `engine.orchestrator.steps`, `engine.orchestrator.pool.dispatch`); times come from
 `Costs`. In a `SimulatedInstance` the responses in flight share its decode steps.
 
 The simulation leaves out faults, dynamic sampling, evaluations, checkpoints and early scoring.
@@ -24,7 +24,7 @@ from engine.model.layout import split_responses
 from engine.orchestrator.pool.dispatch import soonest_instance
 from engine.orchestrator.pool.instance import smooth_average
 from engine.orchestrator.stages import stages_of
-from engine.orchestrator.table import Held, RowTable
+from engine.orchestrator.steps import Held, Steps
 from engine.ranks.packing import join_windows, pack_parts
 from engine.schedule import Schedule
 from engine.tools.planner.costs import Costs, RowSize
@@ -176,7 +176,7 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._waiting: deque[SampledGroup] = deque()
-        self._table = RowTable(stages_of(config, None))
+        self._table = Steps(stages_of(config, None))
         self._first_sent: dict[int, float] = {}
         self._rollout_s: dict[int, float] = {}
         self._step = 0
@@ -225,7 +225,7 @@ class _Simulation:
         self._changed()
 
     def _try_publish(self) -> bool:
-        generated = all(map(self._table.is_generated, self._table.steps))
+        generated = all(step.is_generated for step in self._table.values())
         if not (self._background or not self._schedule.exact or generated) or self._swapping is not None:
             return False
         if self._background:
@@ -256,11 +256,11 @@ class _Simulation:
     def _sent(self) -> None:
         """The weights are staged on the instances, which continue."""
         version = self._step
-        before = self._table.steps
+        before = self._table.values()
         turn = deque(self._instances)
 
         def swap() -> bool:
-            if self._schedule.exact and not all(map(self._table.is_generated, before)):
+            if self._schedule.exact and not all(step.is_generated for step in before):
                 return False
             while turn:
                 if self._in_turn:
@@ -283,7 +283,7 @@ class _Simulation:
         self._span("trainer-0", "sync", step.began, step=self._step)
         for due in self._schedule.due(self._step, 0, self._last):
             self._to_fill.append(due)
-            self._table.begin_step(due, self._config.train.prompts_per_step)
+            self._table.begin(due, self._config.train.prompts_per_step)
         self._held = [{} for _ in range(self._replica_groups)]
         self._idle = dict.fromkeys(range(self._replica_groups), self._now)
         self._changed()
@@ -378,7 +378,7 @@ class _Simulation:
     # the trainer ----------------------------------------------------------------------------------
 
     def _lease(self, replica_group: int) -> None:
-        if self._step not in self._table.steps or self._table.ledger(self._step).is_over:
+        if self._table.find(self._step) is None or self._table.ledger(self._step).is_over:
             return
         while window := self._table.lease_window(TRAIN, self._step, replica_group, self._config.window_tokens):
             given = self._table.given_rows(window)
@@ -405,7 +405,7 @@ class _Simulation:
 
     def _borrowed(self) -> float:
         """How many times as fast the trainer is now with the cores of its idle instances (train.borrow_cores)."""
-        if not all(map(self._table.is_generated, self._table.steps)):
+        if not all(step.is_generated for step in self._table.values()):
             return 1.0
         return self._config.most_trainer_threads / self._config.trainer_threads
 
@@ -478,7 +478,7 @@ class _Simulation:
         step.seconds = self._now - step.began
         step.rollout_s = self._rollout_s[self._step]
         self._span("trainer-0", "update", self._now - step.update_s, step=self._step)
-        self._table.forget_step(self._step)
+        self._table.end(self._step)
         self._step += 1
         if self._step < self._last:
             self._begin_step()

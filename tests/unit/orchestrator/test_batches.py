@@ -1,128 +1,147 @@
-"""Where a step's prompts begin under dynamic sampling, and when a batch of batch scope is there. Groups are made by
-hand, at once."""
+"""How a step begins and where its prompts begin under dynamic sampling; what counts once, and what is refused without
+effect. Requests go to a plane; groups are made by hand, at once."""
 
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
+import msgspec
 import pytest
 import torch
 
 from engine.algorithm.advantages import ADVANTAGES
+from engine.client.service import _prompt_data
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.errors import BadInput, MetronomeError
-from engine.orchestrator.batches import BatchGenerator, RolloutProfile
-from engine.orchestrator.column_store import MemoryStore
+from engine.data.prompts import prompt_id
+from engine.errors import BadInput, ServiceConflict, ServiceFull
+from engine.orchestrator.batches import SAMPLED_AT_ONCE, RolloutProfile
+from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.stages import stages_of
-from engine.orchestrator.table import RowTable
+from engine.orchestrator.steps import Steps
+from engine.run.folder import RunFolder
+from engine.run.trace import Trace
 from engine.trainer.group_advantages import GroupAdvantages
-from engine.types import Group, Prompt, Response, Score
-from engine.wire.columns import open_group, open_prompt, pack_group
-from support.groups import group
+from engine.types import Prompt, Score
+from engine.wire import messages
+from engine.wire.columns import open_group, open_prompt, pack_group, pack_ids
+from engine.wire.messages import PromptData, PutPrompts, Ready, SampleResponses
+from support.groups import group, numbered_group
+from support.runs import config_of
 from support.scripted import Scripted
 
 PROMPTS = [Prompt(f"p{n}", str(n), "", (1, n)) for n in range(10)]
 
 
 class Producer:
-    """Tries prompts one after the other; `unequal` says of which the scores differ."""
+    """Samples nothing until it may, and tries prompts one after the other; every third one has unequal scores."""
 
-    def __init__(self, unequal):
+    def __init__(self, unequal=lambda prompt: int(prompt.problem) % 3 == 0):
         self.unequal = unequal
+        self.may = asyncio.Event()
+        self.given = []
         self.tried = []
+
+    async def sample(self, step, prompt, seeds):
+        await self.may.wait()
+        return []
+
+    async def run(self, step, prompts, put, sampled=None):
+        self.given += prompts
+        await self.may.wait()
 
     async def run_until(self, step, prompts, put, selection):
         number = 0
         while not selection.complete:
             epoch, prompt = next(prompts)
             self.tried.append((step, epoch, prompt.id))
-            response = Response(
-                token_ids=(5,),
-                logprobs=(-0.5,),
-                versions=((0, 0),),
-                loss_mask=(True,),
-                finish_reason="stop",
-                text="a",
-                seed=0,
-                instance="instance-0",
-            )
-            made = Group(
-                step=step,
-                index=number,
-                prompt=prompt,
-                responses=(response,) * 2,
-                scores=(Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0)),
-            )
-            await put(pack_group(made))
+            made = numbered_group(number, step)
+            scores = (Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0))
+            await put(pack_group(replace(made, prompt=prompt, responses=made.responses * 2, scores=scores)))
             await asyncio.sleep(0)
             number += 1
 
 
-def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0):
-    async def notify():
-        pass
+@pytest.fixture
+def made(settings, tmp_path):
+    """Makes a plane after a weight version, for a program's trainer; `.producer` is its producer."""
 
-    config = Config(algorithm={"dynamic_sampling": True}, train={"prompts_per_step": 2})
-    producer = Producer(unequal)
-    table = RowTable(stages_of(config, None))
-    loader = PromptLoader(PROMPTS, 0, 2)
-    service = SimpleNamespace(producer=producer)
-    made = BatchGenerator(
-        config=config, loader=loader, service=service, table=table, store=MemoryStore(), notify=notify
-    )
-    return made, producer
+    def make(version=0, producer=None, **keys):
+        config = config_of(settings | {"rollout.concurrency": 1} | {key.replace("__", "."): keys[key] for key in keys})
+        producer = producer or Producer()
+        pool = SimpleNamespace(size=1, serving=1, failure=None, members=list, check_arrivals=lambda check: None)
+        plane = Plane(
+            config=config,
+            folder=RunFolder(tmp_path),
+            trace=Trace(tmp_path / "trace", "orchestrator"),
+            loader=PromptLoader(PROMPTS, 0, config.train.prompts_per_step),
+            service=SimpleNamespace(pool=pool, producer=producer),
+            trains=False,
+        )
+        plane.producer = producer
+        plane._publishing.version = version
+        return plane
+
+    return make
 
 
-def leased(table, step):
-    held = table.lease_window("train", step, 0, 1000)
-    return table.given_rows(held) if held is not None else ()
+SELECTED = {
+    "algorithm__dynamic_sampling": True,
+    "train__prompts_per_step": 2,
+    "train__mode": "bounded",
+    "train__max_staleness": 3,
+}
 
 
-async def generate(made, steps):
+def leased(steps, step):
+    held = steps.lease_window("train", step, 0, 1000)
+    return steps.given_rows(held) if held is not None else ()
+
+
+async def generate(plane, numbers):
     """All at once, as in the modes that keep batches in flight."""
-    batches = []
-    for step in steps:
-        batch = made.begin_batch(step)
-        batch.task = asyncio.create_task(made.fill_batch(batch))
-        batches.append(batch)
+    for number in numbers:
+        await plane.answer(PutPrompts(step=number))
     async with asyncio.timeout(5):
-        await asyncio.gather(*(batch.task for batch in batches))
-    return batches
+        await asyncio.gather(*(step.task for step in plane.steps.values()))
+    return plane.steps.values()
 
 
-async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_over_a_resume():
-    made, producer = generation()
-    made.resume_at(0, None)
-    batches = await generate(made, range(4))
+async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_over_a_resume(made):
+    plane = made(**SELECTED)
+    steps = await generate(plane, range(4))
     loader = PromptLoader(PROMPTS, 0, 2)
-    stream = [loader.at(position) for position in range(batches[-1].next_position)]
-    assert [(epoch, identity) for _, epoch, identity in producer.tried] == [
-        (epoch, prompt.id) for epoch, prompt in stream
-    ]
-    assert batches[-1].next_position > len(PROMPTS)
+    stream = [loader.at(position) for position in range(steps[-1].next_position)]
+    tried = plane.producer.tried
+    assert [(epoch, identity) for _, epoch, identity in tried] == [(epoch, prompt.id) for epoch, prompt in stream]
+    assert steps[-1].next_position > len(PROMPTS)
     kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
-    assert sum(batch.reward_tried * batch.prompts_used for batch in batches) == pytest.approx(len(stream) - kept / 2)
-    assert sum(batch.prompts_used for batch in batches) == batches[-1].next_position
-    kept = [open_prompt(row).id for batch in batches for row in leased(batch.table, batch.step)]
+    assert sum(step.reward_tried * step.prompts_used for step in steps) == pytest.approx(len(stream) - kept / 2)
+    assert sum(step.prompts_used for step in steps) == steps[-1].next_position
+    kept = [open_prompt(row).id for step in steps for row in leased(plane.steps, step.number)]
     assert kept == [prompt.id for _, prompt in stream if int(prompt.problem) % 3 == 0]
 
-    resumed, again = generation()
-    resumed.resume_at(2, batches[1].next_position)
+    resumed = made(version=None, **SELECTED)
+    await resumed.answer(Ready(start=2, prompt_position=steps[1].next_position, prompts=None))
+    resumed._publishing.version = 2
     later = await generate(resumed, range(2, 4))
-    assert again.tried == [one for one in producer.tried if one[0] >= 2]
-    assert [batch.next_position for batch in later] == [batch.next_position for batch in batches[2:]]
+    assert resumed.producer.tried == [one for one in tried if one[0] >= 2]
+    assert [step.next_position for step in later] == [step.next_position for step in steps[2:]]
 
 
-async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin():
-    made, producer = generation(unequal=lambda prompt: False)
-    made.resume_at(0, None)
-    with pytest.raises(MetronomeError, match="step 0: only 0 of 20 prompts have"):
-        await generate(made, range(2))
-    assert {step for step, *_ in producer.tried} == {0}
+async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin(made):
+    plane = made(producer=Producer(lambda prompt: False), **SELECTED)
+    await generate(plane, range(2))
+    assert "step 0: only 0 of 20 prompts have" in str(plane.failure)
+    assert {step for step, *_ in plane.producer.tried} == {0}
+
+
+async def test_a_checkpoint_without_a_position_is_refused(made):
+    with pytest.raises(BadInput, match="the checkpoint before step 3 does not say how many prompts were used"):
+        await made(version=None, **SELECTED).answer(Ready(start=3, prompt_position=None, prompts=None))
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "bounded"])
@@ -132,24 +151,120 @@ def test_a_batch_of_batch_scope_is_leased_when_its_last_group_is_there_with_the_
         train={"mode": mode, "prompts_per_step": 2},
         rollout={"group_size": 2},
     )
-    table = RowTable(stages_of(config, None))
-    table.begin_step(1, 2)
+    steps = Steps(stages_of(config, None))
+    steps.begin(1, 2)
     made = [pack_group(replace(group(1, 0, rewards=(float(n), 0.0), statuses=("ok",) * 2), index=n)) for n in (1, 0)]
-    table.add_row(made[0])
-    assert leased(table, 1) == ()
-    table.add_row(made[1])
-    batch = table.batch_scores(1, {})
-    groups = {row.index: open_group(row, batch) for row in leased(table, 1)}
+    steps.add_row(made[0])
+    assert leased(steps, 1) == ()
+    steps.add_row(made[1])
+    batch = steps.batch_scores(1, {})
+    groups = {row.index: open_group(row, batch) for row in leased(steps, 1)}
     assert [list(row) for row in batch.values] == [[0.0, 0.0], [1.0, 0.0]]
     advantages = torch.stack([GroupAdvantages.of(config).advantages(groups[index]) for index in range(2)])
     whole = ADVANTAGES["reinforce_plus_plus"](torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.full((2, 2), 2.0))
     assert torch.equal(advantages, whole)
 
 
-def test_a_checkpoint_without_a_position_is_refused():
-    made, _ = generation()
-    with pytest.raises(BadInput, match="the checkpoint before step 3 does not say how many prompts were used"):
-        made.resume_at(3, None)
+SAMPLE = SampleResponses(prompt=pack_ids([5, 6]), seeds=(1,))
+OWN = PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5])),))
+
+
+@pytest.mark.parametrize("request_", [SAMPLE, OWN])
+async def test_nothing_is_sampled_or_started_before_the_first_version(made, request_):
+    plane = made(version=None)
+    with pytest.raises(ServiceConflict, match="no weight version has been published yet"):
+        await plane.answer(request_, ours=False)
+    assert plane.steps.numbers == []
+
+
+async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
+    plane = made()
+    waiting = [asyncio.create_task(plane.answer(SAMPLE)) for _ in range(SAMPLED_AT_ONCE)]
+    await asyncio.sleep(0)
+    with pytest.raises(ServiceFull, match=f"{SAMPLED_AT_ONCE} groups are being sampled"):
+        await plane.answer(SAMPLE)
+    plane.producer.may.set()
+    await asyncio.gather(*waiting)
+    await plane.answer(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seeds", "said"),
+    [
+        *(
+            (prompt, (1,), "prompt|multiple of 4")
+            for prompt in (b"", b"123", *map(pack_ids, ([-1], [10**6], [1] * 64)))
+        ),
+        *((pack_ids([5]), seeds, "seeds: expected 1 to 4") for seeds in ((), (-1,), (2**63,), (0,) * 5)),
+    ],
+)
+async def test_a_prompt_or_seeds_that_are_none_are_refused(made, prompt, seeds, said):
+    with pytest.raises(BadInput, match=said):
+        await made().answer(SampleResponses(prompt=prompt, seeds=seeds))
+
+
+@pytest.mark.parametrize(
+    "columns", [b"", b"[]", b"7", b"{", b'{"a": NaN}', b'{"a": \xff}x', msgspec.msgpack.encode({"a": b"\x00"})]
+)
+async def test_columns_that_are_no_json_object_are_refused_without_effect(made, columns):
+    plane = made(train__prompts_per_step=1)
+    with pytest.raises(BadInput, match="columns"):
+        await plane.answer(PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5]), columns=columns),)))
+    assert (plane.steps.numbers, plane.status()["held_bytes"]) == ([], 0)
+
+
+async def test_a_step_is_started_once_whatever_is_sent_again(made):
+    plane = made()
+    assert [(await plane.answer(PutPrompts(step=0))).new for _ in range(2)] == [True, False]
+    with pytest.raises(ServiceConflict, match="step 0 already has other prompts"):
+        await plane.answer(OWN)
+    with pytest.raises(ServiceConflict, match="step 7: with weight version 0 mode 'periodic' takes step 0"):
+        await plane.answer(PutPrompts(step=7))
+    assert plane.steps.numbers == [0]
+    await plane.close()
+
+
+async def test_prompts_of_a_program_are_here_as_they_were_there_and_count_until_their_step_is_over(made):
+    prompt = Prompt(
+        id=prompt_id("1+1=", "2"), problem="1+1=", answer="2", token_ids=(5, 6), columns={"n": 1}, text="1+1=<think>"
+    )
+    plane = made(train__prompts_per_step=1, service__max_mib=1)
+    own = PutPrompts(step=0, prompts=(_prompt_data(prompt),))
+    assert [(await plane.answer(own)).new for _ in range(2)] == [True, False]
+    await asyncio.sleep(0.01)
+    ((_, found),) = plane.producer.given
+    assert replace(found, columns=dict(found.columns)) == prompt
+    assert plane.status()["held_bytes"] > 0
+    plane.steps.end(0)
+    assert plane.status()["held_bytes"] == 0
+    with pytest.raises(ServiceConflict, match="step 0 is over"):
+        await plane.answer(PutPrompts(step=0))
+
+
+async def test_prompts_for_which_there_is_no_room_are_refused_without_effect(made):
+    plane = made(train__prompts_per_step=1, service__max_mib=1)
+    large = PromptData("1+1=", "x" * 2**20, pack_ids([5]))
+    with pytest.raises(ServiceFull, match=r"service\.max_mib"):
+        await plane.answer(PutPrompts(step=0, prompts=(large,)))
+    assert plane.steps.numbers == []
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        messages.VerifySync(expected=()),
+        messages.FinishSync(version=0),
+        messages.AbortSync(version=0, reason=""),
+        messages.ConnectSync(version=0, transport="gloo", stages=()),
+        messages.OpenSync(version=-1),
+        messages.MayPublish(version=-1),
+    ],
+)
+async def test_a_part_of_a_publish_out_of_turn_is_refused(made, request_):
+    plane = made(version=None)
+    with pytest.raises(ServiceConflict):
+        await plane.answer(request_)
+    assert plane.status()["version"] is None
 
 
 async def test_an_instance_that_can_not_profile_says_so_once_and_the_run_goes_on(capsys):

@@ -7,7 +7,6 @@ import pytest
 
 from engine.config import Config
 from engine.errors import RatioGapError
-from engine.orchestrator.liveness import Liveness
 from engine.orchestrator.plane import Plane
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
@@ -17,17 +16,18 @@ from engine.wire.messages import EndOfStep, ReplayProgress, StageFailed, StillWa
 DISAGREE = Failure.of(RatioGapError("they disagree"))
 
 
-def test_a_request_that_is_being_answered_is_no_silence():
-    silence = Liveness()
-    silence.expect_requests(2)
-    with silence.answering(0):
+def test_a_request_that_is_being_answered_is_no_silence(tmp_path):
+    plane = Plane(Config(parallel={"data": 2}), RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
+    leases = plane.leases
+    leases.expect_requests()
+    with leases.answering(0):
         time.sleep(0.1)
-        assert silence.longer_than(0.05) == "replica group 1 of the trainer"
-        silence.expect_no_more(1)
-        assert silence.longer_than(0.05) is None
-    assert silence.longer_than(0.05) is None
+        assert leases.silent_longer_than(0.05) == "replica group 1 of the trainer"
+        with leases.answering(1):
+            assert leases.silent_longer_than(0.05) is None
+    assert leases.silent_longer_than(0.05) is None
     time.sleep(0.1)
-    assert silence.longer_than(0.05) == "the trainer"
+    assert leases.silent_longer_than(0.05) == "the trainer"
 
 
 async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_others_and_hears_of_their_errors(tmp_path):

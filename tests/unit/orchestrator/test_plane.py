@@ -257,7 +257,7 @@ async def test_a_trainer_outside_that_begins_again_gets_the_step_again(conduct):
     for index in (1, 0):
         come.put_nowait(index)
     assert sorted(await work(plane, None)) == [0, 1]
-    plane._begin_again()
+    plane.steps.again(0)
     assert sorted(await work(plane, None)) == [0, 1]
     plane._served(1)
     assert plane.status()["steps"] == []

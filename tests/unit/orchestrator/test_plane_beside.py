@@ -54,8 +54,8 @@ async def test_a_lease_is_given_with_the_bodies_that_lie_in_a_store_which_forget
     come.put_nowait(0)
     window = await leased(plane)
     assert window.rows == (row(0),)
-    assert not any(column.body for column in plane.table.rows(0)[0].columns)
-    plane._end_step(0)
+    assert not any(column.body for column in plane.steps.rows(0)[0].columns)
+    plane.steps.end(0)
     assert bodies.rows == {}
     await plane.close()
 
@@ -124,7 +124,7 @@ async def test_an_unexpected_exception_in_a_step_of_a_service_ends_the_step_by_n
     with pytest.raises(MetronomeError, match="step 0: its generation failed, unexpected TypeError: .*put its"):
         await leased(plane)
     await plane.check_run()
-    assert (plane.failure, plane.table.steps) == (None, [])
+    assert (plane.failure, plane.steps.numbers) == (None, [])
     come.put_nowait(0)
     await plane.answer(PutPrompts(step=0), ours=False)
     assert [row.index for row in (await leased(plane)).rows] == [0]

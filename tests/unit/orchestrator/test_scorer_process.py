@@ -1,19 +1,21 @@
 """Ranks of a scorer that die or hang: they are started again, what they held is given again, and the run fails if that
 does not help."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from engine.errors import ServiceConflict
-from engine.orchestrator import scorer_process
+from engine.orchestrator import leases, scorer_process
+from engine.orchestrator.leases import Leases
+from engine.orchestrator.run_state import RunState
 from engine.orchestrator.scorer_process import ScorerProcess
-from engine.orchestrator.stages import StageWatch, stages_of
-from engine.orchestrator.table import RowTable
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.steps import Steps
+from engine.run.folder import RunFolder
 from engine.wire.columns import REFERENCE, pack_group, pack_values
-from engine.wire.messages import TRAIN, Written
+from engine.wire.messages import TRAIN, Lease, WriteColumns, Written
 from support.policies import a_group
 from support.runs import config_of
 
@@ -35,8 +37,8 @@ def config():
 
 @pytest.fixture
 def table(config):
-    table = RowTable(stages_of(config, None))
-    table.begin_step(0, 4)
+    table = Steps(stages_of(config, None))
+    table.begin(0, 4)
     for index in range(2):
         table.add_row(pack_group(a_group(index=index)))
     return table
@@ -45,7 +47,8 @@ def table(config):
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(scorer_process, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (scorer_process, leases):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -76,9 +79,8 @@ class FakeChild:
 
 
 class FakePlane:
-    def __init__(self, config, table):
-        self.table = table
-        self.watch = StageWatch(config, table, Path("logs"))
+    def __init__(self, config, table, folder):
+        self.leases = Leases(config, RunState(), table, RunFolder(folder), None)
         self.failure = None
         self.is_over = False
 
@@ -87,8 +89,8 @@ class FakePlane:
 
 
 @pytest.fixture
-def plane(config, table):
-    return FakePlane(config, table)
+def plane(config, table, tmp_path):
+    return FakePlane(config, table, tmp_path)
 
 
 @pytest.fixture
@@ -134,7 +136,7 @@ async def test_ranks_that_have_asked_and_ask_no_more_while_rows_wait_are_ended(s
     clock.now += 10 * LEASE_S
     await scorer.check_ranks(plane)
     assert len(started) == 1, "they load their model"
-    plane.watch.note_request(STAGE, clock.now)
+    await plane.leases.lease_window(Lease(stage=STAGE, budget=0))
     clock.now += LEASE_S + 0.1
     await scorer.check_ranks(plane)
     assert len(started) == 2
@@ -147,7 +149,9 @@ async def test_the_run_fails_by_name_after_too_many_ends_without_progress(scorer
     for _ in range(2):
         started[-1].alive = False
         await scorer.check_ranks(plane)
-    plane.watch.note_written(STAGE, clock.now)
+    held = leased(table, clock.now)
+    rows = tuple(written(table, index) for index in held.indices)
+    await plane.leases.write_columns(WriteColumns(stage=STAGE, lease=held.number, rows=rows))
     for _ in range(2):
         started[-1].alive = False
         await scorer.check_ranks(plane)
@@ -161,7 +165,7 @@ async def test_the_run_fails_by_name_after_too_many_ends_without_progress(scorer
         "the stage 'reference' has made no progress in the 3 starts of its ranks (stages.reference.restarts = 2)"
         in said
     )
-    assert "they have held groups [0] of step 0 for more than 5 s (stages.reference.lease_s)" in said
+    assert "they have held groups [1] of step 0 for more than 5 s (stages.reference.lease_s)" in said
     assert "its log scorer-reference.log" in said
     assert len(started) == 5
 
@@ -176,10 +180,10 @@ async def test_a_run_that_ends_starts_nothing_again(ended, scorer, started, plan
 
 
 def test_a_stage_that_nobody_serves_is_named_with_its_log(plane):
-    assert plane.watch.late_stage(100.0) == ""
-    said = plane.watch.late_stage(121.0)
+    assert plane.leases.late_stage(100.0) == ""
+    said = plane.leases.late_stage(121.0)
     assert "have waited 20 s (stages.reference.wait_s) for the stage 'reference': its ranks have not asked" in said
-    assert said.endswith("their log: logs/scorer-reference.log")
+    assert said.endswith("/logs/scorer-reference.log")
 
 
 @pytest.mark.parametrize("trainers", [None, 60.0])

@@ -1,17 +1,18 @@
 """Which stage is late, and what a stage may write."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.orchestrator.stages import StageWatch, stages_of
-from engine.orchestrator.table import RowTable
+from engine.orchestrator.leases import Leases
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.stages import check_columns, stages_of
+from engine.orchestrator.steps import Steps
+from engine.run.folder import RunFolder
 from engine.wire.columns import Column, ValuesColumn, pack_column, pack_group, pack_values
-from engine.wire.messages import TRAIN, Written
+from engine.wire.messages import TRAIN, Lease, WriteColumns, Written
 from support.groups import numbered_group
 
 WAIT_S = 30.0
@@ -21,8 +22,8 @@ CRITIC = {"needs": ["responses"], "gives": ["values"]}
 
 def windows_of(lease_s, **tables):
     config = Config(train={"micro_batch_tokens": 10, "prompts_per_step": 40}, **tables)
-    table = RowTable(stages_of(config, lease_s))
-    table.begin_step(0, 40)
+    table = Steps(stages_of(config, lease_s))
+    table.begin(0, 40)
     for index in range(20):
         table.add_row(replace(pack_group(numbered_group(index)), tokens=5))
     found = iter(lambda: table.lease_window(TRAIN, 0, 0, config.window_tokens), None)
@@ -36,22 +37,22 @@ def test_our_own_trainer_gets_windows_that_wait_as_one():
 
 
 @pytest.fixture
-def watched():
-    """(watch, table) with two rows, of one response of two tokens each, that wait for two stages."""
+def watched(tmp_path):
+    """(leases, steps) with two rows, of one response of two tokens each, that wait for two stages."""
     config = Config(stages={"judge": JUDGE, "critic": CRITIC}, train={"prompts_per_step": 2})
-    table = RowTable(stages_of(config, None))
-    table.begin_step(0, 2)
+    table = Steps(stages_of(config, None))
+    table.begin(0, 2)
     for index in range(2):
         table.add_row(pack_group(numbered_group(index)))
-    return StageWatch(config, table, Path("logs")), table
+    return Leases(config, RunState(), table, RunFolder(tmp_path), None), table
 
 
-def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
+async def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
     watch, table = watched
     assert [watch.late_stage(now) for now in (0.0, WAIT_S)] == ["", ""]
     said = r"2 groups of steps [0] have waited 30 s (stages.judge.wait_s) for the stage 'judge': no program has asked"
     assert watch.late_stage(WAIT_S + 1).startswith(said)
-    watch.note_request("judge", WAIT_S + 1)
+    await watch.lease_window(Lease(stage="judge", budget=0))
     assert watch.late_stage(WAIT_S + 1).endswith("it makes no progress")
     held = table.lease_window("judge", 0, 0, 1)
     table.write_columns("judge", held.number, [Written(held.indices[0], (pack_values("mark", np.ones(1)),))])
@@ -61,20 +62,24 @@ def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
         "judge": {"waiting": 1, "done": 1},
         "critic": {"waiting": 2, "done": 0},
     }
-    table.forget_step(0)
+    table.end(0)
     assert watch.late_stage(10 * WAIT_S) == "", "nothing waits"
 
 
-def test_a_stage_that_the_recipe_does_not_have_is_refused_by_name(watched):
+async def test_a_stage_or_a_row_that_is_not_there_is_refused_by_name(watched):
+    leases, _ = watched
     with pytest.raises(BadInput, match=r"no stage 'other' in the recipe, whose stages are critic, judge, train"):
-        watched[0].find_stage("other")
+        await leases.lease_window(Lease(stage="other", budget=1))
+    window = await leases.lease_window(Lease(stage="judge", budget=1))
+    with pytest.raises(BadInput, match="step 0 has no group 9"):
+        await leases.write_columns(WriteColumns(stage="judge", lease=window.lease, rows=(Written(9, ()),)))
 
 
 @pytest.mark.parametrize(
     "right", [("mark", np.ones(1)), ("values", np.ones(1)), ("values", np.ones(2)), ("values", np.arange(2))]
 )
 def test_a_number_for_each_response_or_token_is_taken(watched, right):
-    watched[0].check_columns(0, Written(0, (pack_values(*right),)))
+    check_columns(watched[1].find_row(0, 0), Written(0, (pack_values(*right),)), ["mark"])
 
 
 WRONG = {
@@ -101,6 +106,4 @@ WRONG = {
 def test_what_is_no_column_of_the_row_is_refused_by_name(watched, name):
     column, said = WRONG[name]
     with pytest.raises(BadInput, match=f"step 0, group 1.*column '{column.name}'.*({said})"):
-        watched[0].check_columns(0, Written(1, (column,)))
-    with pytest.raises(BadInput, match="step 0 has no group 9"):
-        watched[0].check_columns(0, Written(9, (column,)))
+        check_columns(watched[1].find_row(0, 1), Written(1, (column,)), ["mark"])

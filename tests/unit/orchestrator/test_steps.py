@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import BadInput, ServiceConflict
 from engine.orchestrator.ledger import Windows
-from engine.orchestrator.table import EXPIRED, RowTable, StageRules
+from engine.orchestrator.steps import EXPIRED, StageRules, Steps
 from engine.wire.columns import GENERATED, OWN, SCORES
 from engine.wire.messages import TRAIN, Written
 from support.rows import Lent, Passed, columns_of, row_of, tokens_of, written_of
@@ -79,7 +79,7 @@ class TableMachine(RuleBasedStateMachine):
             )
             for name in STAGES
         }
-        self.table = RowTable(self.stages.values())
+        self.table = Steps(self.stages.values())
         self.now = 0.0
         self.columns = {}
         """By step and index: each column's digest, by name."""
@@ -108,11 +108,11 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def the_table_is_as_the_model_says(self):
         """After an error too: the model does not change then."""
-        assert self.table.steps == list(self.columns)
+        assert self.table.numbers == list(self.columns)
         for step, rows in self.columns.items():
             found = {one.index: {column.name: column.digest for column in one.columns} for one in self.table.rows(step)}
             assert found == rows
-            assert self.table.arrived(step) == sum(names.keys() >= set(OWN) for names in rows.values())
+            assert self.table.find(step).arrived == sum(names.keys() >= set(OWN) for names in rows.values())
             for stage in STAGES:
                 ledger = self.table.ledger(step, stage)
                 passed = self.passed[step, stage]
@@ -145,7 +145,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def begin(self):
         step = max(self.columns, default=-1) + 1
-        self.table.begin_step(step, EXPECTED)
+        self.table.begin(step, EXPECTED)
         self.columns[step] = {}
         self.passed |= {(step, stage): Passed() for stage in STAGES}
 
@@ -333,11 +333,11 @@ class TableMachine(RuleBasedStateMachine):
             self.table.expire(stage)
             self.expired.add(stage)
         elif what == "begin again":
-            self.table.begin_again(step)
+            self.table.again(step)
             self.passed[step, TRAIN] = Passed()
         elif len(self.columns) == STEPS:
             step = min(self.columns)
-            self.table.forget_step(step)
+            self.table.end(step)
             del self.columns[step]
         for lent in self.lent.values():
             if what == "expire" and lent.stage == stage and lent.state == "held":

@@ -1,9 +1,9 @@
-"""Cases of the table: whose lease is whose, what a consumer gets."""
+"""Cases of the leases on rows: whose lease is whose, what a consumer gets."""
 
 import pytest
 
 from engine.errors import BadInput, ServiceConflict
-from engine.orchestrator.table import RowTable, StageRules
+from engine.orchestrator.steps import StageRules, Steps
 from engine.types import BatchScores, Score
 from engine.wire.columns import GENERATED, OWN, SCORES, pack_scores
 from engine.wire.messages import TRAIN
@@ -19,8 +19,8 @@ def table():
         StageRules(TRAIN, frozenset(OWN), lease_s=LEASE_S, whole=True),
         StageRules("judge", frozenset(OWN), frozenset({"mark"}), lease_s=LEASE_S),
     ]
-    table = RowTable(stages)
-    table.begin_step(3, 2)
+    table = Steps(stages)
+    table.begin(3, 2)
     for index in range(2):
         scores = pack_scores([Score(float(index)), Score(0.5)])
         table.add_row(row_of(3, index, GENERATED).with_columns([scores]))
@@ -35,7 +35,7 @@ def test_rows_of_a_consumer_that_died_are_given_again_as_they_were_and_the_late_
         table.acknowledge_lease(dead[TRAIN].number)
     with pytest.raises(ServiceConflict, match=r"were given to 'other'; drop what was computed"):
         table.write_columns("judge", dead["judge"].number, written_of((0, 1), {"mark"}))
-    table.begin_again(3)
+    table.again(3)
     with pytest.raises(ServiceConflict, match="the trainer has since restarted the step; drop the gradient"):
         table.acknowledge_lease(again[TRAIN].number)
     assert table.write_columns("judge", again["judge"].number, written_of((0, 1), {"mark"})), "that stage has not"
@@ -59,6 +59,6 @@ def test_a_consumer_gets_the_columns_that_it_asks_for_of_those_that_its_stage_ne
 def test_the_scores_of_the_whole_batch_come_with_its_rows_where_the_advantages_need_them(table):
     lengths = ((tokens_of(0),), (tokens_of(1),))
     assert table.batch_scores(3, {}) == BatchScores(((0.0, 0.5), (1.0, 0.5)), lengths)
-    part = RowTable([StageRules(TRAIN, frozenset(OWN))])
-    part.begin_step(0, 1)
+    part = Steps([StageRules(TRAIN, frozenset(OWN))])
+    part.begin(0, 1)
     assert part.batch_scores(0, {}) is None

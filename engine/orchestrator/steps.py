@@ -1,10 +1,11 @@
-"""The table of rows and columns, and which rows each stage has taken (AsyncFlow §3.2 and §3.3).
+"""The steps in progress: their rows and columns, and which rows each stage has taken (AsyncFlow §3.2 and §3.3).
 
 Pure bookkeeping: no I/O, and no clock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from dataclasses import replace as changed
 
 from msgspec.structs import replace
 
-from engine.errors import BadInput, ServiceConflict
+from engine.errors import BadInput, MetronomeError, ServiceConflict
+from engine.orchestrator.column_store import ColumnStore, MemoryStore
 from engine.orchestrator.ledger import Ledger, Windows
 from engine.types import BatchScores
 from engine.wire.columns import OWN, Column, Row, batch_scores
@@ -49,34 +51,80 @@ class Held:
     indices: tuple[int, ...]
     consumer: str
     given: float
-    """When it was leased, by the caller's clock (`now` of `RowTable.lease_window`)."""
+    """When it was leased, by the caller's clock (`now` of `Steps.lease_window`)."""
     deliveries: int = 1
     """How often these rows have been leased, including this time."""
 
 
-@dataclass
-class _Step:
-    """The rows of one step."""
+@dataclass(eq=False)
+class Step:
+    """One step, from its start to its report."""
 
+    number: int
     expected: int
+    """Number of rows."""
     ledgers: dict[str, Ledger]
+    """By stage."""
     rows: dict[int, Row] = field(default_factory=dict)
+    """By index, in the order in which they were added."""
     held_back: dict[str, list[int]] = field(default_factory=dict)
     """By stage that needs whole steps: the rows with the needed columns, until every row has them."""
     batch: BatchScores | None = None
     """The scores of the whole batch, once they have been requested."""
+    is_over: bool = False
+    prompts: bytes = b""
+    """Digest of the prompts that were put."""
+    held_bytes: int = 0
+    """Bytes of the prompts that a program has put."""
+    samples: list[Row] = field(default_factory=list)
+    """The first groups, which the run folder keeps for people to read."""
+    task: asyncio.Task[None] | None = None
+    """The task that generates the rows; None before it starts."""
+    rollout_s: float = 0.0
+    """Seconds from the start of generation until the last group arrived."""
+    prompts_used: int | None = None
+    """Number of prompts up to and including the last one that was kept; None without dynamic sampling, or while
+    unknown."""
+    reward_tried: float | None = None
+    """Mean score of the responses to the first `prompts_used` prompts; None as above."""
+    next_position: int | None = None
+    """Position in the order of prompts at which the next step begins; None as above."""
+
+    @property
+    def arrived(self) -> int:
+        """Number of rows that have the columns of the stages `generate` and `reward`."""
+        return sum(row.names.issuperset(OWN) for row in self.rows.values())
+
+    @property
+    def trained(self) -> int:
+        """Number of rows that are trained."""
+        return self.ledgers[TRAIN].done
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether every row has arrived; True once the step is over."""
+        return self.is_over or self.arrived == self.expected
 
 
-class RowTable:
-    """The rows of the steps in progress, with a ledger for each stage and step.
+class Steps:
+    """The steps in progress, by number, each from its begin until it ends or is dropped; their rows, and the leases on
+    them.
 
     Each stage gets every row once, when the row has the columns that the stage needs. A lease with a deadline may be
     given again when it expires. Whatever is repeated or late, each stage finishes a row only once.
     """
 
-    def __init__(self, stages: Iterable[StageRules]) -> None:
+    def __init__(self, stages: Iterable[StageRules], store: ColumnStore | None = None) -> None:
+        """`store`: where the bodies of columns lie; None: the orchestrator's memory."""
         self.stages = {stage.name: stage for stage in stages}
-        self._steps: dict[int, _Step] = {}
+        self.store = store or MemoryStore()
+        self.replica_groups = self.stages[TRAIN].windows.replica_groups
+        """Number of replica groups of the trainer, for the steps that begin; `Ready` may change it."""
+        self.last: Step | None = None
+        """The step that ended last."""
+        self._steps: dict[int, Step] = {}
+        self._dropped: dict[int, MetronomeError] = {}
+        """The step that was dropped last, and why."""
         self._numbers = itertools.count(1)
         self._held: dict[int, Held] = {}
         self._over: dict[int, Held] = {}
@@ -86,52 +134,75 @@ class RowTable:
 
     # steps ----------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, expected: int, replica_groups: int | None = None) -> None:
-        """Begin a step of `expected` rows. `replica_groups`: number of replica groups of the trainer; None: as the
-        stage defines."""
-        ledgers = {
-            name: Ledger(expected, self._train_windows(replica_groups) if name == TRAIN else stage.windows)
-            for name, stage in self.stages.items()
-        }
-        self._steps[step] = _Step(expected, ledgers)
+    def begin(self, number: int, expected: int) -> Step:
+        """Begin a step of `expected` rows."""
+        windows = {name: self._windows_of(name) for name in self.stages}
+        step = Step(number, expected, {name: Ledger(expected, found) for name, found in windows.items()})
+        self._steps[number] = step
+        self._dropped.pop(number, None)
+        return step
 
-    def _train_windows(self, replica_groups: int | None) -> Windows:
-        windows = self.stages[TRAIN].windows
-        return windows if replica_groups is None else changed(windows, replica_groups=replica_groups)
+    def _windows_of(self, stage: str) -> Windows:
+        windows = self.stages[stage].windows
+        return changed(windows, replica_groups=self.replica_groups) if stage == TRAIN else windows
 
-    def begin_again(self, step: int, replica_groups: int | None = None) -> None:
-        """Begin a step again for the trainer: its leases become invalid, and it gets all rows again. `replica_groups`:
-        as in `begin_step`."""
-        self._steps[step].ledgers[TRAIN].begin_again(self._train_windows(replica_groups))
-        for number, held in [*self._held.items(), *self._over.items()]:
-            if held.step == step and held.stage == TRAIN:
-                self._held.pop(number, None)
-                self._over.pop(number, None)
-                self._replaced[number] = (held, "the trainer has since restarted the step")
+    def again(self, number: int) -> None:
+        """Begin a step again for the trainer: its leases become invalid, and it gets all rows again."""
+        self._steps[number].ledgers[TRAIN].begin_again(self._windows_of(TRAIN))
+        for lease, held in [*self._held.items(), *self._over.items()]:
+            if held.step == number and held.stage == TRAIN:
+                self._held.pop(lease, None)
+                self._over.pop(lease, None)
+                self._replaced[lease] = (held, "the trainer has since restarted the step")
 
-    def forget_step(self, step: int) -> None:
-        """Forget the rows and leases of a step that is over."""
-        self._steps.pop(step, None)
-        self._held = {number: held for number, held in self._held.items() if held.step != step}
-        self._over = {number: held for number, held in self._over.items() if held.step != step}
-        self._replaced = {number: one for number, one in self._replaced.items() if one[0].step != step}
+    def end(self, number: int) -> Step | None:
+        """Forget the rows and leases of a step that is over. Return the step; None if it is not in progress."""
+        step = self._forget(number)
+        self.last = step or self.last
+        return step
+
+    def drop(self, number: int, why: MetronomeError) -> None:
+        """Forget a step whose generation has failed: it may begin again. Whoever asks for it gets `why`."""
+        self._forget(number)
+        self._dropped = {number: why}
+
+    def _forget(self, number: int) -> Step | None:
+        step = self._steps.pop(number, None)
+        if step is not None:
+            step.is_over = True
+            step.rows = {}
+        self.store.clear_step(number)
+        self._held = {lease: held for lease, held in self._held.items() if held.step != number}
+        self._over = {lease: held for lease, held in self._over.items() if held.step != number}
+        self._replaced = {lease: one for lease, one in self._replaced.items() if one[0].step != number}
+        return step
+
+    def check_dropped(self, number: int | None) -> None:
+        """Raise the error for which a step was dropped, if it was."""
+        if number in self._dropped:
+            raise self._dropped[number]
+
+    def find(self, number: int) -> Step | None:
+        """Return a step; None if it has not begun, or is over."""
+        return self._steps.get(number)
+
+    def values(self) -> list[Step]:
+        """Return the steps in progress, in the order in which they began."""
+        return list(self._steps.values())
 
     @property
-    def steps(self) -> list[int]:
-        """The steps in progress, in the order in which they began."""
+    def numbers(self) -> list[int]:
+        """The numbers of the steps in progress, in the order in which they began."""
         return list(self._steps)
+
+    @property
+    def oldest(self) -> Step | None:
+        """The earliest step in progress; None if there is none."""
+        return min(self._steps.values(), key=lambda step: step.number, default=None)
 
     def ledger(self, step: int, stage: str = TRAIN) -> Ledger:
         """The ledger of a stage in a step. Raises KeyError for a step that is not in progress."""
         return self._steps[step].ledgers[stage]
-
-    def arrived(self, step: int) -> int:
-        """Number of rows that have the columns of the stages `generate` and `reward`."""
-        return sum(row.names.issuperset(OWN) for row in self._steps[step].rows.values())
-
-    def is_generated(self, step: int) -> bool:
-        """Whether every row has arrived; True for a step that is over."""
-        return step not in self._steps or self.arrived(step) == self._steps[step].expected
 
     def rows(self, step: int) -> list[Row]:
         """The rows of a step, in the order in which they were added."""
@@ -173,7 +244,7 @@ class RowTable:
                 )
         return [column for column in columns if column.name not in known.names]
 
-    def _add_columns(self, step: _Step, index: int, columns: Sequence[Column]) -> None:
+    def _add_columns(self, step: Step, index: int, columns: Sequence[Column]) -> None:
         before = step.rows[index]
         row = before.with_columns(columns)
         step.rows[index] = row
@@ -181,7 +252,7 @@ class RowTable:
             if row.names >= stage.needs and not before.names >= stage.needs:
                 self._add_ready(step, name, index)
 
-    def _add_ready(self, step: _Step, name: str, index: int) -> None:
+    def _add_ready(self, step: Step, name: str, index: int) -> None:
         due = [index]
         if self.stages[name].whole:
             waiting = step.held_back.setdefault(name, [])
@@ -254,10 +325,6 @@ class RowTable:
         for number, held in self._held.items():
             if held.stage == stage:
                 self._held[number] = changed(held, given=EXPIRED)
-
-    def is_held(self, number: int) -> bool:
-        """Whether a lease is valid and its rows are not done."""
-        return number in self._held
 
     def held(self, number: int) -> Held:
         """Return the lease with this number. Raises ServiceConflict if it is no longer valid or does not exist."""
