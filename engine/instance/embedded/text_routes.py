@@ -86,7 +86,9 @@ class EmbeddedText:
     async def __call__(self, scope: Message, body: JsonObject, receive: Receive, send: Send) -> None:
         """Answer a request for text."""
         chat = scope["path"] == CHAT[1]
-        asked, stop = parse_request(body, chat, self.name, self._tokenizer, self._backend.limits)
+        asked, stop = parse_request(
+            body=body, chat=chat, model=self.name, tokenizer=self._tokenizer, limits=self._backend.limits
+        )
         text, reason, sampled = await unless_client_leaves(self._sample(asked, stop), receive)
         said: JsonObject = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         reply = {
@@ -126,7 +128,8 @@ class EmbeddedText:
                 raise Refusal(500, f"the logits of weight version {result.version} are not finite")
             if result.finish_reason == "abort":
                 raise Conflict("a pause of this instance cut the response short; send the request again")
-            ids, reason = result.token_ids, result.finish_reason
+            ids = result.token_ids
+            reason = result.finish_reason
         ended = bool(ids) and ids[-1] in asked.stop_ids  # that token is part of the response, but not of its text
         text = self._tokenizer.decode(ids[: len(ids) - ended])
         cut = min((place for one in stop if (place := text.find(one)) >= 0), default=None)
