@@ -21,30 +21,41 @@ def find(training, *evaluation):
     return Index(row(text, f"benchmark, row {n}") for n, text in enumerate(evaluation, 1)).find(row(training))
 
 
-def test_copies_in_other_words_of_latex_are_found():
-    copy = AIME.replace("$x$, $y$ and $z$ all", "$ x $, $ y $,  and $z$   ALL").replace(
-        "\\log_x w = 24", "{\\log_{x} w} = 24"
-    )
-    found = find(copy, "What is 1 + 1?", AIME)
-    assert found is not None
-    assert found.other.where == "benchmark, row 2"
-    assert found.share > 0.95
-    assert find(AIME + " Give the answer as a single positive whole number.", AIME) is not None
+COPY = AIME.replace("$x$, $y$ and $z$ all", "$ x $, $ y $,  and $z$   ALL").replace("\\log_x w", "{\\log_{x} w}")
+EDITED = AIME.replace("Let $x$, $y$ and $z$ all exceed", "Suppose that $x$, $y$ and $z$ are greater than")
+ENDING = "can be written as $\\frac{m}{n}$, where $m$ and $n$ are relatively prime positive integers. Find $m+n$."
+DICE = f"The probability that six thrown dice show the same number, or five of them show a seven, {ENDING}"
+ANGLES = (
+    "In a triangle with angles of forty and of sixty degrees the ratio of the longest side to the shortest " + ENDING
+)
+APPLES = "Tom has {} apples and buys {} more at the market before he gives half of his apples to his sister. How many?"
+DRAWING = '[asy] draw((0,0)--(1.5,7)--cycle); label("$A$", (3,4), N); [/asy]'
 
 
-def test_a_phrase_that_many_problems_share_is_none():
-    ending = "can be written as $\\frac{m}{n}$, where $m$ and $n$ are relatively prime positive integers. Find $m+n$."
-    one = f"The probability that six thrown dice show the same number, or five of them show a seven, {ending}"
-    question = "In a triangle with angles of forty and of sixty degrees the ratio of the longest side to the shortest"
-    other = f"{question} {ending}"
-    assert word_runs(problem_words(one)) & word_runs(problem_words(other))
-    assert find(one, other) is None
-
-
-def test_a_problem_that_stands_in_the_set_32_times_is_no_phrase():
-    edited = AIME.replace("Let $x$, $y$ and $z$ all exceed", "Suppose that $x$, $y$ and $z$ are greater than")
-    assert find(edited, AIME) is not None
-    assert find(edited, *[AIME] * 32) is not None
+@pytest.mark.parametrize(
+    ("training", "evaluation", "overlaps"),
+    [
+        (COPY, ["What is 1 + 1?", AIME], True),
+        (f"{AIME} Give the answer as a single positive whole number.", [AIME], True),
+        (DICE, [ANGLES], False),  # they share a phrase that many problems share
+        (EDITED, [AIME], True),
+        (EDITED, [AIME] * 32, True),  # however often it stands there, it is no phrase
+        (APPLES.format(5, 7), [APPLES.format(5, 9)], False),
+        (APPLES.format(5, 7), [APPLES.format(5, 7)], True),
+        ("1 + 2 =", ["1+2="], True),
+        ("1 + 2 =", ["1 - 2 ="], False),
+        ("1+2=", ["12="], False),
+        ("", [""], False),
+        (f"{AIME} {DRAWING}", [AIME], True),
+    ],
+)
+def test_which_problems_are_the_same(training, evaluation, overlaps):
+    found = find(training, *evaluation)
+    assert (found is not None) == overlaps
+    if training == COPY:
+        assert found.other.where == "benchmark, row 2"
+        assert found.share > 0.95
+    assert word_runs(problem_words(DICE)) & word_runs(problem_words(ANGLES))
 
 
 def test_thousands_are_the_same_number_with_and_without_separators():
@@ -55,47 +66,13 @@ def test_thousands_are_the_same_number_with_and_without_separators():
         text = problem.format(spelled.format())
         assert problem_words(text) == problem_words(problem.format("10000"))
         assert find(problem.format("10000"), text) is not None
-    assert problem_words("1,000,000 and (1,200) or 0,1234 or 2019,2020") == [
-        "1000000",
-        "and",
-        "1200",
-        "or",
-        "0",
-        "1234",
-        "or",
-        "2019",
-        "2020",
-    ]
+    words = "1000000 and 1200 or 0 1234 or 2019 2020"
+    assert problem_words("1,000,000 and (1,200) or 0,1234 or 2019,2020") == words.split()
 
 
-def test_other_numbers_in_one_template_are_another_problem():
-    template = (
-        "Tom has {} apples and buys {} more at the market before he gives half of his apples to his sister. How many?"
-    )
-    assert find(template.format(5, 7), template.format(5, 9)) is None
-    assert find(template.format(5, 7), template.format(5, 7)) is not None
-
-
-def test_short_problems_overlap_when_their_words_are_equal():
-    assert find("1 + 2 =", "1+2=") is not None
-    assert find("1 + 2 =", "1 - 2 =") is None
-    assert find("1+2=", "12=") is None
-    assert find("", "") is None
-
-
-def test_drawings_do_not_count():
-    drawing = '[asy] draw((0,0)--(1.5,7)--cycle); label("$A$", (3,4), N); [/asy]'
-    assert find(f"{AIME} {drawing}", AIME) is not None
-    assert problem_words(f"a {drawing} b") == ["a", "b"]
-
-
-def test_fractions_spelled_in_three_ways_are_the_same_words():
-    assert (
-        problem_words("\\frac12 x")
-        == problem_words("\\dfrac{1}{2}x")
-        == problem_words("$\\tfrac{1}{2} x$")
-        == ["frac", "1", "2", "x"]
-    )
+@pytest.mark.parametrize("fraction", ["\\frac12 x", "\\dfrac{1}{2}x", "$\\tfrac{1}{2} x$"])
+def test_fractions_are_spelled_alike_and_drawings_do_not_count(fraction):
+    assert problem_words(f"{fraction} {DRAWING}") == ["frac", "1", "2", "x"]
 
 
 def slow_common(one, other):
