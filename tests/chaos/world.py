@@ -22,7 +22,7 @@ from tasks.cluster.prefect_api import CLIENT_AUTH
 PATIENCE_S = 600.0
 """Longest wait for a start, an end or a step; a quiet machine needs a tenth."""
 CRASHES = 100_000
-"""Crashes within half an hour after which the automation gives a run up: never, since they are ours."""
+"""Starts within half an hour after which the watchdog gives a run up: never, since they are ours."""
 SPACE_MB = 512
 """Size of the file system that has the run folders."""
 FILLING = "filling"

@@ -7,7 +7,7 @@ import yaml
 
 from engine.config.recipe import load_config
 from engine.errors import BadInput
-from tasks.cluster import deploy
+from tasks.cluster import deploy, watchdog
 from tasks.cluster.deploy import FILE, Choices, read_deployments
 from tasks.cluster.watchdog import TAG
 
@@ -154,3 +154,12 @@ def test_flow_runs_get_the_addresses_of_the_shell_but_no_secret(monkeypatch, tmp
 )
 def test_of_a_traceback_only_the_error_is_told(output, reason):
     assert deploy._reason(output) == reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [(12.4, "resumed by the watchdog, which looked 12 s ago"), (400.0, "NOT resumed: no"), (None, "NOT resumed: no")],
+)
+def test_a_deploy_says_whether_anybody_resumes_crashed_runs(monkeypatch, seen, said):
+    monkeypatch.setattr(watchdog, "last_seen", lambda: seen)
+    assert deploy._who_resumes().startswith(said)
