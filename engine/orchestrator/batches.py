@@ -285,7 +285,19 @@ class Batches:
                     return  # the previous batch failed, and so did the run
                 self._position = before.next_position
             await self._profile.begin_step(step.number)
-            await self._fill(step, prompts)
+            started = time.perf_counter()
+
+            async def put(row: Row) -> None:
+                if len(step.samples) < SAMPLED_GROUPS:
+                    step.samples.append(row)
+                await self._put(row)
+                step.rollout_s = time.perf_counter() - started
+
+            if self._config.algorithm.dynamic_sampling:
+                await self._generate_selected(step, put, prompts)
+            else:  # responses come before they are scored, so that stages that do not need the scores can begin
+                due = prompts or self._prompts(step.number)
+                await self._service.producer.run(step=step.number, prompts=due, put=put, sampled=self._put)
             await self._profile.end_step(step.number)
             if self._evaluation is not None and not self._schedule.ahead:
                 self._evaluation.evaluate_version(step.number)
@@ -295,31 +307,18 @@ class Batches:
             raise  # a full disk, which the orchestrator names
         except Exception as error:
             log_traceback(error)  # as after any other failure, the trainer saves a checkpoint
-            what = f"step {step.number}: its generation failed, unexpected {type(error).__name__}: {error}"
-            if self._trains:
-                await self._run_state.stop_run(MetronomeError(f"{what}; the orchestrator's log has the traceback"))
-                return
-            more = "the traceback is in the service's log; put its prompts again"
-            self._previous = before
-            self._steps.drop(step.number, MetronomeError(f"{what}; {more}"))
-            await self._run_state.notify()
+            await self._fail(step, before, f"unexpected {type(error).__name__}: {error}")
 
-    async def _fill(self, step: Step, prompts: Prompts | None) -> None:
-        started = time.perf_counter()
-
-        async def put(row: Row) -> None:
-            if len(step.samples) < SAMPLED_GROUPS:
-                step.samples.append(row)
-            await self._put(row)
-            step.rollout_s = time.perf_counter() - started
-
-        if self._config.algorithm.dynamic_sampling:
-            await self._fill_selected(step, put, prompts)
+    async def _fail(self, step: Step, before: Step | None, why: str) -> None:
+        """End our own run, or in a service the step, which may be put again."""
+        what = f"step {step.number}: its generation failed, {why}"
+        if self._trains:
+            await self._run_state.stop_run(MetronomeError(f"{what}; the orchestrator's log has the traceback"))
             return
-        # responses come before they are scored, so that stages that do not need the scores can begin
-        await self._service.producer.run(
-            step=step.number, prompts=prompts or self._prompts(step.number), put=put, sampled=self._put
-        )
+        self._previous = before
+        more = "the traceback is in the service's log; put its prompts again"
+        self._steps.drop(step.number, MetronomeError(f"{what}; {more}"))
+        await self._run_state.notify()
 
     async def _put(self, row: Row) -> None:
         """Put a row into its step, or only its new columns if the row is already there."""
@@ -337,7 +336,7 @@ class Batches:
         """Return (epoch, prompt) of each group of the step."""
         return [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
 
-    async def _fill_selected(self, step: Step, put: Put, prompts: Prompts | None) -> None:
+    async def _generate_selected(self, step: Step, put: Put, prompts: Prompts | None) -> None:
         """Generate groups for the next prompts until enough of them have unequal rewards (dynamic sampling)."""
         wanted = self._config.train.prompts_per_step
         position = self._position
