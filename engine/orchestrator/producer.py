@@ -307,7 +307,7 @@ class Producer:
             beside = place.instance.responses
             async with asyncio.TaskGroup() as sampling:
                 for number in missing:
-                    sampling.create_task(self._sample_in_slot(work, number, place))
+                    sampling.create_task(self._sample_response(work, number, place))
             if len(missing) == self._group_size and not work.missing and not work.so_far:
                 beside = max(beside, place.instance.responses)
                 place.instance.record_group(time.monotonic() - began, beside / self._group_size)
@@ -325,38 +325,35 @@ class Producer:
             return None
         return Schedule.of(config.train, config.rollout.partial).accepted(step).start
 
-    async def _sample_in_slot(self, work: _PendingGroup, number: int, place: Place) -> None:
-        """Sample one response, and free its slot when it ends, whatever the rest of its group does."""
-        try:
-            await self._sample_response(work, number, place)
-        finally:
-            self._pool.free_slot(place)
-
     async def _sample_response(self, work: _PendingGroup, number: int, place: Place) -> None:
-        """Sample one response on the place's instance, or note in `work` that the instance failed on it.
+        """Sample one response on the place's instance, or note in `work` that the instance failed on it. Free its slot
+        when it ends, whatever the rest of its group does.
 
         A reward that takes one response per call starts at once. This method does not wait for it.
         """
         own = None
-        if self._programs is not None and work.scored:
-            found = await self._run_program(self._programs, work, number, place)
-            own = work.episodes[number].score
-        else:
-            found = await self._sample_turn(
-                work=work,
-                number=number,
-                place=place,
-                prompt=work.prompt,
-                sampling=self._sampling,
-                seed=work.seeds[number],
-            )
-        if found is None:
-            return
-        if work.on_finished is not None:
-            await work.on_finished(work.index, number)
-        verify = work.scored and self._verifier.per_response and own is None
-        score = self._score(work.step, work.index, work.prompt, (found,)) if verify else None
-        work.done[number] = found, work.verifying.create_task(score) if score is not None else None
+        try:
+            if self._programs is not None and work.scored:
+                found = await self._run_program(self._programs, work, number, place)
+                own = work.episodes[number].score
+            else:
+                found = await self._sample_turn(
+                    work=work,
+                    number=number,
+                    place=place,
+                    prompt=work.prompt,
+                    sampling=self._sampling,
+                    seed=work.seeds[number],
+                )
+            if found is None:
+                return
+            if work.on_finished is not None:
+                await work.on_finished(work.index, number)
+            verify = work.scored and self._verifier.per_response and own is None
+            score = self._score(work.step, work.index, work.prompt, (found,)) if verify else None
+            work.done[number] = found, work.verifying.create_task(score) if score is not None else None
+        finally:
+            self._pool.free_slot(place)
 
     async def _run_program(
         self, programs: ProgramPool, work: _PendingGroup, number: int, place: Place

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.run.instance_process import InstanceProcess
@@ -48,6 +49,33 @@ def has_room(responses: int, slots: int, size: int) -> bool:
     """Whether `size` responses may be sent to an instance with `slots` that has `responses` in flight: each needs a
     slot. Of more responses than there are slots only one does, and the others wait on the instance."""
     return responses + (size if size <= slots else 1) <= slots
+
+
+class InstanceLoad(Protocol):
+    """What the choice of an instance depends on."""
+
+    @property
+    def responses(self) -> int:
+        """Number of responses in flight on the instance."""
+
+    @property
+    def group_s(self) -> float | None:
+        """Seconds per group; None before the first group."""
+
+
+One = TypeVar("One", bound=InstanceLoad)
+
+
+def soonest_instance(serving: Sequence[One], slots: int, size: int, avoid: Collection[One] = ()) -> One | None:
+    """Return the instance with room for `size` responses that will probably finish them first; None if none has room.
+
+    Each has `slots` (`has_room`). Instances in `avoid` are used only if no others serve. One that has finished no group
+    yet counts as fast as the fastest.
+    """
+    others = [instance for instance in serving if instance not in avoid] or serving
+    free = [instance for instance in others if has_room(instance.responses, slots, size)]
+    untried = min((instance.group_s for instance in serving if instance.group_s is not None), default=1.0)
+    return min(free, key=lambda one: (one.responses + size) * (one.group_s or untried), default=None)
 
 
 @dataclass(eq=False)
@@ -325,6 +353,10 @@ class Instance:
             self.tokens_per_s = max(0.0, generated) / (now - self._loaded)
         self.load = load
         self._loaded = now
+
+    def holds(self, least: int | None) -> bool:
+        """Whether the instance has this weight version or a later one; None: any."""
+        return least is None or (self.version is not None and self.version >= least)
 
     def status(self) -> JsonObject:
         """Return the part of GET /status about this instance."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +21,7 @@ import aiohttp
 
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError, ProcessDied, counted
-from engine.orchestrator.pool.dispatch import Dispatcher
-from engine.orchestrator.pool.instance import FAILURES, WORKING, Instance, Place
+from engine.orchestrator.pool.instance import FAILURES, WORKING, Instance, Place, soonest_instance
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.run_events import RunEvents
 from engine.run.commands import instance_command
@@ -81,6 +82,17 @@ Check = Callable[[Instance], Awaitable[None]]
 """Proves that an instance that arrives may serve. Raises MetronomeError if it may not."""
 
 
+@dataclass(frozen=True)
+class _Waiter:
+    """A caller that waits for a place."""
+
+    place: asyncio.Future[Place]
+    size: int
+    """Number of responses that are sent together."""
+    avoid: Collection[Instance]
+    least: int | None
+
+
 class Pool:
     """Instances with a limited number of responses in flight. A group goes as a whole to the instance that will
     probably finish it first, once that has a slot for each of its responses."""
@@ -128,7 +140,7 @@ class Pool:
         """Set once every declared instance has served or has failed to start."""
         self._trace = trace
         self._notices = notices or RunEvents()
-        self._dispatcher = Dispatcher(self.instances, self.slots, self._give_back)
+        self._waiting: deque[_Waiter] = deque()
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
         self._ends: dict[str, str] = {}
@@ -293,19 +305,43 @@ class Pool:
         Raises ProcessDied if no instance has lived for longer than `patience`.
         """
         size = size or self.config.rollout.group_size
-        place = await self._ask(avoid, first, least, size)
+        place = await self._wait_for_place(avoid, first, least, size)
         while not place.instance.takes_prompts:  # excluded, or began an update, before this task continued
             self._give_back(place)
-            place = await self._ask(avoid, True, least, size)
+            place = await self._wait_for_place(avoid, True, least, size)
         try:
             yield place
         finally:
             self._give_back(place)
 
-    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None, size: int) -> Place:
+    async def _wait_for_place(self, avoid: Collection[Instance], first: bool, least: int | None, size: int) -> Place:
+        """Wait for a place, in the order of asking. The time limits are those of the requests in progress and
+        rollout.wait_s (`give_up`)."""
         if self.failure is not None:
             raise self.failure
-        return await self._dispatcher.wait_for_place(avoid, first, least, size)
+        asked = _Waiter(asyncio.get_running_loop().create_future(), size, avoid, least)
+        (self._waiting.appendleft if first else self._waiting.append)(asked)
+        self._hand_out()
+        try:
+            return await asked.place
+        except asyncio.CancelledError:
+            place = asked.place
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._give_back(place.result())
+            else:
+                self._hand_out()  # those behind it may need fewer slots
+            raise
+
+    def _hand_out(self) -> None:
+        """Give places to the waiters in the order of asking, until no place is left."""
+        while self._waiting:
+            asked = self._waiting[0]
+            if not asked.place.done():
+                serving = [one for one in self.instances if one.takes_prompts and one.holds(asked.least)]
+                if (best := soonest_instance(serving, self.slots, asked.size, asked.avoid)) is None:
+                    break
+                asked.place.set_result(best.take_place(self.slots, asked.size))
+            self._waiting.popleft()
 
     def free_slot(self, place: Place) -> None:
         """Free the slot of a response that has ended, for the next group."""
@@ -321,7 +357,7 @@ class Pool:
     def changed(self) -> None:
         """Give out places and wake `wait_for`, because the state of an instance has changed."""
         self._changed.set()
-        self._dispatcher.hand_out()
+        self._hand_out()
 
     def record_failure(self, place: Place, reason: str = "reason unknown") -> None:
         """Record that a request of a group failed on its instance. Several requests of the group count once. After
@@ -368,7 +404,10 @@ class Pool:
     def give_up(self, error: MetronomeError) -> None:
         """Give up: everyone who waits for an instance gets this error."""
         self.failure = self.failure or error
-        self._dispatcher.fail_waiters(self.failure)
+        while self._waiting:
+            place = self._waiting.popleft().place
+            if not place.done():
+                place.set_exception(self.failure)
         self.changed()
 
     @property

@@ -1,5 +1,5 @@
 """Simulates the steps of a run on a simulated clock. The schedule, the table of rows and the choice of an instance are
-the run's own (`engine.schedule`, `engine.orchestrator.steps`, `engine.orchestrator.pool.dispatch`); times come from
+the run's own (`engine.schedule`, `engine.orchestrator.steps`, `engine.orchestrator.pool.instance`); times come from
 `Costs`. In a `SimulatedInstance` the responses in flight share its decode steps.
 
 The simulation leaves out faults, dynamic sampling, evaluations, checkpoints and early scoring.
@@ -21,8 +21,7 @@ from engine.algorithm.losses import LOSSES
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.model.layout import split_responses
-from engine.orchestrator.pool.dispatch import soonest_instance
-from engine.orchestrator.pool.instance import smooth_average
+from engine.orchestrator.pool.instance import smooth_average, soonest_instance
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.steps import Held, Steps
 from engine.ranks.packing import join_windows, pack_parts

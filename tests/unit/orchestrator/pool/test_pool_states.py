@@ -11,9 +11,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from engine.config import Config
 from engine.orchestrator.pool import instance
-from engine.orchestrator.pool.dispatch import Dispatcher, _Waiter
 from engine.orchestrator.pool.instance import NEXT, WORKING, Instance
-from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.pool.pool import Pool, _Waiter
 from engine.wire.rollout_messages import Load
 from support.pool_machine import PoolMachine
 from support.virtual_time import virtual
@@ -65,7 +64,7 @@ def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_tran
 async def ask_without_giving_back(self, avoid, first, least, size):
     asked = _Waiter(asyncio.get_running_loop().create_future(), size, avoid, least)
     (self._waiting.appendleft if first else self._waiting.append)(asked)
-    self.hand_out()
+    self._hand_out()
     return await asked.place
 
 
@@ -86,7 +85,7 @@ def trust_from_the_start(self):
 
 
 MISTAKES = {
-    "a place is lost when whoever waits for it is cancelled": (Dispatcher, "wait_for_place", ask_without_giving_back),
+    "a place is lost when whoever waits for it is cancelled": (Pool, "_wait_for_place", ask_without_giving_back),
     "one that asked to leave is admitted": (Pool, "admit_instance", admit_one_that_leaves),
     "an excluded instance keeps its requests": (Instance, "exclude", exclude_without_cut),
     "new weights are trusted before they are compared": (Instance, "hold_responses", trust_from_the_start),
