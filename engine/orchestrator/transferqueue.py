@@ -18,9 +18,9 @@ import argparse
 import asyncio
 import os
 import secrets
+import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Container, Iterable, Sequence
 from itertools import cycle, islice
@@ -91,7 +91,9 @@ class TransferQueueStore:
     async def start(self) -> None:
         """Start the servers, in a cluster on the nodes that are alive now. Raises StoreError, and DeadlineError if they
         do not serve within rollout.timeout_s."""
-        place = Path(tempfile.mkdtemp(prefix="store-", dir=Path(hold_lifeline()).parent))
+        place = Path(hold_lifeline()).parent / "store"  # short: it holds Ray's sockets
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
         self._child = Child(
             "the process that hosts TransferQueue", store_command(self._queue, self._name, place), self._log
         )
