@@ -278,7 +278,8 @@ class Batches:
         exception but a full disk is a bug: it ends our own run, too, but in a service only the step.
         """
         try:
-            await self._publishing.wait_for_swap()
+            if self._publishing.swap is not None and (self._schedule.exact or self._config.rollout.partial):
+                await asyncio.wait([self._publishing.swap])  # the batch needs the new version from its first token on
             if before is not None and before.task is not None:
                 await asyncio.wait([before.task])
                 if before.next_position is None:

@@ -191,9 +191,14 @@ class Server:
             refused = 401, UNAUTHORIZED
         if refused is not None:
             status, reason = refused
-            reply: web.StreamResponse = _failed(status, BadInput(reason)) if asks else _error(status, reason)
+            reply: web.StreamResponse = _refused(asks, status, BadInput(reason))
         else:
-            reply = await (self._answer_ask(request, handler) if asks else self._answer(request, handler))
+            try:
+                reply = await handler(request)
+            except MetronomeError as error:
+                reply = _refused(asks, next((STATUS[kind] for kind in STATUS if isinstance(error, kind)), 503), error)
+            except web.HTTPException as error:  # no such route or method, body too large
+                reply = _refused(asks, error.status, BadInput(error.reason))
         if refused is not None or not asks:
             reply.force_close()  # only the connections of stages and programs stay open
         return reply
@@ -203,14 +208,6 @@ class Server:
         return is_authorized(request.headers.get("Authorization"), self._ranks_key)
 
     # /ask -----------------------------------------------------------------------------------------
-
-    async def _answer_ask(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except MetronomeError as error:
-            return _failed(next((STATUS[kind] for kind in STATUS if isinstance(error, kind)), 503), error)
-        except web.HTTPException as error:  # no such method, body too large
-            return _failed(error.status, BadInput(error.reason))
 
     async def _ask(self, request: web.Request) -> web.Response:
         spoken = request.headers.get(PROTOCOL_HEADER, "none")
@@ -225,23 +222,20 @@ class Server:
         # a large one is decoded in a thread, so that others are answered meanwhile
         asked = await asyncio.to_thread(_decode, body) if len(body) > MAX_BODY else _decode(body)
         del body  # the request has a copy, and may wait long
-        reply = await self._reply(asked, self._is_ours(request))
-        return web.Response(body=pack(reply), content_type=CONTENT_TYPE)
-
-    async def _reply(self, request: AnyRequest, ours: bool) -> Message:
+        ours = self._is_ours(request)
         plane = await asyncio.shield(self._plane)
-        answering = asyncio.ensure_future(plane.answer(request, ours))
+        answering = asyncio.ensure_future(plane.answer(asked, ours))
         answering.add_done_callback(partial(self._note_bug, ours=ours))
         with named_disk_errors(self._config.folder):
             try:
-                return await answering
+                return web.Response(body=pack(await answering), content_type=CONTENT_TYPE)
             except (MetronomeError, OSError):
                 raise
             except Exception as error:
                 if ours:
                     raise
                 log_traceback(error)  # a bug in this server that a program has met: the run goes on
-                what = f"{type(request).__name__}: unexpected {type(error).__name__}: {error}"
+                what = f"{type(asked).__name__}: unexpected {type(error).__name__}: {error}"
                 raise MetronomeError(f"{what}; the traceback is in the orchestrator's log") from None
 
     def _note_bug(self, answering: asyncio.Future[Message], ours: bool) -> None:
@@ -253,14 +247,6 @@ class Server:
             self.bug.set_exception(error)
 
     # instances ------------------------------------------------------------------------------------
-
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except BadInput as error:
-            return _error(400, str(error))
-        except web.HTTPException as error:  # no such route or method
-            return _error(error.status, error.reason)
 
     async def _join(self, request: web.Request) -> web.Response:
         """Answer {"protocol", "name", "url"}: add the instance to the pool unless it is already there. With "again":
@@ -453,6 +439,11 @@ def _url(body: Mapping[str, Any], token: str | None) -> str:
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "RegistryError", "code": status}}, status=status)
+
+
+def _refused(asks: bool, status: int, error: MetronomeError) -> web.Response:
+    """Return the answer to a refused request: a message to a stage or program (`asks`), else JSON."""
+    return _failed(status, error) if asks else _error(status, str(error))
 
 
 def _failed(status: int, error: MetronomeError) -> web.Response:

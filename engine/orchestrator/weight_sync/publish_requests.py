@@ -69,7 +69,8 @@ class PublishRequests:
         self._trains = trains
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._pool = service.pool
-        self._swap: asyncio.Task[None] | None = None
+        self.swap: asyncio.Task[None] | None = None
+        """The last swap in the background; None if the last publish had none."""
         self._began = 0.0
         self._took_s = 0.0
         """Seconds that the last publish took, from its OpenSync to its FinishSync."""
@@ -144,7 +145,7 @@ class PublishRequests:
     def _may_publish_now(self) -> bool:
         serves = self._pool.serving > 0
         generated = self._swaps_late or not self._schedule.exact or not serves or self._is_generated()
-        return generated and (self._swap is None or self._swap.done()) and self._allows_publish(serves)
+        return generated and (self.swap is None or self.swap.done()) and self._allows_publish(serves)
 
     def _is_generated(self) -> bool:
         return all(step.is_generated for step in self._steps.values())
@@ -167,7 +168,7 @@ class PublishRequests:
     @property
     def is_idle(self) -> bool:
         """Whether the last version is published and compared, and none is open."""
-        swaps = self._swap is not None and not self._swap.done()
+        swaps = self.swap is not None and not self.swap.done()
         return not self._is_open and not self._unverified and not swaps and self.verified is not None
 
     def decide_again(self, idle_s: float) -> bool:
@@ -243,9 +244,9 @@ class PublishRequests:
         self._took_s = time.time() - self._began
         swap = self._finish_sync(request)
         if self._in_background:
-            self._swap = asyncio.create_task(self._swap_in_background(swap, self._steps.values()))
+            self.swap = asyncio.create_task(self._swap_in_background(swap, self._steps.values()))
         else:
-            self._swap = None
+            self.swap = None
             await self._leading(swap)
         self.version = request.version
         self._unverified = True
@@ -260,7 +261,7 @@ class PublishRequests:
         if not self._unverified:
             raise ServiceConflict("no weight version waits to be verified")
         self.sync.expect_logprobs(request.expected)
-        if self._swap is None:
+        if self.swap is None:
             await self._leading(self._checked())
         self._unverified = False
         return Done()
@@ -320,19 +321,14 @@ class PublishRequests:
             await self._run_state.stop_run(error)
         await self._run_state.notify()
 
-    async def wait_for_swap(self) -> None:
-        """Wait for the swap in the background if the next batch needs the new version from its first response on."""
-        if self._swap is not None and (self._schedule.exact or self._config.rollout.partial):
-            await asyncio.wait([self._swap])
-
     def check_swap(self) -> None:
         """Raise the unexpected exception of a finished swap, if any. It is a bug in the orchestrator."""
-        if self._swap is not None and self._swap.done():
-            self._swap.result()
+        if self.swap is not None and self.swap.done():
+            self.swap.result()
 
     async def close(self) -> None:
         """Cancel the swap in the background, and close the weight sync."""
-        if self._swap is not None:
-            self._swap.cancel()
-            await asyncio.gather(self._swap, return_exceptions=True)
+        if self.swap is not None:
+            self.swap.cancel()
+            await asyncio.gather(self.swap, return_exceptions=True)
         await self.sync.close()

@@ -186,7 +186,7 @@ async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
         raise KeyError("a mistake of ours")
 
     publishing = plane._publishing
-    publishing._swap = asyncio.create_task(publishing._swap_in_background(swap(), []))
+    publishing.swap = asyncio.create_task(publishing._swap_in_background(swap(), []))
     with pytest.raises(KeyError, match="a mistake of ours"):
         await watch(plane)
     await plane.close()
