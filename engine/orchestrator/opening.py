@@ -50,12 +50,12 @@ async def serving_plane(
             trace=trace,
             synced=True,
             notices=notices,
+            how_to_join=how_to_join(config, folder),
+            needed=lambda: not trains or (server.plane is not None and server.plane.is_ready),
         ) as service,
         starting_store(config, folder.path) as store,
     ):
         server.pool = service.pool
-        service.pool.how_to_join = how_to_join(config, folder)
-        service.pool.needed = lambda: not trains
         loader = await asyncio.to_thread(prompt_loader, config, problems, service.tokenizer)
         await service.pool.connect_instances()
         plane = Plane(
@@ -68,8 +68,6 @@ async def serving_plane(
             weights=weights,
             trains=trains,
         )
-        if trains:
-            service.pool.needed = lambda: plane.is_ready
         gc.freeze()  # loaded objects stay, so the collector need not go through them (0.1 s each time)
         yield plane
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,8 @@ async def rollout_service(
     synced: bool = False,
     joined: bool = False,
     notices: RunEvents | None = None,
+    how_to_join: str = "",
+    needed: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[RolloutService]:
     """Start instances and verifiers while the tokenizer loads. Stop them all when the `async with` body ends or fails.
 
@@ -59,6 +61,8 @@ async def rollout_service(
         trace=trace,
         synced=synced,
         notices=notices,
+        how_to_join=how_to_join,
+        needed=needed,
     )
     verifier = VerifierPool(config.reward, folder / "logs" / "verifier.log")
     programs = ProgramPool(config, folder / "logs" / "program.log") if config.rollout.program else None

@@ -105,10 +105,14 @@ class Pool:
         trace: Trace | None = None,
         synced: bool = False,
         notices: RunEvents | None = None,
+        how_to_join: str = "",
+        needed: Callable[[], bool] = lambda: True,
     ) -> None:
         """`synced`: instances serve only after a weight sync. Without it (evaluation) they serve with the weights that
         they loaded from disk: declared ones at once, others once their check has proved that these are the right ones.
-        `notices`: is told which instances join, leave and fail."""
+        `notices`: is told which instances join, leave and fail. `how_to_join`: a command that starts an instance which
+        joins the run; empty if the pipeline starts them. `needed`: whether the run needs an instance now. While its
+        trainer loads it needs none, and the wait for one is not counted."""
         self.config = config
         self.slots = config.slots
         """Largest number of responses in flight on one instance, unless a single group has more."""
@@ -120,14 +124,11 @@ class Pool:
         self._check: Check | None = None
         self.failure: MetronomeError | None = None
         """Why the pool gave up, which it does when no instance has lived for longer than `patience`; else None."""
-        self.needed: Callable[[], bool] = lambda: True
-        """Whether the run needs an instance now. While its trainer loads it needs none, and the wait for one is not
-        counted."""
+        self.needed = needed
         self.lived = False
         """Whether any instance has ever lived. A declared instance counts once it serves, any other once it has
         answered."""
-        self.how_to_join = ""
-        """A command that starts an instance which joins the run; empty if the pipeline starts them."""
+        self.how_to_join = how_to_join
         self.instances: list[Instance] = []
         """All instances that are not gone."""
         self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
