@@ -50,26 +50,6 @@ async def test_user_reward_sees_everything(reward):
         assert await pool.score(PROMPT, [response(), response(seed=1)]) == [Score(1.0), Score(0.0)]
 
 
-async def test_what_a_thread_of_a_reward_raises_is_cleaned(reward, tmp_path):
-    spec = reward(
-        """
-        import threading
-        def fails():
-            raise ValueError("\\x1b[2Jsee http://user:hunter2@host")
-        def reward(prompt, responses):
-            thread = threading.Thread(target=fails)
-            thread.start()
-            thread.join()
-            return [1.0] * len(responses)
-    """.replace("\n        ", "\n")
-    )
-    async with verifiers(spec, log=tmp_path / "verifier.log") as pool:
-        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
-    log = (tmp_path / "verifier.log").read_text()
-    assert r"ValueError: \x1b[2Jsee http://host" in log
-    assert "hunter2" not in log
-
-
 async def test_a_packed_response_is_decoded_in_the_process_also_in_one_that_replaces_another(reward, tiny_model):
     """And a reward sees of it what it would see of an opened one."""
     tokenizer = Tokenizer(tiny_model)
@@ -121,16 +101,29 @@ async def test_async_rewards_of_one_response_each_share_one_loop(reward):
             assert await pool.score(PROMPT, [response("#2"), response("#1")]) == [Score(1.0), Score(0.0)]
 
 
-async def test_print_does_not_disturb(reward, tmp_path):
-    spec = reward(
-        "import os, sys\nprint('loading')\ndef reward(prompt, responses):\n    print('scoring ' * 5000)\n"
-        "    os.write(1, b'raw')\n    sys.stdout.write('no newline')\n    return [1.0]"
-    )
-    async with verifiers(spec, log=tmp_path / "verifier.log") as pool:
+NOISY = """import os, sys, threading
+print('loading')
+def fails():
+    raise ValueError('\\x1b[2Jsee http://user:hunter2@host')
+def reward(prompt, responses):
+    print('scoring ' * 5000)
+    os.write(1, b'raw')
+    sys.stdout.write('no newline')
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    return [1.0]
+"""
+
+
+async def test_what_a_reward_prints_is_in_the_log_and_what_its_threads_raise_is_cleaned_there(reward, tmp_path):
+    async with verifiers(reward(NOISY), log=tmp_path / "verifier.log") as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
     log = (tmp_path / "verifier.log").read_text()
     assert "loading" in log
     assert "scoring scoring" in log
+    assert r"ValueError: \x1b[2Jsee http://host" in log
+    assert "hunter2" not in log
 
 
 HANGS = {
