@@ -293,7 +293,16 @@ class VllmBackend:
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return vLLM's log-probabilities of a prompt. Other completions stay held back until `resume`."""
-        probe = Completion(token_ids, 1, 1.0, 1.0, 0, seed=0, stop_ids=frozenset(), prompt_logprobs=True)
+        probe = Completion(
+            prompt=token_ids,
+            max_tokens=1,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            seed=0,
+            stop_ids=frozenset(),
+            prompt_logprobs=True,
+        )
         async with self._control:
             await self._engine.resume_generation()
             output = await self._generate(probe)
