@@ -83,7 +83,7 @@ def run(
         check_run_folder(config, resume)
         if not found.recipe:
             raise BadInput(
-                f"--resume: {config.folder} has no start.json, which says the run's recipe; name it: "
+                f"--resume: {config.folder} has no run.json that says the run's recipe; name it: "
                 f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
             )
         interruption.note_run(config, "run")

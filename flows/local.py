@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +12,15 @@ from engine.config import Config
 from engine.data.prepared import Prepared
 from engine.data.problem_statistics import record_data
 from engine.run.folder import RunFolder
+from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
+from engine.run.run_file import update_run
 from engine.run.served_model import weight_version
 from tasks import console, summary
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.cluster.ray_cluster import running_on_ray
 from tasks.fenced import evaluation_failure, write_fenced
-from tasks.finished_stages import TRAIN, EnteredRun, Stages
+from tasks.finished_stages import START, TRAIN, EnteredRun, Stages, read_progress
 from tasks.orchestrator_process import timeline_at_end
 from tasks.shown_stages import evaluate_shown, train_shown
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
@@ -27,9 +31,14 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, d
     problem sets, for the run folder."""
     folder = RunFolder(config.folder)
     # the lock comes before MLflow: a living process may be using the MLflow run
-    locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
-    with locked, timeline_at_end(folder), write_fenced(folder), tracked_run.track_run(config):
-        registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
+    with (
+        hold_lock(folder.lock, f"run folder {folder.path}", 0.0) as lock,
+        timeline_at_end(folder),
+        write_fenced(folder, lock),
+        _begun(config, folder, resume),
+        tracked_run.track_run(config),
+    ):
+        update_run(folder.path, start=registered_policies.started_from(config, recipe, "base")[1])
         if data is not None:
             record_data(config, data)
 
@@ -42,6 +51,13 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, d
         run = EnteredRun(config, train, Stages(folder))
         replace(TRAIN, is_stored=False).run(run)
     console.print_table(f"Run {config.run.name}", summary.outcome_rows(config, {}))
+
+
+@contextmanager
+def _begun(config: Config, folder: RunFolder, resume: bool) -> Iterator[None]:
+    claim_run(config, resume)
+    folder.fence.begin_attempt("training", "resumed by a person" if resume else START, read_progress(folder), True)
+    yield
 
 
 def evaluate_here(config: Config) -> None:

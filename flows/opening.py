@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
-from engine.run.run_start import ContinueFrom
+from engine.run.run_file import ContinueFrom
 from flows.settings import Settings, check_start, form_errors, given_keys, named_run
 from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.flow_names import name_flow_run, name_of

@@ -12,7 +12,7 @@ from prefect import flow
 
 from engine.data.problem_statistics import describe_report
 from engine.run.folder import RunFolder
-from engine.run.run_start import ContinueFrom
+from engine.run.run_file import ContinueFrom
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from engine.run.run_start import ContinueFrom
+from engine.run.run_file import ContinueFrom
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.pipeline import run_stages, stages_for

@@ -16,12 +16,13 @@ _held: list[Fence] = []
 
 
 @contextmanager
-def write_fenced(folder: RunFolder) -> Iterator[None]:
-    """During the body, this process writes to the folder as its newest flow. The caller must hold the folder's lock.
+def write_fenced(folder: RunFolder, lock: int) -> Iterator[None]:
+    """During the body, this process writes to the folder, in the attempts that the body begins. `lock`: the open file
+    that holds the folder's lock.
 
     If a signal ends the body, failure.json names the signal.
     """
-    folder.fence = Fence.begin_attempt(folder.path, "flow")
+    folder.fence = Fence(folder.path, lock=lock)
     _held.append(folder.fence)
     try:
         yield

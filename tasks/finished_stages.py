@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any, TypeVar
 from engine.config import Config
 from engine.errors import MetronomeError, counted
 from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.files import append_line, read_json, read_lines, seal, write_json
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress, write_progress
+from engine.run.run_file import Start, read_run, update_run
 from tasks import console
 
 START = "the start of the flow"
@@ -32,11 +31,9 @@ class Stages:
         """`resumed`: whether training continues from a checkpoint if there is one."""
         self.resumed = resumed
         self._fence = folder.fence
-        self._file = folder.stages
+        self._folder = folder.path
         self._progress = folder.progress
-        repair = "delete it to repeat finished stages"
-        there = self._file.exists()
-        self.done = read_json(self._file, "which stages are done", repair, sealed=True) if there else {}
+        self.done = read_run(folder.path).stages
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
         """Return the stored result of a stage. If the stage is not done, run `work` now and store its result.
@@ -70,7 +67,7 @@ class Stages:
 
     def _write(self) -> None:
         self._fence.check_attempt()
-        write_json(self._file, seal(self.done))
+        update_run(self._folder, stages=self.done)
 
 
 @dataclass
@@ -107,7 +104,7 @@ class RunStage:
     """A stage of a run."""
 
     name: str
-    """Its name, under which stages.json has its result once it is finished. {steps} stands for train.steps."""
+    """Its name, under which run.json has its result once it is finished. {steps} stands for train.steps."""
     work: Callable[[EnteredRun], Any]
     """Runs it; returns its result."""
     text: Callable[[Any], str] | None
@@ -115,7 +112,7 @@ class RunStage:
     needs: tuple[str, ...] = ()
     """Names of the stages before it whose results it uses."""
     is_stored: bool = True
-    """Whether it is finished once its result is in stages.json. Else it is run in every process."""
+    """Whether it is finished once its result is in run.json. Else it is run in every process."""
 
     def run(self, run: EnteredRun) -> None:
         """Run the stage unless it is finished. Print its start and its result."""
@@ -128,7 +125,7 @@ class RunStage:
             say(self.text(self._result(run)))
 
     def stored_name(self, run: EnteredRun) -> str:
-        """Its name in stages.json of this run."""
+        """Its name in run.json of this run."""
         return self.name.format(steps=run.config.train.steps)
 
     def _result(self, run: EnteredRun) -> Any:  # noqa: ANN401
@@ -138,8 +135,8 @@ class RunStage:
 TRAIN = RunStage("train", lambda run: run.train(run.config), lambda steps: counted(steps, "step"), ("base model",))
 
 
-def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> int:
-    """Record a start of the flow or of its training (`what`). `why`: what ended the previous one.
+def count_attempt(folder: RunFolder, what: Start, limit: int, why: str, by_hand: bool = False) -> int:
+    """Begin an attempt: a start of the flow or of its training (`what`). `why`: what ended the previous one.
 
     Return the number of earlier starts from the same point. Raises MetronomeError if that number exceeds `limit`, the
     number of resumes in a row that may pass without a new stage or checkpoint. A start by a person (`by_hand`) resets
@@ -152,24 +149,23 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
             f"the {what} of run {folder.path.name} was started {starts} times from the same point ({_named(here)}) "
             f"and got no further; not resumed again (run.resumes = {limit}). Last failure: {why}"
         )
-    folder.fence.check_attempt()
-    append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})
+    folder.fence.begin_attempt(what, why, here, by_hand)
     return starts
 
 
-def read_progress(folder: RunFolder) -> list[int]:
+def read_progress(folder: RunFolder) -> tuple[int, int]:
     """The progress of a run: number of finished stages, and step of its newest complete checkpoint (-1: none)."""
     checkpoint = latest_checkpoint(folder.checkpoints)
-    return [len(Stages(folder).done), -1 if checkpoint is None else step_of(checkpoint)]
+    return len(read_run(folder.path).stages), -1 if checkpoint is None else step_of(checkpoint)
 
 
-def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
+def _starts_from(folder: RunFolder, what: str, here: tuple[int, int]) -> int:
     """The number of latest consecutive starts of `what` from the point `here`, counted since a person last started the
     run."""
     starts = 0
-    for row in reversed(list(read_lines(folder.attempts))):
-        starts += row["what"] == what and row["progress"] == here
-        if row["by_hand"] or (row["what"] == what and row["progress"] != here):
+    for one in reversed(read_run(folder.path).attempts):
+        starts += one.what == what and one.progress == here
+        if one.by_hand or (one.what == what and one.progress != here):
             break
     return starts
 
@@ -192,16 +188,17 @@ class RegisteredPolicy:
 
 
 def registered_policy(folder: RunFolder) -> RegisteredPolicy | None:
-    """The result of the stage `register`; None if it is not done. Raises BadInput for a damaged stages.json."""
-    found = Stages(folder).done.get(REGISTER)
+    """The result of the stage `register`; None if it is not done. Raises BadInput for a damaged run.json."""
+    found = read_run(folder.path).stages.get(REGISTER)
     return None if found is None else RegisteredPolicy(**found)
 
 
 def count_resumes(folder: RunFolder) -> int:
-    """How often the run or its training was started again, by a person or after a crash."""
-    rows = list(read_lines(folder.attempts))
-    flows = sum(row["what"] == "flow" for row in rows)
-    return max(0, flows - 1) + sum(row["what"] == "training" and row["why"] != START for row in rows)
+    """How often the run or its training was started again, by a person or after a crash, as far as the attempts are
+    kept."""
+    rows = read_run(folder.path).attempts
+    flows = sum(row.what == "flow" for row in rows)
+    return max(0, flows - 1) + sum(row.what == "training" and row.why != START for row in rows)
 
 
 def last_end(folder: RunFolder) -> str:
@@ -211,7 +208,7 @@ def last_end(folder: RunFolder) -> str:
     return "its process died without a message (killed, out of memory, or its node was lost)"
 
 
-def _named(here: list[int]) -> str:
+def _named(here: tuple[int, int]) -> str:
     stages, step = here
     at = f"checkpoint after {counted(step, 'step')}" if step >= 0 else "no checkpoint"
     return f"{counted(stages, 'stage')} done, {at}"

@@ -12,9 +12,9 @@ from engine.config import Config
 from engine.errors import BadInput, MetronomeError
 from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id
+from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
-from engine.run.run_start import RunStart
+from engine.run.run_file import FILE, RunStart, read_run, update_run
 from tasks.console import print_error, say
 from tasks.fenced import write_fenced
 from tasks.finished_stages import Stages, count_attempt, last_end
@@ -71,8 +71,8 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
         waiting=lambda message: say("wait", message),
         progress=lambda: _written(folder),
     )
-    with locked, timeline_at_end(folder), write_fenced(folder):
-        claim_run_id(folder.path, config, again or resume)
+    with locked as lock, timeline_at_end(folder), write_fenced(folder, lock):
+        claim_run(config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         try:
             count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
@@ -81,7 +81,7 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
             raise
         if not folder.config.exists():
             _sign(folder)  # before the config, because a folder with a config but no flow run counts as another run's
-        begun.write(folder.path)
+        update_run(folder.path, start=begun)
         folder.create(config, resume=again or resume)
         _sign(folder)  # after the config, which until now may be the previous flow run's, with other settings
         if again:
@@ -109,17 +109,16 @@ def crashed_without_tracking() -> Iterator[None]:
 
 def begun_by_this_flow(folder: RunFolder) -> bool:
     """Whether this flow run has entered the folder before."""
-    file = folder.path / "flow_run_id"
-    return file.exists() and file.read_text(errors="replace") == str(flow_run.root_flow_run_id)
+    return read_run(folder.path).flow_run == str(flow_run.root_flow_run_id)
 
 
 def _written(folder: RunFolder) -> list[int]:
-    """The sizes of the files of steps and stages, which grow while the holder of a run folder makes progress."""
-    return [file.stat().st_size if file.exists() else 0 for file in (folder.steps, folder.stages)]
+    """The sizes of steps.jsonl and run.json, which grow while the holder of a run folder makes progress."""
+    return [file.stat().st_size if file.exists() else 0 for file in (folder.steps, folder.path / FILE)]
 
 
 def _sign(folder: RunFolder) -> None:
-    write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
+    update_run(folder.path, flow_run=str(flow_run.root_flow_run_id))
 
 
 def _name_file(config: Config) -> Path | None:

@@ -17,17 +17,19 @@ from engine import errors
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import orchestrator_command, timeline_command
+from engine.run.disk import named_disk_errors
 from engine.run.event_stream import EventReader, Kind
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.logs import last_message
 from engine.run.process import Child
 from engine.run.progress import Progress, folder_size, format_size, write_progress
+from engine.run.run_inputs import record_inputs
 from engine.types import JsonObject
 from tasks.console import print_error, say
 from tasks.fenced import run_folder
 from tasks.interruption import say_stopping, signal_of
-from tasks.progress_display import show_progress
+from tasks.progress_display import show_progress, since_now
 
 POLL_S = 0.3
 """Longest wait in seconds for an event, before the orchestrator is looked at."""
@@ -57,11 +59,15 @@ def run_training(
     """
     folder = run_folder(config)
     folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
+    if folder.fence.attempt:
+        with named_disk_errors(folder.path), show_progress("train", since_now("comparing model and code")):
+            record_inputs(config)
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
         dump_config(config, file)
         reader = EventReader()
-        child = _start(orchestrator_command(file, resume, replay, reader.writer), folder, reader)
+        command = orchestrator_command(file, resume, replay, reader.writer, folder.fence.attempt)
+        child = _start(command, folder, reader)
         told = _Told(folder, on_step)
         try:
             with reader, show_progress("train", lambda: told.progress):
@@ -81,8 +87,9 @@ def run_training(
 
 
 def _start(command: Sequence[str], folder: RunFolder, reader: EventReader) -> Child:
+    lock = [] if folder.fence.lock is None else [folder.fence.lock]  # which it holds, too, until it ends
     try:
-        return Child("orchestrator", command, folder.logs / "orchestrator.log", pass_fds=[reader.writer])
+        return Child("orchestrator", command, folder.logs / "orchestrator.log", pass_fds=[reader.writer, *lock])
     finally:
         os.close(reader.writer)
 

@@ -20,7 +20,7 @@ from engine.data.problems import format_counts
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.errors import counted
-from engine.run.identity import read_run_id, run_began
+from engine.run.run_file import read_run
 from tasks.artifact_cells import code_span, format_cell, markdown_table, markdown_text, table_rows
 from tasks.code_version import code_hash
 from tasks.progress_display import show_progress, since_now
@@ -66,7 +66,7 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
             config=config,
             model=str(model),
             settings=prepared.problem_settings(config) | {"max_context": config.rollout.max_context},
-            clock=run_began(read_run_id(config.folder)) if config.data.prompt_template == "chat" else None,
+            clock=read_run(config.folder).began_at if config.data.prompt_template == "chat" else None,
             hashes=prepared.file_hashes(config),
             code=code_hash("data", "reward"),
         )

@@ -22,10 +22,9 @@ from engine.run.checkpoint_files import DAMAGED, fault_of, latest_checkpoint
 from engine.run.checkpoint_store import delete_published, place_of, published_size
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.identity import read_run_id
 from engine.run.lock import check_not_held, hold_lock
 from engine.run.progress import folder_size, format_size
-from engine.run.run_start import read_start
+from engine.run.run_file import FILE, read_run
 from engine.run.served_model import EXPORTED, IN_USE, MODELS, use_lock
 from engine.run.trace import cut_spans
 from engine.wire import record
@@ -143,7 +142,7 @@ def _by_rule(folders: Sequence[RunFolder], rule: Retention) -> list[RunFolder]:
     seen: dict[str, int] = {}
     old = []
     for age, folder in sorted(((now - _changed(one), one) for one in folders), key=lambda each: each[0]):
-        name = read_start(folder.path).registered
+        name = read_run(folder.path).start.registered
         seen[name] = seen.get(name, 0) + 1
         if seen[name] > rule.last and age > max(YOUNG_S, rule.days * DAY_S):
             old.append(folder)
@@ -151,7 +150,7 @@ def _by_rule(folders: Sequence[RunFolder], rule: Retention) -> list[RunFolder]:
 
 
 def _changed(folder: RunFolder) -> float:
-    files = (folder.config, folder.steps, folder.evaluations, folder.attempts)
+    files = (folder.config, folder.steps, folder.evaluations, folder.path / FILE)
     return max(file.stat().st_mtime for file in files if file.exists())
 
 
@@ -187,7 +186,7 @@ def _folder(folder: RunFolder) -> Removable:
 
 def _published(folder: RunFolder) -> Iterator[Removable]:
     place = place_of(folder.read_config())
-    number = read_run_id(folder.path)
+    number = read_run(folder.path).id
     if place and number and (size := published_size(place, number)):
         yield Removable(place, "its checkpoints", size, partial(delete_published, place, number))
 
@@ -207,7 +206,7 @@ def _run_folders(given: Sequence[Path]) -> list[RunFolder]:
 
 def _locks(folder: RunFolder) -> tuple[Path, ...]:
     """What those hold who write the run."""
-    return folder.lock, folder.orchestrator_lock, folder.path / EXPORTED / ".lock"
+    return folder.lock, folder.path / EXPORTED / ".lock"
 
 
 def _read_locks(folder: RunFolder) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import BadInput
 from engine.run.folder import RunFolder
 from engine.run.resume import keys_of
-from engine.run.run_start import read_start
+from engine.run.run_file import read_run
 from engine.types import JsonObject
 from tasks.console import say
 
@@ -78,7 +78,7 @@ def find_resumed(recipe: str | None, given: Sequence[str], below: Sequence[str] 
     there = {"name": place.run.name, "output": place.run.output} | ({} if "run.accept" in keys else {"accept": ()})
     config = config.model_copy(update={"run": config.run.model_copy(update=there)})
     _check_moved(config, own)
-    begun = read_start(folder.path)
+    begun = read_run(folder.path).start
     ignored = list(_ignored(recipe, keys, own, begun.start == "base")) if recipe else []
     changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing_keys(config, own, keys)]
     by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""

@@ -15,17 +15,15 @@ from engine.errors import BadInput, counted
 from engine.model.shape import read_shape
 from engine.run import checkpoint_store
 from engine.run.checkpoint_files import STATE, Marker, all_complete, parse_state, read_marker
-from engine.run.fence import check_readable
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.identity import known_number, published_checkpoints, read_run_id, run_began
+from engine.run.identity import known_run, published_checkpoints
 from engine.run.resume import ANEW, changed_keys, check_continues
-from engine.run.run_inputs import find_inputs, read_inputs
-from engine.run.run_start import read_start
+from engine.run.run_file import read_run
+from engine.run.run_inputs import find_inputs
 from engine.types import JsonObject
 from engine.wire import record
 from tasks.console import say
-from tasks.finished_stages import Stages
 from tasks.input_checks import with_model_folder
 from tasks.progress_display import show_progress, since_now
 from tasks.tracking.tracked_run import check_known
@@ -63,12 +61,8 @@ def check_resume(config: Config) -> Config:
 
 def _check_files(folder: RunFolder) -> None:
     """Raise BadInput for the first damaged file among those that a resume reads."""
-    read_run_id(folder.path)
-    read_start(folder.path)
-    read_inputs(folder.path)
-    check_readable(folder.path)
-    Stages(folder)
-    for lines in (folder.attempts, folder.steps, folder.evaluations):
+    read_run(folder.path)
+    for lines in (folder.steps, folder.evaluations):
         for _ in read_lines(lines):
             pass
 
@@ -80,7 +74,7 @@ def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
         if (found := _parsed((checkpoint / STATE).read_bytes(), read_marker(checkpoint))) is not None:
             return found
     there = published_checkpoints(config)
-    number = read_run_id(folder.path)
+    number = read_run(folder.path).id
     own = {name: marker for name, marker in there.items() if not number or marker["run"] == number}
     for name in sorted(own, key=lambda name: own[name]["step"], reverse=True):
         text = checkpoint_store.read_published(checkpoint_store.place_of(config), name, STATE)
@@ -104,7 +98,7 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
         tokenizer,
         config.data,
         config.rollout.max_context,
-        clock=run_began(known_number(config)),
+        clock=known_run(config).began_at,
     )
     if load_prompts(encoded, config).fingerprint == state["prompts"] or "prompts" in config.run.accept:
         return

@@ -16,13 +16,14 @@ from engine.errors import BadInput, clean_line, counted
 from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.lock import check_not_held
+from engine.run.lock import is_held
 from engine.run.progress import read_progress
+from engine.run.run_file import read_run
 from engine.run.s3 import SCHEME
 from engine.types import JsonObject
 from tasks.cluster.prefect_api import post_json
 from tasks.console import REFUSED, format_duration, own_program, print_error, print_page
-from tasks.finished_stages import Stages, count_resumes, registered_policy
+from tasks.finished_stages import count_resumes, registered_policy
 from tasks.tracking.evaluation_texts import describe_evaluation
 
 FLOW_RUNS = 100
@@ -83,9 +84,9 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
     left = config.train.steps - done
     recent = steps[-_RECENT:]
     progress = read_progress(folder.progress)
-    stages = list(Stages(folder).done)
+    stages = list(read_run(folder.path).stages)
     told = folder.last_failure()
-    whys = [row["why"] for row in read_lines(folder.attempts)]
+    whys = [one.why for one in read_run(folder.path).attempts]
     resumed = count_resumes(folder)
     going = _is_running(folder)
     rows = {
@@ -205,8 +206,7 @@ def _accuracy(folder: RunFolder, describe: bool = False) -> str:
 
 def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
     """The state of the run's flow on the server, else what its folder shows."""
-    file = folder.path / "flow_run_id"
-    flow = states.get(file.read_text(errors="replace")) if file.exists() else None
+    flow = states.get(read_run(folder.path).flow_run)
     if flow is not None:
         return str(flow["state_name"])
     if _is_running(folder):
@@ -218,11 +218,7 @@ def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
 
 
 def _is_running(folder: RunFolder) -> bool:
-    try:
-        check_not_held(folder.lock, "it")
-    except BadInput:
-        return True
-    return False
+    return is_held(folder.lock)
 
 
 def _flow_states() -> dict[str, JsonObject]:

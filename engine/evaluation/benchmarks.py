@@ -15,7 +15,7 @@ from engine.data.prompts import encode_problems
 from engine.data.row_format import RowFormat
 from engine.data.tokenizer import Tokenizer
 from engine.errors import counted
-from engine.run.identity import read_run_id, run_began
+from engine.run.run_file import read_run
 from engine.types import Prompt
 
 
@@ -74,7 +74,7 @@ def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer
     context = config.rollout.max_context
     most = config.evaluate.problems or None
     vocabulary = tokenizer.vocabulary()
-    clock = run_began(read_run_id(config.folder) or read_run_id(Path(config.model.path).parent))
+    clock = read_run(config.folder).began_at or read_run(Path(config.model.path).parent).began_at
     encoded = [
         (one.name, encode_problems(one.problems, tokenizer.hf, data, context, vocabulary=vocabulary, clock=clock))
         for one in benchmarks

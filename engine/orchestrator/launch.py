@@ -1,6 +1,6 @@
 """The orchestrator: starts, watches and ends the processes of a run.
 
-`python -m engine.orchestrator.launch --config FILE [--resume] [--replay FILE] [--events DESCRIPTOR]`
+`python -m engine.orchestrator.launch --config FILE [--resume] [--replay FILE] [--events DESCRIPTOR] [--attempt N]`
 
 The orchestrator runs the producer, the table of rows and its server, and starts the verifier workers and the rollout
 instances. The ranks of trainer and scorers run under torch elastic. All of these processes end with the orchestrator,
@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from engine.config import Config
@@ -33,7 +34,6 @@ from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
 from engine.orchestrator.weight_sync.place import weights_folder
-from engine.run.checkpoint_files import all_complete
 from engine.run.commands import (
     agent_command,
     rank_arguments,
@@ -41,12 +41,11 @@ from engine.run.commands import (
 )
 from engine.run.disk import named_disk_errors
 from engine.run.event_stream import EventWriter
-from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id
+from engine.run.identity import claim_run
 from engine.run.limits import saving_s
-from engine.run.lock import hold_lock
+from engine.run.lock import ENDING_S, hold_lock
 from engine.run.logs import log_error, log_line, log_traceback
 from engine.run.open_files import raise_limit
 from engine.run.process import BAD_INPUT, Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
@@ -63,19 +62,19 @@ STOP_S = 60.0
 """Seconds that a trainer which was told to stop may take for its checkpoint, or `limits.saving_s` if that is longer. If
 `train.timeout_s`, the trainer's longest wait, is shorter, it applies instead, unless a signal ended the run."""
 
-TAKEOVER_S = 30.0
-"""Seconds to wait for the lock of the run folder. The orchestrator of a killed attempt may still hold it; its lifeline
-ends that orchestrator within a second or two."""
-
 BEAT_S = 0.5
 """Seconds between two signs of life."""
 
 
 def launch_run(
-    config: Config, resume: bool = False, replay: Path | None = None, events: EventWriter | None = None
+    config: Config,
+    resume: bool = False,
+    replay: Path | None = None,
+    events: EventWriter | None = None,
+    attempt: int = 0,
 ) -> RunFolder:
     """Train, and return the run folder. `config.model.path` must be a local folder. `events`: gets steps, notices and
-    progress.
+    progress. `attempt`: its number, if a flow has entered the run folder and holds its lock; 0: this process does.
 
     Raises the error that ended the run. No process is left behind.
     """
@@ -87,14 +86,11 @@ def launch_run(
         record.check_record(replay, config)
     folder = RunFolder(config.folder)
     folder.events = events or folder.events
-    lock = hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", TAKEOVER_S)
-    with lock, open(os.devnull) as reserve:
-        claim_run_id(folder.path, config, resume)
-        folder.fence = Fence.begin_attempt(folder.path)
+    with _entered(config, folder, resume, attempt), open(os.devnull) as reserve:
         try:
             with named_disk_errors(folder.path):
-                # without a checkpoint the run begins again, as after a reward that failed in step 0 and was mended
-                record_inputs(folder.path, config, begun=bool(all_complete(folder.checkpoints)))
+                if not attempt:
+                    record_inputs(config)
                 folder.create(config, resume)
                 asyncio.run(_Orchestrator(config, folder, resume, replay).run())
         except Exception as error:
@@ -113,6 +109,19 @@ def launch_run(
                 (folder.path / INVITATION).unlink(missing_ok=True)
             drop_lifeline()
     return folder
+
+
+@contextlib.contextmanager
+def _entered(config: Config, folder: RunFolder, resume: bool, attempt: int) -> Iterator[None]:
+    """During the body, this process writes the run, as the orchestrator of an attempt or as an attempt of its own."""
+    if attempt:
+        folder.fence.attempt = attempt
+        yield
+        return
+    with hold_lock(folder.lock, f"run folder {folder.path}", ENDING_S):
+        claim_run(config, resume)
+        folder.fence.begin_attempt("training", "the orchestrator was started by itself")
+        yield
 
 
 def _last_update(folder: RunFolder) -> str:
@@ -318,10 +327,11 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--replay", type=Path)
     parser.add_argument("--events", type=int)
+    parser.add_argument("--attempt", type=int, default=0)
     arguments = parser.parse_args()
     events = EventWriter(arguments.events)
     try:
-        launch_run(load_config(arguments.config), arguments.resume, arguments.replay, events)
+        launch_run(load_config(arguments.config), arguments.resume, arguments.replay, events, arguments.attempt)
     except MetronomeError as error:
         events.send("failed", [type(error).__name__, str(error)])
         refused = isinstance(error, BadInput)

@@ -20,7 +20,7 @@ from engine.orchestrator.rollout_service import rollout_service
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
-from engine.run.identity import read_run_id, run_began
+from engine.run.run_file import read_run
 from engine.run.trace import Trace
 from engine.wire.access_token import is_loopback
 from engine.wire.address import ADDRESS_FILE, split_address
@@ -90,7 +90,7 @@ def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> P
         config.data,
         config.rollout.max_context,
         vocabulary=tokenizer.vocabulary(),
-        clock=run_began(read_run_id(config.folder)),
+        clock=read_run(config.folder).began_at,
     )
     loader = load_prompts(encoded, config)
     _ = loader.fingerprint  # here in a thread, because it takes seconds for many prompts

@@ -25,7 +25,7 @@ from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_score
 from engine.orchestrator.server import Server, listen_address
 from engine.orchestrator.weight_sync.place import weights_folder
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id
+from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
 from engine.run.logs import log_line
 from engine.run.open_files import raise_limit
@@ -43,11 +43,11 @@ def run_service(config: Config, say: Say) -> None:
     """
     config = check_service(config)
     folder = RunFolder(config.folder)
-    with hold_lock(folder.orchestrator_lock, f"run folder {folder.path}", 0.0):
+    with hold_lock(folder.lock, f"run folder {folder.path}", 0.0):
         if folder.steps.exists():
             raise BadInput(f"run folder {folder.path} belongs to a training run; give another --set run.name=NAME")
-        claim_run_id(folder.path, config, resume=True)
-        record_inputs(folder.path, config)
+        claim_run(config, resume=True)
+        record_inputs(config)
         folder.create(config, resume=folder.config.exists())
         try:
             asyncio.run(_serve(config, folder, say))

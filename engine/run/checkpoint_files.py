@@ -43,7 +43,9 @@ class Marker(TypedDict):
     step: int
     weight_version: int
     run: str
-    """The run's number (`engine.run.identity`)."""
+    """The run's id (`engine.run.identity`)."""
+    began: float
+    """When the run began, in seconds since the epoch."""
     id: str
     """Identifier of the checkpoint, the same in all its copies."""
     saved_at: float
@@ -165,12 +167,14 @@ def publish_checkpoint(
     step: int,
     figures: Mapping[str, float],
     run: str = "",
+    began: float = 0.0,
     fence: Callable[[], None] = lambda: None,
 ) -> None:
     """Turn a finished folder into a checkpoint: sync its files to the disk, rename it, then write the marker. An
     incomplete checkpoint at `target` is removed.
 
-    `run`: number of the run (`engine.run.identity`). `fence` raises if this process may no longer write the run.
+    `run`: id of the run (`engine.run.identity`), which `began` then. `fence` raises if this process
+    may no longer write the run.
     """
     files = sorted(path for path in partial.iterdir() if path.is_file())
     marker: Marker = {
@@ -178,6 +182,7 @@ def publish_checkpoint(
         "weight_version": step,
         "id": uuid.uuid4().hex,
         "run": run,
+        "began": began,
         "saved_at": time.time(),
         "figures": dict(figures),
         "files": {path.name: path.stat().st_size for path in files},

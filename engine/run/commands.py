@@ -26,12 +26,16 @@ LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 
 
-def orchestrator_command(config: Path, resume: bool, replay: Path | None, events: int | None = None) -> list[str]:
+def orchestrator_command(
+    config: Path, resume: bool, replay: Path | None, events: int | None = None, attempt: int = 0
+) -> list[str]:
     """Command line of the orchestrator. `config`: a resolved config file; `events`: the file descriptor of the pipe
-    that gets its events (engine.run.event_stream)."""
+    that gets its events (engine.run.event_stream); `attempt`: number of the attempt to which it belongs, 0 for one of
+    its own (engine.run.fence)."""
     arguments = ["--config", str(config), *(["--resume"] if resume else [])]
     arguments += [] if replay is None else ["--replay", str(replay)]
     arguments += [] if events is None else ["--events", str(events)]
+    arguments += ["--attempt", str(attempt)] if attempt else []
     return python_command("engine.orchestrator.launch", *arguments)
 
 

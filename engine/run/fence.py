@@ -1,71 +1,54 @@
-"""Only the newest orchestrator and the newest flow of a run may write to it, even if a lock was lost.
+"""Only the newest attempt at a run may write to it, even if a lock was lost.
 
 The lock of a run folder can be lost: an NFS server that believes a node is dead releases the node's locks, and another
-process begins. So each orchestrator and each flow takes the next number of its kind, and writes only while the number
-in the run folder is its own. Logs and traces are not checked: their lines only mix with those of the newer process.
+process begins. So each attempt takes the next number, and it and its orchestrator write only while the newest number in
+run.json is theirs. Logs and traces are not checked: their lines only mix with those of the newer attempt.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from typing import Literal, get_args
 
-from engine.errors import BadInput, TakenOver
-from engine.run.files import write_atomically
-
-Kind = Literal["orchestrator", "flow"]
+from engine.errors import TakenOver
+from engine.run.run_file import ATTEMPTS, Attempt, Start, read_run, update_run
 
 
-@dataclass(frozen=True)
 class Fence:
     """The right of an attempt to write to a run folder."""
 
-    folder: Path
-    attempt: int
-    """Number of the attempt. 0: a process that took no number and is never fenced off."""
-    kind: Kind = "orchestrator"
+    def __init__(self, folder: Path, attempt: int = 0, lock: int | None = None) -> None:
+        """`attempt`: its number; 0: a process that took no number and is never fenced off. `lock`: the open file that
+        holds the folder's lock, for the orchestrator."""
+        self.folder = folder
+        self.attempt = attempt
+        self.lock = lock
 
-    @staticmethod
-    def begin_attempt(folder: Path, kind: Kind = "orchestrator") -> Fence:
-        """Take the next number. The caller must hold the lock."""
-        fence = Fence(folder, _newest(folder, kind) + 1, kind)
-        write_atomically(_file(folder, kind), f"{fence.attempt}\n")
-        return fence
+    def begin_attempt(
+        self,
+        what: Start,
+        why: str,
+        progress: tuple[int, int] = (0, -1),
+        by_hand: bool = False,
+    ) -> None:
+        """Take the next number. The caller must hold the lock. Raises TakenOver if a newer attempt has begun."""
+        self.check_attempt()
+        before = read_run(self.folder)
+        taken = Attempt(
+            number=before.attempt + 1, at=time.time(), what=what, why=why, progress=progress, by_hand=by_hand
+        )
+        update_run(self.folder, attempts=(*before.attempts, taken)[-ATTEMPTS:])
+        self.attempt = taken.number
 
     @property
     def is_passed(self) -> bool:
         """Whether a newer attempt has begun."""
-        return bool(self.attempt) and _newest(self.folder, self.kind) != self.attempt
+        return bool(self.attempt) and read_run(self.folder).attempt != self.attempt
 
     def check_attempt(self) -> None:
         """Raise TakenOver if a newer attempt has begun."""
         if self.is_passed:
             raise TakenOver(
-                f"run folder {self.folder}: another {self.kind} (attempt {_newest(self.folder, self.kind)}) writes it "
-                f"now; this one (attempt {self.attempt}) stops without writing any more"
+                f"run folder {self.folder}: another attempt ({read_run(self.folder).attempt}) writes it now; this one "
+                f"(attempt {self.attempt}) stops without writing any more"
             )
-
-
-def check_readable(folder: Path) -> None:
-    """Raise BadInput if an attempt number in a run folder is damaged, so that no attempt could begin."""
-    for kind in get_args(Kind):
-        _newest(folder, kind)
-
-
-def _file(folder: Path, kind: Kind) -> Path:
-    return folder / f"{kind}_attempt"
-
-
-def _newest(folder: Path, kind: Kind) -> int:
-    """The number of the newest attempt; 0 before the first. Raises BadInput for a damaged file."""
-    file = _file(folder, kind)
-    if not file.exists():
-        return 0
-    text = file.read_text(errors="replace")
-    if not (text.endswith("\n") and text.strip().isdecimal() and len(text) < 20):
-        raise BadInput(
-            f"{file}: the number of the newest attempt can't be read, because the file is damaged; make sure that no "
-            f"{kind} of this run is running, then delete the file"
-        )
-    return int(text)

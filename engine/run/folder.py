@@ -49,17 +49,14 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.policy = path / "policy"
         self.failure = path / "failure.json"
-        self.stages = path / "stages.json"
-        self.attempts = path / "attempts.jsonl"
         self.lock = path / "lock"
-        self.orchestrator_lock = self.logs / "orchestrator.lock"
         self.progress = self.logs / "progress.json"
         """What the run does now, for `watch` and `status`. During a training it is written twice a second, also if it
         is the same, so it is the sign of life, too."""
         self.notices = self.logs / "notices.jsonl"
         """Lines for the run's user (engine.orchestrator.run_events): stage, text, at."""
-        self.fence = Fence(path, 0)
-        """The fence of the orchestrator or flow that writes through this object."""
+        self.fence = Fence(path)
+        """The right to write of the process that writes through this object."""
         self.events = EventWriter()
         """Also gets the steps and notices that are written through this object."""
         self._reserve = path / ".reserve"

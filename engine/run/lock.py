@@ -1,12 +1,12 @@
-"""A lock on a run folder. Only its holder writes the run. The kernel releases it when the holder ends, however it
-ends.
-"""
+"""A lock on a run folder. Only its holder and the processes that it gives the open file to write the run. The kernel
+releases it when all of them have ended, however they end."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +17,9 @@ from engine.errors import BadInput
 
 LOOK_S = 0.5
 """Seconds between two attempts to take a lock that another process holds."""
+ENDING_S = 30.0
+"""Seconds to wait for a lock whose holder is gone: its orchestrator, which has the open file, ends within a second or
+two."""
 
 
 @contextmanager
@@ -26,13 +29,14 @@ def hold_lock(
     wait_s: float,
     waiting: Callable[[str], None] = lambda message: None,
     progress: Callable[[], object] = lambda: None,
-) -> Iterator[None]:
-    """Hold the lock file during the body; it is created if needed. The kernel releases it when this process dies.
+) -> Iterator[int]:
+    """Hold the lock file during the body, and yield the open file, whose heirs hold the lock, too. The lock file is
+    created if needed. The kernel releases it when these processes die.
 
     Only its owner can open the file, because whoever can open it can hold the lock. Waits up to `wait_s` seconds for
-    another holder to end, and calls `waiting` once with a message. The wait starts over whenever `progress` returns a
-    new value. Raises BadInput, naming `what` is locked and the holder, or whose it is if another user owns it. Works
-    across nodes if the file system supports flock (NFS does).
+    another holder to end (`ENDING_S` if it is gone, but not its heirs), and calls `waiting` once with a message. The
+    wait starts over whenever `progress` returns a new value. Raises BadInput, naming `what` is locked and the holder,
+    or whose it is if another user owns it. Works across nodes if the file system supports flock (NFS does).
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -43,9 +47,8 @@ def hold_lock(
         if os.fstat(descriptor).st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600)
         _take(descriptor, what, wait_s, waiting, progress=progress)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _named(os.getpid()).encode(), 0)
-        yield
+        _sign(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -62,24 +65,35 @@ def share_lock(file: Path, what: str) -> Iterator[None]:
     try:
         if not _try(descriptor, fcntl.LOCK_SH):
             raise BadInput(f"{what} is in use by {_holder(descriptor)}; wait for its end")
+        _sign(descriptor)
         yield
     finally:
         os.close(descriptor)
 
 
 def check_not_held(file: Path, what: str) -> None:
-    """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. Writes nothing. Of a lock
-    that only another user can open it is known whether a process of this machine holds it."""
-    if not file.exists():
-        return
+    """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. One that is gone does not
+    count: its heirs end within a second or two. Writes nothing. Says nothing of a lock that only another user can
+    open."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except PermissionError:
-        if (process := _holding_process(file.stat())) is not None:
-            raise BadInput(f"{what} is in use by {_named(process)}; wait for its end or cancel it") from None
+    except (FileNotFoundError, PermissionError):
         return
     try:
-        _take(descriptor, what, 0.0, lambda message: None)
+        if not _try(descriptor) and _is_alive(holder := _holder(descriptor)):
+            raise BadInput(f"{what} is in use by {holder}; wait for its end or cancel it")
+    finally:
+        os.close(descriptor)
+
+
+def is_held(file: Path) -> bool:
+    """Whether a process is seen to hold the lock alone. For an instant this shares the lock."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _try(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
@@ -89,37 +103,51 @@ def _take(
     what: str,
     wait_s: float,
     waiting: Callable[[str], None],
-    progress: Callable[[], object] = lambda: None,
+    progress: Callable[[], object],
 ) -> None:
-    deadline = time.monotonic() + wait_s
+    began = time.monotonic()
     reached = progress()
     told = False
     while not _try(descriptor):
         if (now := progress()) != reached:
             reached = now
-            deadline = time.monotonic() + wait_s
+            began = time.monotonic()
         holder = _holder(descriptor)
-        if time.monotonic() > deadline:
+        patience_s = wait_s if _is_alive(holder) else max(wait_s, ENDING_S)
+        if time.monotonic() > began + patience_s:
             raise BadInput(
                 f"{what} is in use by {holder}; wait for its end or cancel it"
-                + (f" (waited {wait_s:.0f} s)" if wait_s else "")
+                + (f" (waited {patience_s:.0f} s)" if patience_s else "")
             )
-        if not told:
-            waiting(f"{what} is in use by {holder}; waiting up to {wait_s:.0f} s for its end")
+        if not told and patience_s:
+            waiting(f"{what} is in use by {holder}; waiting up to {patience_s:.0f} s for its end")
             told = True
         time.sleep(LOOK_S)
 
 
+def _sign(descriptor: int) -> None:
+    """Write into the lock file who holds it."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
 def _holder(descriptor: int) -> str:
-    """Return who holds the lock: a process of this machine by /proc/locks, else who wrote its name into the file. That
-    may be another one, which has ended since."""
-    if (process := _holding_process(os.fstat(descriptor))) is not None:
-        return _named(process)
+    """Who took the lock, by the name in its file."""
     return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
 
 
-def _named(process: int) -> str:
-    return f"process {process} on {socket.gethostname()}"
+def _is_alive(holder: str) -> bool:
+    """Whether the process of such a name may live. Of one on another machine that is not known."""
+    named = re.fullmatch(r"process (\d+) on (.*)", holder)
+    if named is None or named[2] != socket.gethostname():
+        return named is not None
+    try:
+        os.kill(int(named[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _owner(file: Path) -> str:
@@ -128,23 +156,6 @@ def _owner(file: Path) -> str:
         there = next(path for path in (file, *file.parents) if path.exists())
         return f"; {there} is {there.owner()}'s"
     return ""
-
-
-def is_seen_held(file: Path) -> bool:
-    """Whether a process of this machine is seen to hold the lock. Takes nothing, so it is in nobody's way."""
-    return file.exists() and _holding_process(file.stat()) is not None
-
-
-def _holding_process(file: os.stat_result) -> int | None:
-    """The process of this machine that holds a file's lock by /proc/locks; None if none is seen there."""
-    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            # "1: FLOCK ADVISORY WRITE 4711 08:02:131081 0 EOF"; that of a process that waits has "->" after the number
-            _, kind, _, _, process, locked, *_ = line.split()
-            if kind == "FLOCK" and locked == device and int(process) > 0:
-                return int(process)
-    return None
 
 
 def _try(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:

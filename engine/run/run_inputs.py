@@ -12,17 +12,16 @@ import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypedDict
 
 from engine.config import Config
 from engine.config.marks import marked_keys, name_code, value_of
 from engine.errors import BadInput
 from engine.model.shape import content_hash
-from engine.run.files import read_json, seal, write_json
+from engine.run.checkpoint_files import all_complete
+from engine.run.run_file import InputPart, read_run, update_run
 from engine.run.served_model import EXPORTED
 from engine.run.user_code import find_code
 
-FILE = "inputs.json"
 CODE = "code"
 """Folder in the run folder with a copy of the user's code, one folder for each part and hash."""
 PARTS = {
@@ -37,17 +36,6 @@ TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "generation_config.json"),
 )
 """Files of a Hugging Face folder that decide which tokens a text has, and where a response ends."""
-
-
-class InputPart(TypedDict):
-    """One part of a run's inputs."""
-
-    named: str
-    """The functions of one's own by `name_code`, so without the folders of their files; "" for a model's files."""
-    hash: str
-    """SHA-256 (hex) of the files; "" if there are none."""
-    path: str
-    """The model's folder; "" for code."""
 
 
 Inputs = Mapping[str, InputPart]
@@ -70,33 +58,28 @@ def find_inputs(config: Config, model: Path, parts: Collection[str] = tuple(PART
     return found
 
 
-def read_inputs(folder: Path) -> Inputs:
-    """The inputs that `record_inputs` wrote to a run folder; none if there is no run. Raises BadInput if the file is
-    damaged."""
-    file = folder / FILE
-    repair = "delete it; a resume then compares with the newest checkpoint"
-    return read_json(file, "the hashes of the run's inputs", repair, sealed=True) if file.exists() else {}
-
-
-def record_inputs(folder: Path, config: Config, begun: bool = True) -> None:
-    """Write the inputs to the run folder, and copy the user's code there. Raises BadInput if they differ from those of
-    an earlier attempt (`check_inputs_kept`), unless nothing of it is left: `begun` is False."""
+def record_inputs(config: Config) -> None:
+    """Write the inputs to the run's run.json, and copy the user's code to its folder. Only for the process that holds
+    the folder's lock. Raises BadInput if they differ from those of an earlier attempt (`check_inputs_kept`), unless
+    that one has left no checkpoint: then the run begins again, as after a reward that failed in step 0 and was mended.
+    """
+    folder = config.folder
     now = find_inputs(config, Path(config.model.path))
-    if begun:
-        check_inputs_kept(config, now, read_inputs(folder))
+    if all_complete(folder / "checkpoints"):
+        check_inputs_kept(config, now, read_run(folder).inputs)
     for part, one in now.items():
         target = folder / CODE / f"{part}-{one['hash'][:12]}"
         for file in _code(_specs(config, part)) if not target.exists() else ():
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-    write_json(folder / FILE, seal(now))
+    update_run(folder, inputs=dict(now))
 
 
 def check_evaluated(folder: Path, config: Config, model: Path) -> None:
     """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would score with another reward
     than the run, or would take a changed base model for the run's, or a policy with a changed tokenizer for its
     policy or for that of one of its checkpoints."""
-    before = read_inputs(folder)
+    before = read_run(folder).inputs
     path = str(model.resolve())
     of_base = {"weights", "tokenizer"} if before and before["weights"]["path"] == path else set()
     policies = (folder / "policy", folder / EXPORTED / model.name)
@@ -107,7 +90,7 @@ def check_evaluated(folder: Path, config: Config, model: Path) -> None:
 
 def check_registered(folder: Path, config: Config) -> None:
     """Raise BadInput, as `check_inputs_kept` does, if a run's inputs are not those that it was trained with."""
-    before = read_inputs(folder)
+    before = read_run(folder).inputs
     check_inputs_kept(config, find_inputs(config, Path(config.model.path), before), before)
 
 

@@ -10,8 +10,8 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
-from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.run.run_file import read_run
 from tasks.console import mark_lines, print_error
 
 WORKED = "PREFECT__FLOW_RUN_ID"
@@ -43,5 +43,5 @@ def name_flow_run(name: str, folder: Path | None = None) -> None:
 def name_of(folder: RunFolder) -> str:
     """NAME, or "NAME (try 2)" if the run's flow was started a second time (resumed by a person or after a crash), and
     so on."""
-    tries = sum(row["what"] == "flow" for row in read_lines(folder.attempts))
+    tries = sum(one.what == "flow" for one in read_run(folder.path).attempts)
     return folder.path.name if tries < 2 else f"{folder.path.name} (try {tries})"

@@ -17,8 +17,8 @@ from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
-from engine.run.run_inputs import find_inputs, read_inputs
-from engine.run.run_start import read_start
+from engine.run.run_file import read_run
+from engine.run.run_inputs import find_inputs
 from tasks.artifact_cells import markdown_text
 from tasks.code_version import code_version
 from tasks.console import print_error
@@ -80,11 +80,11 @@ def _challenge(
 def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     """The origin of a policy (base model, data, config, code, steps), and the figures of its evaluation."""
     base = Path(config.model.path)
-    inputs = read_inputs(folder.path) or find_inputs(config, base)
+    inputs = read_run(folder.path).inputs or find_inputs(config, base)
     row = final_evaluation(folder, config)
     report = read_report(folder.path)
     data = report["train"]["version"] if report else "unknown"
-    begun = read_start(folder.path)
+    begun = read_run(folder.path).start
     found = {
         "base_model": str(base),
         "start": begun.start,

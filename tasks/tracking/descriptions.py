@@ -15,7 +15,7 @@ from engine.config import Config
 from engine.data.named_models import model_name
 from engine.errors import counted
 from engine.run.folder import RunFolder
-from engine.run.run_start import read_start
+from engine.run.run_file import read_run
 from tasks.artifact_cells import code_span, markdown_table, markdown_text
 from tasks.code_version import code_version
 from tasks.tracking import evaluation_texts
@@ -54,7 +54,7 @@ def of_run(config: Config) -> str:
     if folder.config.exists():
         config = folder.read_config()
     name = config.run.name
-    command = "run" if (folder.path / "flow_run_id").exists() else "train"
+    command = "run" if read_run(folder.path).flow_run else "train"
     again = shlex.join(["metronome", command, str(folder.config), "--set", f"run.name={name}-again"])
     commands = _commands({"Repeat": again, "Compare": _compare(folder)})
     told = folder.last_failure()
@@ -86,7 +86,7 @@ def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:
 def _what(config: Config) -> str:
     train = config.train
     losses = f"advantage {code_span(config.algorithm.advantage)}, loss {code_span(config.algorithm.loss)}"
-    start = read_start(config.folder)
+    start = read_run(config.folder).start
     data = ", ".join(code_span(one.path) for one in config.data.sets)
     source = code_span(start.continued_from or model_name(Path(config.model.path)))
     recipe = f", recipe {code_span(start.recipe)}" if start.recipe else ""

@@ -35,7 +35,7 @@ from engine.errors import BadInput, clean_text, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.run.files import parse_line
-from engine.run.run_start import read_start
+from engine.run.run_file import read_run
 from engine.types import JsonObject
 from tasks.console import print_error
 from tasks.fenced import run_folder
@@ -126,7 +126,7 @@ PARAMETER_LIMIT = 6000
 SAMPLES = 20
 """Approximate number of steps whose response samples go to MLflow; the run folder has those of every step."""
 FILES = (
-    *("config.toml", "start.json", "data.json", "inputs.json", "code", "steps.jsonl", "evaluations.jsonl"),
+    *("config.toml", "run.json", "data.json", "code", "steps.jsonl", "evaluations.jsonl"),
     *("timeline.html", "failure.json"),
 )
 """Files of the run folder that become artifacts at the end, and the folder with the user's code."""
@@ -361,7 +361,7 @@ class Mirror:
 
     def _fate(self, whole: bool) -> dict[str, str]:
         """Tags that say how the run began, how often it was resumed and, if it has ended, how."""
-        tags = {START: read_start(self._folder.path).start, RESUMED: str(count_resumes(self._folder))}
+        tags = {START: read_run(self._folder.path).start.start, RESUMED: str(count_resumes(self._folder))}
         told = self._folder.last_failure() if whole else None
         if told is not None or self._tags.get(FAILURE):
             tags[FAILURE] = told[1][:TAG_LIMIT] if told is not None else ""

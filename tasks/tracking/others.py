@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.errors import BadInput
-from engine.run.identity import read_run_id
+from engine.run.run_file import read_run
 from tasks.console import print_error
 from tasks.tracking.retry import first_line
 
@@ -59,7 +59,7 @@ class WeightsAndBiases:
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))  # else it asks a person at the terminal to log in, and waits
-        number = read_run_id(config.folder)
+        number = read_run(config.folder).id
         self._run = wandb.init(
             project=config.tracking.experiment,
             name=config.run.name,

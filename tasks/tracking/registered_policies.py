@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlflow
+import msgspec
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.validation import _validate_experiment_name as validate_experiment
 from mlflow.utils.validation import _validate_model_name as validate_model
@@ -16,7 +17,7 @@ from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
-from engine.run.run_start import ContinueFrom, RunStart, read_start
+from engine.run.run_file import ContinueFrom, RunStart, read_run
 from tasks.console import named_deployment, say
 from tasks.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
@@ -43,7 +44,7 @@ def registered_name(recipe: str, config: Config) -> str:
     """The registered model that all runs of a recipe share: metronome-RECIPE, or metronome-NAME-RECIPE for those of
     `metronome deploy --name NAME`. Runs on data other than the recipe's share metronome-RECIPE-DATA. A run's
     config.toml counts as the run's recipe."""
-    begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
+    begun = read_run(Path(recipe).parent).start if Path(recipe).name == CONFIG else RunStart()
     name = begun.registered or f"metronome-{named_deployment(Path(recipe).stem)}"
     data = [one.path for one in config.data.sets]
     if _files(data) == _files([one.path for one in load_config(recipe).data.sets]):
@@ -89,11 +90,9 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
     "champion" if there is none, and TrackingAway.
     """
     if RunFolder(config.folder).config.exists():
-        begun = read_start(config.folder)
+        begun = read_run(config.folder).start
         old = f"metronome-{Path(recipe).stem}" if recipe else ""  # an evaluation begins no run
-        return config, begun.model_copy(
-            update={"recipe": begun.recipe or recipe, "registered": begun.registered or old}
-        )
+        return config, msgspec.structs.replace(begun, recipe=begun.recipe or recipe, registered=begun.registered or old)
     name = registered_name(recipe, config)
     if start == "base":
         return config, RunStart(recipe=recipe, registered=name)

@@ -21,8 +21,8 @@ from engine.config import Config
 from engine.errors import BadInput, TakenOver, without_password
 from engine.model.shape import content_hash
 from engine.run.files import write_atomically
-from engine.run.identity import read_run_id
 from engine.run.progress import folder_size
+from engine.run.run_file import read_run
 from tasks.console import own_program, print_error
 from tasks.fenced import run_folder
 from tasks.progress_display import copied, show_progress, since_now
@@ -161,7 +161,7 @@ def _started(config: Config, known: str | None) -> tuple[str | None, Run]:
 
 def _tags(config: Config) -> dict[str, str]:
     tags = {"metronome.run_folder": str(config.folder.resolve())}
-    number = read_run_id(config.folder)
+    number = read_run(config.folder).id
     return {**tags, NUMBER: number} if number else tags
 
 
@@ -295,7 +295,7 @@ def _connect(config: Config) -> str:
 def _with_number(config: Config, experiment: str) -> str | None:
     """Id of the newest MLflow run in the experiment that has this name and the run folder's number; None if there is
     none."""
-    number = read_run_id(config.folder)
+    number = read_run(config.folder).id
     if not number.isalnum():  # no number, or an invalid one, since it comes from a checkpoint
         return None
     runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")

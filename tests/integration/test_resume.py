@@ -1,7 +1,6 @@
 """A resumed run stays what it was, and a resume that is refused changes nothing: not a byte of the run's folder, and
 neither state nor tags of MLflow's run, nor the registry."""
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -15,7 +14,8 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingSt
 
 from engine.run.files import read_lines, seal
 from engine.run.folder import RunFolder
-from engine.run.run_start import read_start
+from engine.run.lock import hold_lock
+from engine.run.run_file import read_run
 from support.commands import metronome, sets, state_of
 from support.runs import ROOT, base_settings
 from tasks.tracking.registered_policies import registered_name
@@ -162,13 +162,7 @@ REFUSED = {
     "another tokenizer": (other_tokenizer, [], "the tokenizer of model.path, its chat template"),
     "another base model": (other_content, [], "the weights or the config.json of the base model (model.path) changed"),
     "a damaged config": (damaged("config.toml"), [], "its end is missing"),
-    "a damaged number": (damaged("run_id"), [], "is not a run number"),
-    "a damaged start": (damaged("start.json"), [], "how the run began can't be read"),
-    "a damaged attempt of the orchestrator": (damaged("orchestrator_attempt"), [], "the newest attempt can't be read"),
-    "a damaged attempt of the flow": (damaged("flow_attempt"), [], "the newest attempt can't be read"),
-    "damaged inputs": (damaged("inputs.json"), [], "the hashes of the run's inputs can't be read"),
-    "damaged stages": (damaged("stages.json"), [], "which stages are done can't be read"),
-    "damaged attempts": (damaged("attempts.jsonl", "x\n"), [], "attempts.jsonl, line 1"),
+    "a damaged run.json": (damaged("run.json"), [], "what is known of the run can't be read"),
     "damaged steps": (damaged("steps.jsonl", "x\n"), [], "steps.jsonl, line 1"),
     "a position that is not known": (other_positions, [], "does not say how many prompts were used"),
     "a damaged record": (
@@ -198,8 +192,7 @@ def test_a_refused_resume_changes_nothing(trained, again, case):
 
 
 def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
-    with (trained / "runs/first/lock").open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with hold_lock(trained / "runs/first/lock", "it", 0.0):
         there = state_of(trained / "runs")
         code, told = again()
     assert code == 2
@@ -247,7 +240,7 @@ def test_which_run_is_meant(trained):
 
 def test_a_resumed_run_is_the_run_with_the_keys_of_the_command(trained, again):
     own = RunFolder(trained / "runs/first").read_config()
-    begun = read_start(trained / "runs/first")
+    begun = read_run(trained / "runs/first").start
     assert (begun.recipe, begun.registered) == (str(trained / "mine.toml"), "metronome-mine")
     edited = (trained / "mine.toml").read_text().replace("learning_rate = 0.001", "learning_rate = 0.5")
     (trained / "edited.toml").write_text(edited)
@@ -259,7 +252,7 @@ def test_a_resumed_run_is_the_run_with_the_keys_of_the_command(trained, again):
     )
     now = RunFolder(trained / "runs/first").read_config()
     assert now == own.model_copy(update={"train": own.train.model_copy(update={"steps": 3})})
-    assert read_start(trained / "runs/first") == begun
+    assert read_run(trained / "runs/first").start == begun
     assert [row["step"] for row in read_lines(trained / "runs/first/steps.jsonl")] == [0, 1, 2]
     assert registered_name(str(trained / "runs/first/config.toml"), now) == "metronome-mine"
 

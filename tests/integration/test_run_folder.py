@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from support.run_folders import newer_attempt
 from support.runs import ROOT, base_settings, launch, wait_for, write_config
 
 STEPS = 4
@@ -78,17 +78,15 @@ def test_a_orchestrator_stops_before_it_writes_a_run_that_another_one_has_taken_
         older = subprocess.Popen(command, cwd=ROOT, stderr=told)
     try:
         wait_for(lambda: len(list(read_lines(folder.steps))) >= 2, "the second step")
-        folder.orchestrator_lock.unlink()
-        newer = Fence.begin_attempt(folder.path)  # as the newer orchestrator does
+        folder.lock.unlink()
+        newer = newer_attempt(folder.path)  # as the newer orchestrator does
         before = len(list(read_lines(folder.steps)))
         assert older.wait(90) == 1
     finally:
         older.kill()
         older.wait()
     assert len(list(read_lines(folder.steps))) <= before + 1  # one that was being written
-    assert (
-        f"another orchestrator (attempt {newer.attempt}) writes it now; this one (attempt 1) stops" in log.read_text()
-    )
+    assert f"another attempt ({newer.attempt}) writes it now; this one (attempt 1) stops" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert not folder.failure.exists()
 

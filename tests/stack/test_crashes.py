@@ -12,6 +12,7 @@ import pytest
 from chaos.checker import each_figure_once
 from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
+from engine.run.run_file import read_run
 from support import flow_runs
 from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
@@ -134,7 +135,7 @@ def test_every_process_of_a_run_may_die(deployed, services, start_worker, enviro
     killed_in = file_number(folder)
     kill(run, "engine.orchestrator.launch", signal.SIGSTOP)
     wait_for_resume(folder, killed_in, api, run)
-    whys = [row["why"] for row in read_lines(folder / "attempts.jsonl") if row["what"] == "training"]
+    whys = [one.why for one in read_run(folder).attempts if one.what == "training"]
     limit_s = 2 * TIMEOUT_S - STOP_S
     assert f"gave no sign of life for {limit_s:g} s (2 x train.timeout_s, less {STOP_S:g} s to end in)" in whys[-1]
 

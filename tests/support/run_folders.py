@@ -12,11 +12,11 @@ from engine.errors import MetronomeError
 from engine.orchestrator import in_run_evaluation
 from engine.run import checkpoint_files, run_inputs
 from engine.run.fence import Fence
-from engine.run.files import append_line, seal, write_json
+from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id, read_run_id
+from engine.run.identity import claim_run
 from engine.run.progress import Progress, write_progress
-from engine.run.run_start import RunStart
+from engine.run.run_file import read_run, update_run
 from engine.run.trace import Trace
 from engine.types import StepReport
 from tasks.finished_stages import Stages, count_attempt
@@ -48,7 +48,7 @@ def add_line(file, **row):
     append_line(file, {"ended_s": time.time()} | row)
 
 
-def a_checkpoint(root, step, run="", content=b"weights", config=None):
+def a_checkpoint(root, step, run="", content=b"weights", config=None, began=1764332111.1764332):
     """A whole checkpoint of one file of tensors."""
     from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
@@ -62,19 +62,23 @@ def a_checkpoint(root, step, run="", content=b"weights", config=None):
     write_json(partial / "state.json", {"step": step} | told)
     target = checkpoint_files.folder_of(root, step)
     checkpoint_files.publish_checkpoint(
-        partial=partial, target=target, step=step, figures={"reward_mean": 0.5}, run=run
+        partial=partial, target=target, step=step, figures={"reward_mean": 0.5}, run=run, began=began
     )
     return target
+
+
+def newer_attempt(folder):
+    """Begin another attempt at a run, as another flow does. Return its fence."""
+    fence = Fence(folder)
+    fence.begin_attempt("flow", "")
+    return fence
 
 
 def finished(output):
     """The folder of a run that ended."""
     config = Config(run=Run(name="finished", output=str(output)), train=Train(steps=STEPS))
     folder = RunFolder(config.folder)
-    claim_run_id(folder.path, config, resume=False)
-    folder.fence = Fence.begin_attempt(folder.path)
-    Fence.begin_attempt(folder.path, "flow")
-    RunStart().write(folder.path)
+    claim_run(config, resume=False)
     folder.create(config, resume=False)
     count_attempt(folder, "training", 3, "started by a person")
     trace = Trace(folder.trace, "orchestrator")
@@ -89,16 +93,16 @@ def finished(output):
     in_run_evaluation.dropped_file(folder).parent.mkdir()
     append_line(in_run_evaluation.dropped_file(folder), {"weight_version": 2, "reason": "late", "exposed_s": 1.5})
     for step in (2, 4):
-        a_checkpoint(folder.checkpoints, step, read_run_id(folder.path), config=config)
+        a_checkpoint(folder.checkpoints, step, read_run(folder.path).id, config=config)
     Stages(folder).once("train", lambda: STEPS)
     part = {"named": "", "hash": "a" * 64, "path": "base"}
-    write_json(folder.path / run_inputs.FILE, seal({name: part for name in run_inputs.PARTS}))
+    update_run(folder.path, inputs={name: part for name in run_inputs.PARTS})
     problems = heldout_problems(config)
     problems = replace(problems, rows=problems.rows[:4])
     origin = origin_of(config)
     write_prepared(config, Prepared(train=problems, heldout=problems, against=(), overlaps=(), origin=origin))
     write_report(folder.path, "b")
-    (folder.path / "flow_run_id").write_text("abd5dc41-0c33-4da7-bd1d-bff3ba45a7c2")
+    update_run(folder.path, flow_run="abd5dc41-0c33-4da7-bd1d-bff3ba45a7c2")
     write_progress(folder.progress, Progress("step 4 of 4", 1.0))
     return folder
 
@@ -115,6 +119,6 @@ def interrupted(output):
     """The folder of a run that was killed in its last step, and told why."""
     folder = finished(output)
     shutil.rmtree(folder.checkpoints / "step-000004")
-    folder.stages.unlink()
+    update_run(folder.path, stages={})
     folder.write_failure(MetronomeError("it was ended"))
     return folder

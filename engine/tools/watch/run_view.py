@@ -17,8 +17,9 @@ from typing import Any
 
 from engine.errors import BadInput, counted
 from engine.run.files import SpanLine, parse_line, read_json, read_lines
-from engine.run.lock import is_seen_held
+from engine.run.lock import is_held
 from engine.run.progress import read_progress
+from engine.run.run_file import read_run
 from engine.run.trace import last_spans
 from engine.tools.timeline import COLORS, content_of, whole_run
 from engine.types import JsonObject
@@ -107,9 +108,7 @@ class RunView:
         recent = [row["step_s"] for row in rows[-RECENT:] if "step_s" in row]
         going = word in ("running", "starting")
         left_s = (total - done) * fmean(recent) if recent and going and total > done else None
-        stages = self.folder / "stages.json"
-        finished = read_json(stages, "which stages are done", "delete it", sealed=True) if stages.exists() else {}
-        attempts = list(read_lines(self.folder / "attempts.jsonl"))
+        run = read_run(self.folder)
         return {
             "name": self.folder.resolve().name,
             "folder": str(self.folder),
@@ -121,8 +120,8 @@ class RunView:
             "steps": total,
             "left_s": left_s,
             "failure": failure,
-            "stages": list(finished),
-            "resumes": max(0, sum(row["what"] == "training" for row in attempts) - 1),
+            "stages": list(run.stages),
+            "resumes": max(0, sum(one.what == "training" for one in run.attempts) - 1),
             "facts": _facts(settings),
             "at": time.time(),
         }
@@ -156,7 +155,7 @@ class RunView:
     def _is_held(self) -> bool:
         beat = self.folder / "logs/progress.json"
         beats = beat.exists() and time.time() - beat.stat().st_mtime < BEAT_S
-        return is_seen_held(self.folder / "lock") or (beats and not (self.folder / "failure.json").exists())
+        return is_held(self.folder / "lock") or (beats and not (self.folder / "failure.json").exists())
 
     def steps(self, after: int = 0, of: int = 0) -> JsonObject:
         """The figures of the steps, by column: those after the first `after`, if the file is still the one with number

@@ -64,10 +64,9 @@ from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
 from engine.run.files import write_json
 from engine.run.folder import RunFolder
-from engine.run.identity import read_run_id
 from engine.run.logs import log_line
 from engine.run.resume import check_continues
-from engine.run.run_inputs import read_inputs
+from engine.run.run_file import read_run
 from engine.run.threads import in_thread
 from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
 from engine.trainer.policy import Policy
@@ -215,9 +214,8 @@ class Checkpoints:
         self._root = root
         self._policy = policy
         self._config = config
-        self._inputs = read_inputs(root.parent)
         self._place = store.place_of(config)
-        self._run = read_run_id(root.parent)
+        self._run = read_run(root.parent)
         self._pending: _PendingSave | None = None
         self._step: int | None = None
         """Step of the checkpoint saved or loaded last."""
@@ -287,7 +285,7 @@ class Checkpoints:
             return None
         folder = self._root / found.name
         state = json.loads((folder / STATE).read_text())
-        check_continues(self._config, state, self._inputs, _as_json(asdict(self._policy.models.shape)))
+        check_continues(self._config, state, self._run.inputs, _as_json(asdict(self._policy.models.shape)))
         same_layout = state["layout"] == present_layout()
         try:
             load_state(
@@ -331,7 +329,7 @@ class Checkpoints:
             "prompts": self.prompts,
             "layout": present_layout(),
             "model": _as_json(asdict(self._policy.models.shape)),
-            "inputs": self._inputs,
+            "inputs": self._run.inputs,
             "scheduler": self._policy.scheduler.state_dict(),
             "gradient_control": self._policy.control.state() if self._policy.control else {},
             "config": self._config.model_dump(mode="json"),
@@ -350,17 +348,19 @@ class Checkpoints:
             target=target,
             step=int(state["step"]),
             figures=figures,
-            run=self._run,
+            run=self._run.id,
+            began=self._run.began,
             fence=self._fence.check_attempt,
         )
         keep = self._config.checkpoint
         scores = self._scores(int(state["step"])) if keep.keep_best else {}
+        self._fence.check_attempt()
         prune_checkpoints(self._root, keep.keep_last, keep.keep_best, scores)
         if self._place:
             store.upload_checkpoint(target, f"{self._place}/{target.name}", fence=self._fence.check_attempt)
             try:
                 store.prune_published(
-                    place=self._place, last=keep.keep_last, best=keep.keep_best, scores=scores, run=self._run
+                    place=self._place, last=keep.keep_last, best=keep.keep_best, scores=scores, run=self._run.id
                 )
             except CheckpointError as error:  # old checkpoints remain and take space; the next save deletes them
                 self._print_on_rank_0(f"warning: {error}")
@@ -372,7 +372,7 @@ class Checkpoints:
 
     def _find_checkpoint(self) -> CheckpointFound:
         """Return the checkpoint to load, verified and in the run folder. Called on rank 0."""
-        folder = newest_whole(self._root, self._place, self._run, self._tell)
+        folder = newest_whole(self._root, self._place, self._run.id, self._tell)
         return CheckpointFound(None if folder is None else folder.name)
 
     def _tell(self, message: str) -> None:

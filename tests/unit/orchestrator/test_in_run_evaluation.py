@@ -16,9 +16,9 @@ from engine.orchestrator.in_run_evaluation import InRunEvaluation
 from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.rollout_service import RolloutService
-from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from support.run_folders import newer_attempt
 from support.scripted import Scripted, until
 
 
@@ -197,9 +197,9 @@ async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(worl
 
 async def test_a_orchestrator_that_was_taken_over_adds_no_evaluation_and_no_drop(world):
     async with world() as (evaluation, folder, _, _):
-        folder.fence = Fence.begin_attempt(folder.path)
+        folder.fence = newer_attempt(folder.path)
         evaluation.evaluate_version(0)
-        Fence.begin_attempt(folder.path)
+        newer_attempt(folder.path)
         await evaluation.finish_evaluations()
         with pytest.raises(TakenOver):
             evaluation.check_evaluations()

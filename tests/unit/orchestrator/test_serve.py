@@ -5,7 +5,7 @@ import pytest
 from engine.errors import BadInput
 from engine.orchestrator import serve
 from engine.orchestrator.serve import check_service
-from engine.run.identity import read_run_id, run_began
+from engine.run.run_file import read_run
 from support.runs import config_of
 
 
@@ -36,6 +36,5 @@ def test_a_service_that_is_started_again_has_the_time_of_its_first_start(setting
     numbers = []
     for _ in range(2):
         serve.run_service(config, print)
-        numbers.append(read_run_id(config.folder))
-    assert numbers[0] == numbers[1]
-    assert run_began(numbers[0]) is not None
+        numbers.append((read_run(config.folder).id, read_run(config.folder).began_at))
+    assert numbers[0] == numbers[1] != ("", None)

@@ -21,13 +21,13 @@ from engine.errors import DiskError
 from engine.run.disk import named_disk_errors
 from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id
+from engine.run.identity import claim_run
 disk = Path(sys.argv[1])
 config = Config(run=Run(name="full", output=str(disk)))
 folder = RunFolder(config.folder)
-claim_run_id(folder.path, config, resume=False)
+claim_run(config, resume=False)
 folder.create(config, resume=False)
-stages = folder.path / "stages.json"
+stages = folder.path / "run.json"
 stages.write_text("{}")
 try:
     with named_disk_errors(folder.path):

@@ -7,21 +7,22 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import Config, Run
-from engine.errors import BadInput, MetronomeError, TakenOver
+from engine.errors import TakenOver
 from engine.orchestrator import launch
 from engine.orchestrator.server import Server
 from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from support.run_folders import a_checkpoint, finished
+from engine.run.run_file import FILE
+from support.run_folders import a_checkpoint, finished, newer_attempt
 
 
 def test_the_older_orchestrator_writes_nothing_more(tmp_path):
     folder = finished(tmp_path)
     steps = folder.steps.read_bytes()
     newer = RunFolder(folder.path)
-    newer.fence = Fence.begin_attempt(folder.path)
-    said = r"another orchestrator \(attempt 2\) writes it now; this one \(attempt 1\) stops"
+    newer.fence = newer_attempt(folder.path)
+    said = r"another attempt \(2\) writes it now; this one \(attempt 1\) stops"
     evaluations = folder.evaluations.read_bytes()
     writes = (
         lambda: folder.cut_steps(0),
@@ -42,26 +43,24 @@ def test_the_older_orchestrator_writes_nothing_more(tmp_path):
 
 def test_a_folder_that_was_begun_anew_is_not_the_older_orchestrators(tmp_path):
     for _ in range(2):
-        older = Fence.begin_attempt(tmp_path)
-    (tmp_path / "orchestrator_attempt").unlink()
-    Fence.begin_attempt(tmp_path).check_attempt()
-    with pytest.raises(
-        TakenOver, match=r"another orchestrator \(attempt 1\) writes it now; this one \(attempt 2\) stops"
-    ):
+        older = newer_attempt(tmp_path)
+    (tmp_path / FILE).unlink()
+    newer_attempt(tmp_path).check_attempt()
+    with pytest.raises(TakenOver, match=r"another attempt \(1\) writes it now; this one \(attempt 2\) stops"):
         older.check_attempt()
 
 
 def test_no_checkpoint_is_published_over_the_newer_orchestrators(tmp_path, monkeypatch):
     from engine.run import checkpoint_files
 
-    fence = Fence.begin_attempt(tmp_path)
+    fence = newer_attempt(tmp_path)
     publish = checkpoint_files.publish_checkpoint
     monkeypatch.setattr(
         checkpoint_files, "publish_checkpoint", lambda **given: publish(**given, fence=fence.check_attempt)
     )
     whole = a_checkpoint(tmp_path, 2)
     content = (whole / "__0_0.distcp").read_bytes()
-    Fence.begin_attempt(tmp_path)
+    newer_attempt(tmp_path)
     with pytest.raises(TakenOver):
         a_checkpoint(tmp_path, 4)
     assert (whole / "__0_0.distcp").read_bytes() == content
@@ -73,7 +72,7 @@ def test_a_orchestrator_that_was_taken_over_leaves_no_reason_in_the_newer_ones_f
     folder = RunFolder(config.folder)
 
     async def run(orchestrator):
-        Fence.begin_attempt(folder.path)
+        newer_attempt(folder.path)
         orchestrator.folder.cut_steps(0)
 
     monkeypatch.setattr(launch, "check_training", lambda config: None)
@@ -89,7 +88,7 @@ async def test_a_orchestrator_stops_at_its_next_sign_of_life_also_where_no_step_
     config = Config(run=Run(name="mine", output=str(tmp_path)))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    folder.fence = Fence.begin_attempt(folder.path)
+    folder.fence = newer_attempt(folder.path)
     orchestrator = launch._Orchestrator(config, folder, resume=False, replay=None)
     server = Server(config)
     orchestrator._beating = asyncio.create_task(orchestrator._beat(server))
@@ -97,20 +96,11 @@ async def test_a_orchestrator_stops_at_its_next_sign_of_life_also_where_no_step_
     waiting = asyncio.create_task(orchestrator._wait_for_trainer(SimpleNamespace(alive=True), server, plane))
     await asyncio.sleep(0.7)
     assert not waiting.done()
-    Fence.begin_attempt(folder.path)
+    newer_attempt(folder.path)
     with pytest.raises(TakenOver):
         await asyncio.wait_for(waiting, 5)
 
 
 def test_a_process_without_a_orchestrator_is_not_fenced_off(tmp_path):
-    Fence.begin_attempt(tmp_path)
+    newer_attempt(tmp_path)
     Fence(tmp_path, 0).check_attempt()
-
-
-def test_a_damaged_number_is_named(tmp_path):
-    (tmp_path / "orchestrator_attempt").write_text("1")
-    with pytest.raises(
-        BadInput, match=r"orchestrator_attempt: the number of the newest attempt can't be read"
-    ) as raised:
-        Fence.begin_attempt(tmp_path)
-    assert isinstance(raised.value, MetronomeError)

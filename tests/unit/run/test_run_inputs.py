@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import BadInput
-from engine.run.run_inputs import FILE, check_evaluated, check_registered, read_inputs, record_inputs
+from engine.run.run_file import read_run
+from engine.run.run_inputs import check_evaluated, check_registered, record_inputs
 from engine.run.user_code import find_code
+from support.run_folders import a_checkpoint
 from support.runs import config_of
 
 REWARD = "def reward(prompt, responses): return [1.0]\n"
@@ -32,7 +34,7 @@ def world(settings, tmp_path, tiny_model):
         "algorithm.gradient_control": f"{code / 'control.py'}:control",
     }
     config = config_of(settings | {"model.path": str(model), "algorithm.kl_coef": 0} | keys)
-    config.folder.mkdir(parents=True)
+    a_checkpoint(config.folder / "checkpoints", 1)
     return config, config.folder
 
 
@@ -70,29 +72,29 @@ def change(folder: Path, part: str) -> None:
 )
 def test_what_makes_the_numbers_may_not_change_unnoticed(world, tmp_path, part, said):
     config, folder = world
-    record_inputs(folder, config)
-    before = read_inputs(folder)
-    record_inputs(folder, config)
+    record_inputs(config)
+    before = read_run(folder).inputs
+    record_inputs(config)
     change(tmp_path, part)
     with pytest.raises(BadInput, match=rf"{said}.*run\.accept=\[.{part}.\]"):
-        record_inputs(folder, config)
+        record_inputs(config)
     with pytest.raises(BadInput, match=said):
         check_registered(folder, config)
     other = "reward" if part != "reward" else "tokenizer"
     with pytest.raises(BadInput, match=said):
-        record_inputs(folder, accepting(config, other))
-    assert read_inputs(folder) == before
+        record_inputs(accepting(config, other))
+    assert read_run(folder).inputs == before
     check_registered(folder, accepting(config, part))
-    record_inputs(folder, accepting(config, part))
-    after = read_inputs(folder)
+    record_inputs(accepting(config, part))
+    after = read_run(folder).inputs
     assert {one for one in before if before[one] != after[one]} == {part}
-    record_inputs(folder, config)  # from now on it is the run's
+    record_inputs(config)  # from now on it is the run's
 
 
 def test_code_that_lies_elsewhere_is_the_runs_if_its_content_is(world, tmp_path):
     config, folder = world
-    record_inputs(folder, config)
-    before = read_inputs(folder)
+    record_inputs(config)
+    before = read_run(folder).inputs
     shutil.move(tmp_path / "code", tmp_path / "elsewhere")
     own = {"reward": f"{tmp_path}/elsewhere/my.py:reward", "algorithm": f"{tmp_path}/elsewhere/control.py:control"}
     moved = config.model_copy(
@@ -101,17 +103,17 @@ def test_code_that_lies_elsewhere_is_the_runs_if_its_content_is(world, tmp_path)
             "algorithm": config.algorithm.model_copy(update={"gradient_control": own["algorithm"]}),
         }
     )
-    record_inputs(folder, moved)
-    assert read_inputs(folder) == before
+    record_inputs(moved)
+    assert read_run(folder).inputs == before
     (tmp_path / "elsewhere/my.py").write_text(REWARD + "# changed\n")
     with pytest.raises(BadInput, match="the code of the reward or of the program changed"):
-        record_inputs(folder, moved)
+        record_inputs(moved)
 
 
 def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
     config, folder = world
     model = Path(config.model.path)
-    record_inputs(folder, config)
+    record_inputs(config)
     for policy in (folder / "policy", folder / "exported/step-000002"):
         shutil.copytree(model, policy)
         check_evaluated(folder, config, policy)
@@ -130,19 +132,12 @@ def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
 
 def test_the_run_folder_keeps_the_code_and_a_setting_that_names_other_code_is_no_change(world):
     config, folder = world
-    record_inputs(folder, config)
+    record_inputs(config)
     (reward,) = folder.glob("code/reward-*")
     assert [(file.name, file.read_text()) for file in reward.iterdir()] == [("my.py", REWARD)]
     exact = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "exact"})})
-    record_inputs(folder, exact)
-    assert read_inputs(folder)["reward"]["hash"] == ""
-
-
-def test_a_damaged_record_is_named(tmp_path):
-    for text in ("", "[]", '{"weights": 1}', '{"weights": {"hash": 1}}'):
-        (tmp_path / FILE).write_text(text)
-        with pytest.raises(BadInput, match=r"inputs\.json: the hashes of the run's inputs can't be read"):
-            read_inputs(tmp_path)
+    record_inputs(exact)
+    assert read_run(folder).inputs["reward"]["hash"] == ""
 
 
 def test_the_code_of_a_module_is_found_without_running_its_package(tmp_path, monkeypatch):

@@ -9,9 +9,9 @@ from prefect.exceptions import TerminationSignal
 
 from engine.config import Config, Run
 from engine.errors import RewardError, TakenOver
-from engine.run.fence import Fence
 from engine.run.folder import RunFolder
-from engine.run.run_start import RunStart
+from engine.run.run_file import RunStart, read_run
+from support.run_folders import newer_attempt
 from tasks import orchestrator_process, shown_stages, train
 from tasks.evaluate import run_folder as evaluated_folder
 from tasks.fenced import evaluation_failure, run_folder, write_fenced
@@ -30,15 +30,15 @@ def test_the_older_flow_does_no_further_stage_and_writes_none(config):
     with enter_flow(config, RunStart(), resume=False) as entry:
         entry.once("prepare data", lambda: 1)
         folder = run_folder(config)
-        stages = folder.stages.read_bytes()
-        attempts = folder.attempts.read_bytes()
         calls = []
+        there = []
 
         def work():
             calls.append(1)
-            Fence.begin_attempt(folder.path, "flow")  # the newer flow begins meanwhile
+            newer_attempt(folder.path)  # the newer flow begins meanwhile
+            there.append(read_run(folder.path))
 
-        said = r"another flow \(attempt 2\) writes it now; this one \(attempt 1\) stops"
+        said = r"another attempt \(2\) writes it now; this one \(attempt 1\) stops"
         with pytest.raises(TakenOver, match=said):
             entry.once("convert", work)
         with pytest.raises(TakenOver, match=said):
@@ -48,14 +48,14 @@ def test_the_older_flow_does_no_further_stage_and_writes_none(config):
         with pytest.raises(TakenOver, match=said):
             evaluated_folder(config).add_evaluation({})
         assert calls == [1]
-        assert (folder.stages.read_bytes(), folder.attempts.read_bytes()) == (stages, attempts)
+        assert there == [read_run(folder.path)]
     assert not folder.evaluations.exists()
     Stages(RunFolder(config.folder)).once("convert", lambda: 2)  # whoever has not entered it is not fenced off
 
 
 def test_the_older_flow_leaves_no_reason_in_the_newer_ones_folder(config):
     def ends():
-        Fence.begin_attempt(config.folder, "flow")
+        newer_attempt(config.folder)
         raise TrackingAway("MLflow does not answer")
 
     with pytest.raises(TrackingAway), enter_flow(config, RunStart(), resume=False):
@@ -76,7 +76,7 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     command = [sys.executable, "-c", TAKEN, str(folder.failure)]
-    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *given: [*command, str(given[-1])])
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *given: [*command, str(given[3])])
     monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext())
     with pytest.raises(TakenOver, match="another orchestrator writes it now"):
         train.train.fn(config)
@@ -90,8 +90,9 @@ def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, mon
     monkeypatch.setattr(shown_stages, "run_training", lambda *_, on_step: on_step({"step": 0}))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    with write_fenced(folder):
-        Fence.begin_attempt(folder.path, "flow")
+    with write_fenced(folder, 0):
+        folder.fence.begin_attempt("flow", "")
+        newer_attempt(folder.path)
         with pytest.raises(TakenOver):
             train.train.fn(config)
     assert logged == []

@@ -55,7 +55,7 @@ def test_progress_begins_a_new_count(folder):
     for step in range(1, 9):  # more often than allowed in a row
         count_attempt(folder, "flow", 0, "killed")
         checkpoint(folder, step)
-        assert read_progress(folder) == [0, step]
+        assert read_progress(folder) == (0, step)
     Stages(folder).once("train", lambda: 8)
     count_attempt(folder, "flow", 0, "killed")
     with pytest.raises(MetronomeError, match=r"1 stage done, checkpoint after 8 steps.*run\.resumes = 0"):

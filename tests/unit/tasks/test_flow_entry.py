@@ -9,8 +9,7 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.run.identity import read_run_id
-from engine.run.run_start import RunStart, read_start
+from engine.run.run_file import RunStart, read_run
 from tasks.finished_stages import last_end
 from tasks.flow_entry import begun_by_this_flow, enter_flow, read_settled_config
 from tasks.tracking.retry import TrackingAway
@@ -42,14 +41,14 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
     config = read_settled_config(recipe(1e-6))
     begun = RunStart(start="nightly", continued_from="models:/nights/6")
     with enter_flow(config, begun, resume=False):
-        number = read_run_id(config.folder)
-    assert read_start(config.folder) == begun
+        number = read_run(config.folder).id
+    assert read_run(config.folder).start == begun
     again = read_settled_config(recipe(1e-3, "run.name=edited"))
     assert again == config
     with enter_flow(again, begun, resume=False) as entry:
         assert entry.resumed
-    assert read_start(config.folder) == begun
-    assert read_run_id(config.folder) == number != ""
+    assert read_run(config.folder).start == begun
+    assert read_run(config.folder).id == number != ""
 
     flow_run("a person's, the next morning")
     name = f"run.name={config.run.name}"

@@ -17,9 +17,9 @@ from engine.errors import BadInput
 from engine.run.checkpoint_files import read_marker, step_of
 from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder, dump_config
-from engine.run.identity import claim_run_id, read_run_id
+from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
-from engine.run.run_start import RunStart
+from engine.run.run_file import RunStart, read_run
 from engine.run.served_model import in_use
 from engine.run.trace import Trace, read_spans
 from support.run_folders import a_checkpoint
@@ -160,9 +160,9 @@ def an_old_run(output, name, model="base", age_days=40.0):
     )
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    claim_run_id(folder.path, config, resume=False)
+    claim_run(config, resume=False)
     (folder.policy).mkdir()
-    kept = a_checkpoint(folder.checkpoints, 5, run=read_run_id(folder.path))
+    kept = a_checkpoint(folder.checkpoints, 5, run=read_run(folder.path).id)
     copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{name}/{kept.name}")
     os.utime(folder.config, (time.time() - age_days * 86400,) * 2)
     return folder

@@ -7,8 +7,8 @@ import pytest
 from engine.errors import MetronomeError, TakenOver
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import folder_of, is_complete, partial_of, publish_checkpoint
-from engine.run.fence import Fence
 from engine.run.files import seal
+from support.run_folders import newer_attempt
 from support.s3_server import s3_server
 from tasks.publish import copy_checkpoint
 
@@ -88,12 +88,12 @@ def test_a_orchestrator_that_was_taken_over_uploads_nothing_more(made, place, tm
     (checkpoint / "__0_0.distcp").write_bytes(b"another" * 1000)
     marker = json.loads((checkpoint / "_SUCCESS.json").read_text())
     (checkpoint / "_SUCCESS.json").write_text(json.dumps(seal({**marker, "id": "another"})))
-    fence = Fence.begin_attempt(tmp_path)
+    fence = newer_attempt(tmp_path)
     calls = itertools.count()
 
     def check():
         if next(calls) == change:
-            Fence.begin_attempt(tmp_path)
+            newer_attempt(tmp_path)
         fence.check_attempt()
 
     if change == 6:

@@ -10,7 +10,7 @@ from engine.data.prepared import prepare_problems
 from engine.data.problem_statistics import record_data
 from engine.errors import BadInput
 from engine.run.folder import RunFolder
-from engine.run.run_start import RunStart
+from engine.run.run_file import RunStart, update_run
 from tasks.resume import find_resumed
 
 
@@ -22,7 +22,7 @@ def begun(tmp_path):
     keys = ["run.name=first", f"run.output={tmp_path}"]
     folder = RunFolder(tmp_path / "first")
     folder.path.mkdir()
-    RunStart(recipe=str(recipe)).write(folder.path)
+    update_run(folder.path, start=RunStart(recipe=str(recipe)))
     folder.create(load_config(recipe, keys), resume=False)
     recipe.write_text("[train]\nsteps = 6\n")
     return recipe, keys
@@ -41,7 +41,6 @@ def test_a_command_that_is_repeated_with_resume_has_as_many_instances_on_ray(tmp
     keys = [f"run.output={tmp_path}", "run.name=placed", "cluster.engine=ray", "rollout.instances=2"]
     folder = RunFolder(tmp_path / "placed")
     folder.path.mkdir()
-    RunStart(recipe="").write(folder.path)
     folder.create(load_config(None, keys), resume=False)
     for given, joining in ((keys, 2), (keys[:2], 2), ([*keys[:2], "rollout.instances=3"], 3)):
         found = find_resumed(None, given)
@@ -57,7 +56,7 @@ def test_a_repeated_command_keeps_the_instances_that_its_recipe_has_beside_it_on
     keys = [f"run.output={tmp_path}", "run.name=placed", f"rollout.instances={instances}"]
     folder = RunFolder(tmp_path / "placed")
     folder.path.mkdir()
-    RunStart(recipe=str(recipe)).write(folder.path)
+    update_run(folder.path, start=RunStart(recipe=str(recipe)))
     folder.create(load_config(recipe, keys), resume=False)
     assert folder.read_config().dry_run.joining == joining
     assert find_resumed(str(recipe), keys).config.dry_run.joining == joining
@@ -75,7 +74,6 @@ def moved_run(tmp_path, train):
     config = load_config(None, keys)
     folder = RunFolder(tmp_path / "moved")
     folder.path.mkdir()
-    RunStart(recipe="").write(folder.path)
     folder.create(config, resume=False)
     record_data(config, prepare_problems(config))
     shutil.move(tmp_path / "old", tmp_path / "new")

@@ -13,8 +13,9 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
 from engine.orchestrator.opening import prompt_loader
-from engine.run import identity
 from engine.run.folder import RunFolder
+from engine.run.identity import claim_run
+from engine.run.run_file import read_run
 from support.run_folders import a_checkpoint
 from support.runs import config_of
 from tasks.prepare import encode_data
@@ -40,8 +41,8 @@ def config(settings, model, monkeypatch):
         | {"checkpoint.path": str(model.parent / "place")}
     )
     with monkeypatch.context() as then:
-        then.setattr(time, "time_ns", lambda: int(LAST_YEAR.timestamp() * 1e9))
-        identity.claim_run_id(config.folder, config, resume=False)
+        then.setattr(time, "time", LAST_YEAR.timestamp)
+        claim_run(config, resume=False)
     return config
 
 
@@ -58,17 +59,18 @@ def test_a_resume_on_another_day_trains_the_same_tokens(config):
     text = f"Today Date: 31 Dec 2025\n{prompt.problem}<think>"
     assert (prompt.text, bytes(prompt.token_ids).decode()) == (text, text)
     before = state(config)
-    identity.claim_run_id(config.folder, config, resume=True)
+    claim_run(config, resume=True)
     assert loader(config).batch(0) == [prompt, *_]
     _check_prompts(config, before)
 
 
 def test_a_run_whose_folder_is_lost_has_its_day_from_its_checkpoint(config, model):
     before = state(config)
-    a_checkpoint(model.parent / "place" / config.run.name, 1, identity.read_run_id(config.folder))
+    run = read_run(config.folder)
+    a_checkpoint(model.parent / "place" / config.run.name, 1, run.id, began=run.began)
     shutil.rmtree(config.folder)
     _check_prompts(config, before)
-    identity.claim_run_id(config.folder, config, resume=True)
+    claim_run(config, resume=True)
     assert loader(config).fingerprint == before["prompts"]
 
 

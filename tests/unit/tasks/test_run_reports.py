@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from engine.config import Config
 from engine.errors import RewardError, Stopped
-from engine.run.files import append_line, seal, write_json
+from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
+from engine.run.run_file import update_run
 from flows.cli import app
 from tasks.finished_stages import RegisteredPolicy
 
@@ -36,7 +37,7 @@ def said(tmp_path, monkeypatch):
     for step in range(2):
         append_line(night.steps, {"step": step} | figures)
     made = RegisteredPolicy("nights", "3", wins=False, reason="not better than version 2")
-    write_json(night.stages, seal({"prepare data": {}, "register": asdict(made)}))
+    update_run(night.path, stages={"prepare data": {}, "register": asdict(made)})
 
     def run(*command, code=0):
         with hold_lock(night.lock, "night", 0.0):
@@ -61,7 +62,7 @@ def test_without_a_right_answer_of_the_server_the_states_are_those_of_the_folder
         assert "Running" in said("runs")
 
 
-@pytest.mark.parametrize("name", ["stages.json", "config.toml"])
+@pytest.mark.parametrize("name", ["run.json", "config.toml"])
 def test_a_damaged_run_is_told_and_hides_no_other(said, tmp_path, name):
     (tmp_path / "bad" / name).write_text("{")
     listed = said("runs")

@@ -12,13 +12,12 @@ from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.orchestrator import in_run_evaluation
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoint_search import newest_whole
-from engine.run.fence import Fence
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id, read_run_id
+from engine.run.identity import claim_run
 from engine.run.progress import read_progress
 from engine.run.resume import check_continues
-from engine.run.run_start import read_start
+from engine.run.run_file import read_run
 from engine.run.served_model import weight_version
 from engine.run.trace import Trace, read_spans
 from engine.tools.watch.page import draw_page
@@ -37,12 +36,8 @@ from tasks.tracking.mirror import NewLines
 
 STATE = {
     "config.toml",
-    "run_id",
-    "start.json",
-    "orchestrator_attempt",
-    "flow_attempt",
+    "run.json",
     "steps.jsonl",
-    "attempts.jsonl",
     "evaluations.jsonl",
     "_SUCCESS.json",
     "state.json",
@@ -52,7 +47,7 @@ STATE = {
 
 
 KINDS = {".json", ".jsonl", ".toml", ""}
-NAMED = {"config.toml", "run_id", "start.json", "orchestrator_attempt", "flow_attempt", "stages.json"}
+NAMED = {"config.toml", "run.json"}
 """Those that are refused when they are empty."""
 
 
@@ -62,16 +57,13 @@ def reads(path):
     folder = RunFolder(path)
     config = folder.read_config()
     last_end(folder)
-    claim_run_id(path, config, resume=True)
+    claim_run(config, resume=True)
     training_problems(config)
-    Fence.begin_attempt(path)
-    Fence.begin_attempt(path, "flow")
-    read_start(path)
     count_attempt(folder, "training", 99, "it was ended", by_hand=True)
     Stages(folder).once("train", lambda: 4)
     from_folder(path)
     folder.create(config, resume=True)
-    found = newest_whole(folder.checkpoints, "", read_run_id(path), lambda line: None)
+    found = newest_whole(folder.checkpoints, "", read_run(path).id, lambda line: None)
     step = 0 if found is None else step_of(found)
     folder.cut_steps(step)
     in_run_evaluation.cut_evaluations(folder, step)
@@ -147,7 +139,7 @@ def test_every_state_file_may_be_torn(made, tmp_path, monkeypatch):
             expected = end == 2 if newest == 4 else "no checkpoint of this run is intact" in end
         elif name in NAMED and not length:
             expected = isinstance(end, str)
-        elif name in ("steps.jsonl", "attempts.jsonl", "evaluations.jsonl", "failure.json", "trace/orchestrator.jsonl"):
+        elif name in ("steps.jsonl", "evaluations.jsonl", "failure.json", "trace/orchestrator.jsonl"):
             expected = end == newest or (name == "steps.jsonl" and "no run with steps" in end)
         else:
             expected = True
@@ -160,24 +152,23 @@ def test_the_check_of_a_resume_names_every_damage(tmp_path):
     ends = {}
     for path in [path for path in sorted(whole.rglob("*")) if path.is_file() and path.suffix in KINDS]:
         content = path.read_bytes()
-        known = None if path.name in ("config.toml", "start.json") else config
+        known = None if path.name in ("config.toml", "run.json") else config
         for seed in range(68):
             path.write_bytes(damaged(content, f"{path.name} {seed}"))
             end = outcome(whole, lambda folder, known=known: checks(folder, known))
             assert is_told(end, whole), (path.name, seed, end)
             ends.setdefault(str(path.relative_to(whole)), set()).add(end)
         path.write_bytes(content)
-    needless = {"logs/notices.jsonl", "evaluations/dropped.jsonl", "data.json", "logs/progress.json", "flow_run_id"}
+    needless = {"logs/notices.jsonl", "evaluations/dropped.jsonl", "data.json", "logs/progress.json"}
     assert needless <= ends.keys()
     for name in needless:
         assert ends[name] == {4}, name
     for name in ("_SUCCESS.json", "state.json"):
         assert ends[f"checkpoints/step-000004/{name}"] == {2}, name
         assert ends[f"checkpoints/step-000002/{name}"] == {4}, name
-    for name in ("stages.json", "inputs.json"):
-        told = ends[name] - {4}  # a space less changes nothing
-        assert told
-        assert all("can't be read, because the file is damaged" in end for end in told)
+    told = ends["run.json"] - {4}  # a space less changes nothing
+    assert told
+    assert all("can't be read, because the file is damaged" in end for end in told)
 
 
 @pytest.mark.nightly

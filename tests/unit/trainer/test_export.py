@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.errors import BadInput
-from engine.run.run_inputs import record_inputs
+from engine.run.run_file import update_run
+from engine.run.run_inputs import find_inputs
 from engine.trainer.checkpoint.checkpoints import Checkpoints
 from engine.trainer.export import export_checkpoint, export_policy
 from support.checkpoint_pairs import save
@@ -90,7 +91,7 @@ def test_a_checkpoint_is_not_exported_with_another_tokenizer_than_its_own(settin
     config = config_of(settings | {"model.path": str(base)})
     root = tmp_path / "run/checkpoints"
     root.mkdir(parents=True)
-    record_inputs(root.parent, config)
+    update_run(root.parent, inputs=find_inputs(config, base))
     checkpoint = save(Checkpoints(root, a_policy(settings), config), 2)
     export_checkpoint(checkpoint, tmp_path / "made")
     (base / "chat_template.jinja").write_text("another")

@@ -2,7 +2,6 @@ import re
 
 import pytest
 
-from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from tasks.cluster import flow_names
 from tasks.cluster.flow_names import name_flow_run, name_of
@@ -13,11 +12,10 @@ def test_a_flow_run_has_the_runs_name_and_the_number_of_the_try(tmp_path):
     folder = RunFolder(tmp_path / "night")
     folder.path.mkdir()
     assert name_of(folder) == "night"
-    append_line(folder.attempts, {"what": "flow"})
-    append_line(folder.attempts, {"what": "training"})
-    append_line(folder.attempts, {"what": "training"})
+    for what in ("flow", "training", "training"):
+        folder.fence.begin_attempt(what, "")
     assert name_of(folder) == "night"
-    append_line(folder.attempts, {"what": "flow"})
+    folder.fence.begin_attempt("flow", "")
     assert name_of(folder) == "night (try 2)"
 
 

@@ -20,7 +20,7 @@ from engine.evaluation.results import Subject, record_evaluation
 from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump_config
-from engine.run.run_start import RunStart
+from engine.run.run_file import RunStart, update_run
 from engine.types import Group, Prompt, Response, Score
 from support.run_folders import write_report
 from tasks import code_version
@@ -273,7 +273,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
 
 def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
     config, folder = finished(output, "night", [1, 2, 1])
-    RunStart(start="nightly", continued_from="models:/nights/6").write(folder.path)
+    update_run(folder.path, start=RunStart(start="nightly", continued_from="models:/nights/6"))
     write_report(folder.path, "5e884898da28")
     _, version, _ = registered(config, folder, "nights")
     tags = {key.removeprefix("metronome."): value for key, value in version.tags.items()}

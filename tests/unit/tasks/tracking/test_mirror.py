@@ -17,10 +17,9 @@ import requests
 
 from engine.config import Config, Data, Run, Tracking, Train
 from engine.errors import BadInput
-from engine.run.fence import Fence
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
-from support.run_folders import add_line
+from support.run_folders import add_line, newer_attempt
 from support.runs import ROOT
 from tasks.fenced import write_fenced
 from tasks.tracking import evaluations, mirror, retry, tracked_run
@@ -291,10 +290,10 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch
 def test_a_process_that_was_taken_over_writes_no_step(config, quick):
     folder = RunFolder(config.folder)
     folder.path.mkdir()
-    with write_fenced(folder), tracked_run.track_run(config) as run_id:
+    with write_fenced(folder, 0), tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
         until(lambda: history(run_id))
-        Fence.begin_attempt(folder.path, "flow")
+        newer_attempt(folder.path)
         add_steps(config, 1)
     assert history(run_id) == [(0, 0.0)]
 

@@ -6,7 +6,7 @@ import pytest
 from engine.config import Config, Run, Tracking
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.run.run_start import RunStart
+from engine.run.run_file import RunStart, update_run
 from support.run_folders import add_line
 from tasks.tracking import descriptions, evaluation_texts, evaluations, pages, tracked_run
 
@@ -31,7 +31,7 @@ def config(tmp_path):
     config = Config(run=Run(name="night", output=str(tmp_path)), tracking=Tracking(experiment="mine"))
     folder = RunFolder(config.folder)
     folder.path.mkdir()
-    RunStart(recipe="mine.toml").write(folder.path)
+    update_run(folder.path, start=RunStart(recipe="mine.toml"))
     folder.create(config, resume=False)
     return config
 
@@ -75,7 +75,7 @@ def test_a_run_says_what_it_is_and_how_it_ended(config):
     assert "recipe `mine.toml`" in note
     assert "| accuracy after | avg@1 1.000 [0.400, 0.600] on 4 problems of sums@9 (version 5) |" in note
     assert f"    metronome train {config.folder}/config.toml --set run.name=night-again" in note
-    (config.folder / "flow_run_id").write_text("of a flow run")
+    update_run(config.folder, flow_run="of a flow run")
     again = f"    metronome run {config.folder}/config.toml --set run.name=night-again"
     assert again in descriptions.of_run(config)
     assert f"    metronome compare {config.folder} OTHER_RUN" in note

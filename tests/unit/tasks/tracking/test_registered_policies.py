@@ -14,7 +14,7 @@ from engine.config.recipe import find_file, load_config
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump_config
-from engine.run.run_start import RunStart
+from engine.run.run_file import RunStart
 from engine.types import Prompt
 from flows.cli import app
 from support.runs import config_of

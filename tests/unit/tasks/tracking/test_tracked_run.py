@@ -10,11 +10,12 @@ from engine.config import Checkpoint, Config, Run, Tracking, Train
 from engine.errors import BadInput, RewardError
 from engine.run.files import append_line, seal, write_json
 from engine.run.folder import RunFolder
-from engine.run.identity import claim_run_id, read_run_id
+from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
+from engine.run.run_file import read_run, update_run
 from engine.types import StepReport
 from flows.local import train_here
-from support.run_folders import add_line
+from support.run_folders import add_line, newer_attempt
 from tasks.finished_stages import RegisteredPolicy
 from tasks.tracking import evaluations, others, retry, tracked_run
 from tasks.tracking.metric_names import metric_name
@@ -130,10 +131,10 @@ def test_the_reason_of_a_failure_is_the_same_sentence_everywhere_until_the_run_g
     assert reason in tags["mlflow.note.content"]
     RunFolder(night.folder).failure.unlink()  # as a resume does
     with tracked_run.track_run(night):
-        append_line(night.folder / "attempts.jsonl", {"what": "flow", "progress": [0, -1], "why": "", "by_hand": True})
-        append_line(night.folder / "attempts.jsonl", {"what": "flow", "progress": [0, -1], "why": "", "by_hand": True})
+        for _ in range(2):
+            newer_attempt(night.folder)
         made = RegisteredPolicy("nights", "3", wins=False, reason="not better than version 2")
-        write_json(night.folder / "stages.json", seal({"register": asdict(made)}))
+        update_run(night.folder, stages={"register": asdict(made)})
     tags = mlflow.get_run(number).data.tags
     assert tags["metronome.failure"] == ""
     assert reason not in tags["mlflow.note.content"]
@@ -171,15 +172,17 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     """By the number in its published checkpoint; a new run of the same name, with a number of its own, does not."""
     place = Checkpoint(path=str(tmp_path))
     other = config.model_copy(update={"run": Run(name="lost", output=config.run.output), "checkpoint": place})
-    claim_run_id(other.folder, other, resume=False)
+    claim_run(other, resume=False)
     with tracked_run.track_run(other) as first:
         for step in range(3):
             add_line(other.folder / "steps.jsonl", step=step, loss=float(step))
     published = tmp_path / "lost/step-000002"
     published.mkdir(parents=True)
-    write_json(published / "_SUCCESS.json", seal({"step": 2, "files": {}, "run": read_run_id(other.folder)}))
+    write_json(
+        published / "_SUCCESS.json", seal({"step": 2, "files": {}, "run": read_run(other.folder).id, "began": 1.5})
+    )
     shutil.rmtree(other.folder)
-    claim_run_id(other.folder, other, resume=True)
+    claim_run(other, resume=True)
     with tracked_run.track_run(other) as second:
         for step in (2, 3):
             add_line(other.folder / "steps.jsonl", step=step, loss=10.0 + step)
@@ -189,7 +192,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
 
     shutil.rmtree(other.folder)
     anew = other.model_copy(update={"checkpoint": Checkpoint()})
-    claim_run_id(anew.folder, anew, resume=False)
+    claim_run(anew, resume=False)
     with tracked_run.track_run(anew) as third:
         assert third != first
 

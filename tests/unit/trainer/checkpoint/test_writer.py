@@ -12,9 +12,10 @@ import torch
 
 from engine.errors import DeadlineError, MetronomeError, TakenOver
 from engine.run import checkpoint_files as files
-from engine.run.fence import Fence
 from engine.run.files import append_line
+from engine.run.run_file import update_run
 from support.checkpoint_pairs import assert_same, builder, save, train
+from support.run_folders import newer_attempt
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -79,11 +80,11 @@ def test_a_trainer_that_was_taken_over_uploads_nothing_and_leaves_what_the_newer
 ):
     place = tmp_path / "published"
     policy, checkpoints = build(checkpoint__path=str(place))
-    checkpoints._fence = Fence.begin_attempt(tmp_path)
+    checkpoints._fence = newer_attempt(tmp_path)
     train(policy, 1)
     go = hold(monkeypatch)
     checkpoints.save(1)
-    Fence.begin_attempt(tmp_path)
+    newer_attempt(tmp_path)
     go.set()
     with pytest.raises(TakenOver):
         checkpoints.finish(30)
@@ -179,10 +180,9 @@ def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shar
     place = tmp_path / "published"
     kept = {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1, "train__steps": 100}
     pairs = {}
-    numbers = {"first": "019a000000007" + "1" * 19, "second": "019a000000007" + "2" * 19}
+    numbers = {"first": "1", "second": "2"}
     for name, number in numbers.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run_id").write_text(f"{number}\n")
+        update_run(tmp_path / name, id=number)
         pairs[name] = build(root=tmp_path / name / "checkpoints", **kept)
     for name, step in (("first", 100), ("second", 5), ("second", 10)):
         save(pairs[name][1], step)

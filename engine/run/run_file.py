@@ -1,0 +1,114 @@
+"""run.json, what is known of a run as a whole: its id, how it began, its attempts, its inputs, its finished stages.
+
+One process writes it: the flow, `metronome train` or `metronome service` that holds the lock of the run folder, or an
+orchestrator that was started by itself. All others read it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from engine.errors import BadInput
+from engine.run.files import open_sealed, seal, write_json
+
+FILE = "run.json"
+ATTEMPTS = 100
+"""Number of newest attempts that are kept."""
+ContinueFrom = Literal["base", "nightly", "latest", "champion"]
+Start = Literal["flow", "training"]
+
+
+class InputPart(TypedDict):
+    """One part of a run's inputs (engine.run.run_inputs)."""
+
+    named: str
+    """The functions of one's own by `name_code`, so without the folders of their files; "" for a model's files."""
+    hash: str
+    """SHA-256 (hex) of the files; "" if there are none."""
+    path: str
+    """The model's folder; "" for code."""
+
+
+class RunStart(msgspec.Struct, frozen=True):
+    """How a run began."""
+
+    start: ContinueFrom = "base"
+    """The parameter `continue_from` of the flow."""
+    continued_from: str = ""
+    """The registered policy from which the run started, as models:/NAME/VERSION; "" if `model.path` is not a registered
+    one."""
+    recipe: str = ""
+    """The recipe, as the command named it; "" if unknown."""
+    registered: str = ""
+    """Name of the registered model to which the run's policy belongs; "" if unknown."""
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """A start of a flow, or of the training in it."""
+
+    number: int
+    """1 for the run's first attempt. Only the newest one may write the run (engine.run.fence)."""
+    at: float
+    """Seconds since the epoch."""
+    what: Start
+    why: str
+    """Why it was started: how the attempt before it ended."""
+    progress: tuple[int, int] = (0, -1)
+    """Number of finished stages, and step of the newest complete checkpoint (-1: none)."""
+    by_hand: bool = False
+    """Whether a person or a schedule started it."""
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """The content of run.json."""
+
+    id: str = ""
+    """The run's id, which its checkpoints have, too (engine.run.identity); "" before it begins."""
+    began: float = 0.0
+    """When it began, in seconds since the epoch."""
+    start: RunStart = RunStart()
+    flow_run: str = ""
+    """The id of Prefect's flow run that entered the folder last; "" for `metronome train`."""
+    attempts: tuple[Attempt, ...] = ()
+    """The newest attempts, the newest last."""
+    inputs: dict[str, InputPart] = {}
+    stages: dict[str, Any] = {}
+    """The results of the finished stages, by name."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return self.attempts[-1].number if self.attempts else 0
+
+    @property
+    def began_at(self) -> datetime | None:
+        """When the run began, in UTC; None before it begins."""
+        return datetime.fromtimestamp(self.began, UTC) if self.began else None
+
+
+def read_run(folder: Path) -> RunFile:
+    """What run.json in a run folder says; an empty one if no run has begun there. Raises BadInput if it is damaged."""
+    file = folder / FILE
+    if not file.exists():
+        return RunFile()
+    text = file.read_bytes()
+    try:
+        return msgspec.convert(open_sealed(text), RunFile)
+    except msgspec.ValidationError:
+        raise BadInput(
+            f"{file}: what is known of the run can't be read, because the file is damaged ({len(text)} bytes); make "
+            "sure that no process of the run is running, delete the file, and resume with the recipe's name: the run's "
+            "id comes from its newest checkpoint, and its stages are repeated"
+        ) from None
+
+
+def update_run(folder: Path, **changes: Any) -> RunFile:  # noqa: ANN401
+    """Replace fields of run.json. Only the process that holds the folder's lock may call this."""
+    changed = msgspec.structs.replace(read_run(folder), **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FILE, seal(msgspec.to_builtins(changed)))
+    return changed
