@@ -28,7 +28,7 @@ def orchestrator(tmp_path, monkeypatch):
     )
 
     def becomes(code):
-        def command(config, resume, replay, events):
+        def command(config, resume, replay, events, attempt):
             return [sys.executable, "-c", head + code, str(events)]
 
         monkeypatch.setattr(orchestrator_process, "orchestrator_command", command)
@@ -194,7 +194,7 @@ def test_a_timeline_is_drawn_when_the_end_is_written_and_holds_an_interruption_u
     monkeypatch.setattr(orchestrator_process, "timeline_command", lambda folder: command)
     monkeypatch.setattr(orchestrator_process, "HURRY_S", 1.0)
     began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), timeline_at_end(traced), write_fenced(traced):
+    with pytest.raises(KeyboardInterrupt), timeline_at_end(traced), write_fenced(traced, 0):
         raise KeyboardInterrupt
     assert time.monotonic() - began < 10
     assert "ended by SIGINT" in (traced.path / "timeline.html").read_text()

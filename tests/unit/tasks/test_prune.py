@@ -131,11 +131,10 @@ def test_an_exported_policy_stays_if_its_checkpoint_is_gone_or_a_run_started_fro
 
 
 @pytest.mark.parametrize("apply", [False, True])
-@pytest.mark.parametrize("lock", ["lock", "logs/orchestrator.lock"])
-def test_a_run_that_is_running_is_left_as_it_is(run, tmp_path, capsys, lock, apply):
+def test_a_run_that_is_running_is_left_as_it_is(run, tmp_path, capsys, apply):
     (tmp_path / "runs/models/other-2").rmdir()
     before = all_files(run.path)
-    with hold_lock(run.path / lock, "", 0.0):
+    with hold_lock(run.lock, "", 0.0):
         assert "nothing can go" in prune([run.path], keep_steps=0, records=True, apply=apply)
     assert all_files(run.path) == before
     assert "is in use by process" in capsys.readouterr().err
@@ -164,7 +163,8 @@ def an_old_run(output, name, model="base", age_days=40.0):
     (folder.policy).mkdir()
     kept = a_checkpoint(folder.checkpoints, 5, run=read_run(folder.path).id)
     copy_checkpoint(kept, folder.policy, f"{config.checkpoint.path}/{name}/{kept.name}")
-    os.utime(folder.config, (time.time() - age_days * 86400,) * 2)
+    for file in (folder.config, folder.path / "run.json"):
+        os.utime(file, (time.time() - age_days * 86400,) * 2)
     return folder
 
 
