@@ -290,11 +290,13 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch
 def test_a_process_that_was_taken_over_writes_no_step(config, quick):
     folder = RunFolder(config.folder)
     folder.path.mkdir()
-    with write_fenced(folder, 0), tracked_run.track_run(config) as run_id:
-        add_steps(config, 0)
-        until(lambda: history(run_id))
-        newer_attempt(folder.path)
-        add_steps(config, 1)
+    with write_fenced(folder, 0):
+        folder.fence.begin_attempt("training", "")
+        with tracked_run.track_run(config) as run_id:
+            add_steps(config, 0)
+            until(lambda: history(run_id))
+            newer_attempt(folder.path)
+            add_steps(config, 1)
     assert history(run_id) == [(0, 0.0)]
 
 
