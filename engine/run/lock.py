@@ -49,6 +49,7 @@ def hold_lock(
         _take(descriptor, what, wait_s, waiting, progress=progress)
         _sign(descriptor)
         yield descriptor
+        os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 

@@ -4,8 +4,7 @@ import torch
 
 from engine import platform
 from engine.run import checkpoint_files as files
-from engine.run import run_inputs
-from engine.run.files import seal, write_json
+from engine.run.run_file import update_run
 from support.policies import a_group
 from support.runs import config_of
 
@@ -21,7 +20,7 @@ def builder(settings, folder):
         changed = {key.replace("__", "."): value for key, value in changes.items()}
         config = config_of(settings | {"train.ratio_gap_limit": 0} | changed)
         policy = policy or Policy(config, CPU)
-        write_json(root.parent / run_inputs.FILE, seal({"weights": {"named": "", "hash": weights, "path": ""}}))
+        update_run(root.parent, inputs={"weights": {"named": "", "hash": weights, "path": ""}})
         return policy, Checkpoints(root, policy, config)
 
     return built

@@ -19,7 +19,7 @@ from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder, dump_config
 from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
-from engine.run.run_file import RunStart, read_run
+from engine.run.run_file import RunStart, read_run, update_run
 from engine.run.served_model import in_use
 from engine.run.trace import Trace, read_spans
 from support.run_folders import a_checkpoint
@@ -251,7 +251,7 @@ def test_a_restored_backup_continues_the_chain_of_nights(tmp_path, tiny_model):
     name = f"metronome-{tmp_path.name}"
     night = RunFolder(runs / "night-1")
     night.path.mkdir(parents=True)
-    RunStart(start=NIGHTLY, registered=name).write(night.path)
+    update_run(night.path, start=RunStart(start=NIGHTLY, registered=name))
     night.create(Config(run=Run(name="night-1", output=str(runs))), resume=False)
     with tracked_run.track_run(night.read_config()):
         version = tracked_run.register_version(name, tiny_model)

@@ -14,7 +14,7 @@ from engine.config.recipe import find_file, load_config
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump_config
-from engine.run.run_file import RunStart
+from engine.run.run_file import RunStart, update_run
 from engine.types import Prompt
 from flows.cli import app
 from support.runs import config_of
@@ -49,7 +49,7 @@ def register(config, name="metronome-nightly", alias=None, start="base"):
 
 def keep(config, start):
     """What the flow leaves in the run folder."""
-    start.write(config.folder)
+    update_run(config.folder, start=start)
     dump_config(config, config.folder / "config.toml")
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -84,10 +86,20 @@ def test_the_state_is_that_of_the_folder(folder):
 
 
 def test_a_watched_run_can_be_entered(folder, monkeypatch):
-    """The state is read without a lock, which a run that starts at that moment would find taken."""
+    """A run that starts while the state is read finds the lock taken for an instant."""
     folder.lock.touch()
-    monkeypatch.setattr("fcntl.flock", lambda *_: pytest.fail("the watcher takes a lock"))
-    assert RunView(folder.path).state()["going"] is False
+    monkeypatch.setattr("engine.run.lock.LOOK_S", 0.001)
+    going = Event()
+    view = RunView(folder.path)
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(lambda: [view.state() for _ in iter(going.is_set, True)])
+        try:
+            for _ in range(100):
+                with hold_lock(folder.lock, "it", 0.0):
+                    pass
+        finally:
+            going.set()
+        assert watching.result()
 
 
 def test_the_last_steps_are_those_of_the_whole_trace(folder, monkeypatch):
