@@ -3,8 +3,8 @@
 A state file is written under a temporary name, synced and renamed, and its folder is synced. So it is always complete
 or absent. A file of lines may end in a torn line; readers skip that line, and the next append removes it.
 
-Whatever else is wrong in a file is a BadInput that names it and says how to repair it: the objects that only Metronome
-writes have a checksum, and the values of lines are checked against `LINES`.
+A file or a line that is damaged otherwise is a BadInput that names it and says how to repair it. The objects on which a
+resume depends have a checksum.
 """
 
 from __future__ import annotations
@@ -16,82 +16,21 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any
 
 import msgspec
 
 from engine.errors import BadInput, MetronomeError
 from engine.run.logs import log_error
-from engine.types import StepReport
 
 CHECKSUM = "checksum"
 """Key of an object's own checksum, a SHA-256."""
 
 
-class ComparisonEntry(msgspec.Struct):
-    """The part of an evaluation that compares it with an earlier one."""
-
-    weight_version: int
-    difference: float
-    ci_low: float
-    ci_high: float
-    p_value: float
-    better: int
-    worse: int
-    problems: int
-
-
-def _types(name: str, fields: Mapping[str, Any], required: Iterable[str] = ()) -> type[msgspec.Struct]:
-    """The types of a line's values. Values that are not `required` may be absent; other names are not checked."""
-    needed = [(field, fields[field]) for field in required]
-    others = [
-        (field, kind | msgspec.UnsetType, msgspec.UNSET) for field, kind in fields.items() if field not in required
-    ]
-    return msgspec.defstruct(name, [*needed, *others])
-
-
-_FIGURES = ("avg_at_k", "pass_at_k", "maj_at_k")
-_INTERVALS = [f"{prefix}ci_{end}" for prefix in ("", "pass_", "maj_") for end in ("low", "high")]
-LINES: Mapping[str, type[msgspec.Struct]] = {
-    "steps.jsonl": _types("StepLine", get_type_hints(StepReport) | {"ended_s": float}, ["step"]),
-    "evaluations.jsonl": _types(
-        "EvaluationLine",
-        dict.fromkeys([*_FIGURES, *_INTERVALS, "seconds", "exposed_s", "ended_s"], float)
-        | dict.fromkeys(["step", "problems", "samples", "truncated", "context_cut", "partial_scores"], int)
-        | dict.fromkeys(["benchmark", "model", "table"], str)
-        | {"weight_version": int, "protocol": dict[str, Any], "in_run": bool, "against": ComparisonEntry},
-        ["weight_version"],
-    ),
-    "attempts.jsonl": _types("AttemptLine", {"what": str, "progress": list[int], "by_hand": bool}, ["what"]),
-    "notices.jsonl": _types("NoticeLine", {"stage": str, "text": str}, ["stage", "text"]),
-    "dropped.jsonl": _types(
-        "DroppedLine",
-        {"weight_version": int, "reason": str, "exposed_s": float},
-        ["weight_version", "reason", "exposed_s"],
-    ),
-}
-"""The types of the values in files of lines, by the file's name."""
-SpanLine = _types(
-    "SpanLine",
-    {"lane": str, "name": str, "start": float, "end": float, "step": int | None, "groups": list[int]}
-    | dict.fromkeys(["tokens", "prompt_tokens", "group", "number"], int),
-    ["name", "start", "end"],
-)
-"""The types of the values in a trace."""
 NEEDLESS = ("notices.jsonl", "dropped.jsonl")
 """Files on which nothing depends. A damaged line in them is left out, with a warning."""
 _warned: set[Path] = set()
 """Files of NEEDLESS about which a warning was printed."""
-
-
-class Line(dict[str, Any]):
-    """An object in a file of lines. A key that is missing in it is reported as damage of the file."""
-
-    __slots__ = ("place",)
-    place: str
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise _damaged(self.place, f"an object with {key!r}")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -227,55 +166,37 @@ def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:
             raise
 
 
-def read_lines(path: Path, kind: type[msgspec.Struct] | None = None) -> Iterator[Any]:
+def read_lines(path: Path) -> Iterator[Any]:
     """Yield the JSON objects in a file of lines. A torn last line is skipped. Any other line may be damaged as in
-    `parse_line`, which is also where `kind` is explained."""
+    `parse_line`."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            if (row := parse_line(path, number, line, kind)) is not None:
+            if (row := parse_line(path, number, line)) is not None:
                 yield row
 
 
-def parse_line(path: Path, number: int, line: bytes, kind: type[msgspec.Struct] | None = None) -> Line | None:
-    """The JSON object in a line of a file, whose values have the types of `kind`, or else of `LINES`.
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any] | None:
+    """The JSON object in a line of a file.
 
     Raises BadInput for a damaged line. In a file of NEEDLESS it is None, and the first one is a warning.
     """
-    place = f"{path}, line {number}"
-    try:
-        return _parse_line(place, line, kind or LINES.get(path.name))
-    except BadInput as error:
-        if path.name not in NEEDLESS:
-            raise
-        if path not in _warned:
-            log_error(f"warning: {error}, or leave it: nothing depends on it")
-        _warned.add(path)
-        return None
-
-
-def _parse_line(place: str, line: bytes, kind: type[msgspec.Struct] | None) -> Line:
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError):
         found = parse_object(line)  # Python's own parser accepts NaN and Infinity
-    if not isinstance(found, dict):
-        raise _damaged(place, "a JSON object")
-    try:
-        if kind is not None:
-            msgspec.convert(found, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise _damaged(place, f"other values ({error})") from None
-    row = Line(found)
-    row.place = place
-    return row
-
-
-def _damaged(place: str, expected: str) -> BadInput:
-    return BadInput(f"{place}: it is damaged, expected {expected}; truncate the file before this line")
+    if isinstance(found, dict):
+        return found
+    said = f"{path}, line {number}: it is damaged, expected a JSON object; truncate the file before this line"
+    if path.name not in NEEDLESS:
+        raise BadInput(said)
+    if path not in _warned:
+        log_error(f"warning: {said}, or leave it: nothing depends on it")
+    _warned.add(path)
+    return None
 
 
 def cut_torn_line(path: Path) -> int:

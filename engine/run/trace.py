@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from engine.errors import BadInput
-from engine.run.files import SpanLine, append_lines, parse_line, put_in_place, read_lines
+from engine.run.files import append_lines, parse_line, put_in_place, read_lines
 
 TAIL = 64 * 2**20
 """Most bytes that are read of the end of a file, for the last steps."""
@@ -93,7 +93,7 @@ class Trace:
         """Begin a new file if this one has the spans of enough steps."""
         if self._first is None:
             with contextlib.suppress(BadInput):  # a damaged line stops no run: the steps count from now on
-                steps = (span.get("step") for span in read_lines(self._path, SpanLine))
+                steps = (span.get("step") for span in read_lines(self._path))
                 self._first = next((step for step in steps if step is not None), None)
             self._first = self._newest if self._first is None else self._first
         if self._newest - self._first >= self._keep_steps:
@@ -103,7 +103,7 @@ class Trace:
 
 def iterate_spans(folder: Path) -> Iterator[Span]:
     """The spans in a run's trace folder, file by file. A torn last line is skipped."""
-    return (span for path in sorted(folder.glob("*.jsonl")) for span in read_lines(path, SpanLine))
+    return (span for path in sorted(folder.glob("*.jsonl")) for span in read_lines(path))
 
 
 def read_spans(folder: Path) -> list[Span]:
@@ -142,7 +142,7 @@ def _tail(path: Path, first: int) -> list[Span]:
 def parse_span(path: Path, line: bytes) -> Span:
     """A line of a trace. Raises BadInput if it is damaged."""
     try:
-        return cast(Span, parse_line(path, 0, line, SpanLine))
+        return cast(Span, parse_line(path, 0, line))
     except BadInput:
         raise BadInput(f"{path}: a line near its end is damaged; truncate the file before this line") from None
 

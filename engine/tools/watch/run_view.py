@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from engine.errors import BadInput, counted
-from engine.run.files import SpanLine, parse_line, read_json, read_lines
+from engine.run.files import parse_line, read_json, read_lines
 from engine.run.lock import is_held
 from engine.run.progress import read_progress
 from engine.run.run_file import read_run
@@ -66,8 +66,7 @@ class GrowingLines:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                kind = SpanLine if self._part else None
-                row = parse_line(self.path, self._lines + 1, line, kind) if self._part in line else None
+                row = parse_line(self.path, self._lines + 1, line) if self._part in line else None
                 self._lines += 1
                 self._position += len(line)
                 if row is not None:

@@ -33,7 +33,7 @@ def test_a_trace_keeps_the_newest_steps_and_at_most_twice_as_many(tmp_path, keep
 
 
 def test_a_damaged_trace_stops_no_run(tmp_path):
-    (tmp_path / "trainer-0.jsonl").write_bytes(b'{"step": "x"}\n\xff\n')
+    (tmp_path / "trainer-0.jsonl").write_bytes(b"[]\n\xff\n")
     write(tmp_path, range(30), 10)
     assert steps_in(tmp_path)[-1] == 29
 
