@@ -141,10 +141,10 @@ REFUSED = {
     "a reward that is gone": (nothing, ["reward.function=gone.py:reward"], "gone.py"),
     "other prompts by a key": (
         nothing,
-        ["rollout.max_new_tokens=4", "rollout.max_context=6"],
-        "Changed: rollout.max_new_tokens, rollout.max_context",
+        ["rollout.max_new_tokens=4", "rollout.max_context=6", "train.steps=3"],
+        "Leave out those that decide about prompts",
     ),
-    "another record": (nothing, ["train.micro_batch_tokens=512"], "but the record was taken with"),
+    "another record": (nothing, ["train.micro_batch_tokens=512", "train.steps=3"], "but the record was taken with"),
     "another store of MLflow": (nothing, ["tracking.uri=sqlite:///gone.db"], "there is no such store"),
     "a store that is none": (nothing, ["tracking.uri=gone://here"], "is not in this store"),
     "another experiment": (nothing, ["tracking.experiment=other"], "is in 'metronome' and stays there"),
