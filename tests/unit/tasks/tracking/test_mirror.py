@@ -116,7 +116,7 @@ def test_a_step_that_is_trained_again_has_the_figures_of_both_attempts_and_each_
     times are those of the lines."""
     folder = RunFolder(config.folder)
     with tracked_run.track_run(config) as run_id:
-        add_steps(config, 0, 1, 3, 4)
+        add_steps(config, *(0, 1, 3, 4))
     first = [row["ended_s"] for row in read_lines(folder.steps)]
     folder.cut_steps(2)
     add_steps(config, 2, 3)
