@@ -15,8 +15,10 @@ from engine.run.process import LIFELINE
 TARGET_S = 20.0
 """How long a fault waits for its target: a run that is just resumed has no orchestrator."""
 BUCKETS = 3
-"""Files of weights that a flip of a bucket changes, one of each of so many versions."""
+"""Versions of weights of which a flip of a bucket changes one file. Each version overwrites the one before."""
 LOOK_S = 0.002
+WRITTEN_S = 0.1
+"""How long the writing of a file of weights takes at most."""
 
 
 class NoTarget(Exception):
@@ -188,17 +190,27 @@ class Nemesis:
         scratch = Path(agents[0].environ()[LIFELINE]).parent
         folders = [scratch / "weights", self._run.folder / "weights"]
         began = time.time()
+        newest = time.time_ns()
         done = []
         while len(done) < BUCKETS and time.time() < began + TARGET_S:
-            for file in (file for folder in folders for file in folder.glob("version-*.partial/*.safetensors")):
-                with contextlib.suppress(OSError):
-                    if file.stat().st_mtime > began and file.parent.name not in done:
-                        flip(file, 0.3 + choice * 0.7)
-                        done.append(file.parent.name)
+            for file in done[:1] or [file for folder in folders for file in folder.glob("stage-*.safetensors")]:
+                if _written(file) > newest:
+                    flip(file, 0.3 + choice * 0.7)
+                    time.sleep(WRITTEN_S)
+                    newest = _written(file)
+                    done.append(file)
+                    break
             time.sleep(LOOK_S)
         if not done:
             raise NoTarget("no weights were published")
-        return ", ".join(done)
+        return f"{len(done)} versions of {done[0].name}"
+
+
+def _written(file):
+    """When it was written last, in nanoseconds; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime_ns
+    return 0
 
 
 def flip(file, where):

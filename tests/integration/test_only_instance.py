@@ -21,6 +21,7 @@ from engine.client.service import ServiceClient
 from engine.run.progress import read_progress
 from engine.trainer.loop import Loop
 from engine.trainer.rollouts import LiveRollouts
+from engine.wire.access_token import authorization_headers, folder_token
 from support import elastic_job
 from support.elastic_job import Job
 from support.faults import kill
@@ -132,8 +133,8 @@ def test_the_only_instance_of_a_service_dies_in_the_middle_of_a_step(settings):
 
 
 def _status(service):
-    address = (service.config.folder / "rollout.address").read_text().strip()
-    return httpx.get(f"http://{address}/status").json()
+    right = authorization_headers(folder_token(str(service.config.folder)))
+    return httpx.get(f"{service.connection.url}/status", headers=right).json()
 
 
 def _instance_of(service):
