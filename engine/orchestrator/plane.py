@@ -80,7 +80,13 @@ class Plane:
         if service is not None and loader is not None:
             self._evaluation = self._make_evaluation(service)
             self._publishing = self._make_publishing(service, loader)
-        self.leases = Leases(config, self._run_state, self.steps, folder, self._publishing)
+        self.leases = Leases(
+            config=config,
+            run_state=self._run_state,
+            steps=self.steps,
+            folder=folder,
+            publishing=self._publishing,
+        )
         if service is not None and loader is not None and self._publishing is not None:
             self._batches = Batches(
                 config=config,

@@ -80,7 +80,9 @@ class FakeChild:
 
 class FakePlane:
     def __init__(self, config, table, folder):
-        self.leases = Leases(config, RunState(), table, RunFolder(folder), None)
+        self.leases = Leases(
+            config=config, run_state=RunState(), steps=table, folder=RunFolder(folder), publishing=None
+        )
         self.failure = None
         self.is_over = False
 
