@@ -236,8 +236,8 @@ def test_a_value_that_is_no_json_in_a_prompts_columns_is_refused_and_the_service
 def test_every_instance_holds_a_version_that_was_published(running, client, step):
     for name in ("instance-0", "instance-1"):
         there = json.loads((running.folder / f"logs/{name}.address").read_text())
-        url = f"http://{there['host']}:{there['port']}/weight_version"
-        assert httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}).json() == {"weight_version": step}
+        url = f"http://{there['host']}:{there['port']}/load"
+        assert httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}).json()["weight_version"] == step
     sample(client, step)
     consume(client, step)
 
