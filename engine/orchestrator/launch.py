@@ -331,7 +331,13 @@ def main() -> int:
     arguments = parser.parse_args()
     events = EventWriter(arguments.events)
     try:
-        launch_run(load_config(arguments.config), arguments.resume, arguments.replay, events, arguments.attempt)
+        launch_run(
+            config=load_config(arguments.config),
+            resume=arguments.resume,
+            replay=arguments.replay,
+            events=events,
+            attempt=arguments.attempt,
+        )
     except MetronomeError as error:
         events.send("failed", [type(error).__name__, str(error)])
         refused = isinstance(error, BadInput)
