@@ -66,7 +66,7 @@ def run_training(
         file = Path(scratch) / "config.toml"
         dump_config(config, file)
         reader = EventReader()
-        command = orchestrator_command(file, resume, replay, reader.writer, folder.fence.attempt)
+        command = orchestrator_command(file, resume, replay, events=reader.writer, attempt=folder.fence.attempt)
         child = _start(command, folder, reader)
         told = _Told(folder, on_step)
         try:
@@ -103,7 +103,8 @@ class _Told:
         self._on_step = on_step
         self.failure: MetronomeError | None = None
         """The error that ended the run."""
-        self._show_progress(Progress("starting the orchestrator"))
+        self.progress = Progress("starting the orchestrator")
+        self._show_progress(self.progress)
 
     def take(self, kind: Kind, content: Any) -> None:  # noqa: ANN401
         """Take the next event."""

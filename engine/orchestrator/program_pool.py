@@ -121,7 +121,15 @@ class ProgramPool:
         self.config = config
         function = WeightedFunction(config.rollout.program, program=True)
         self._workers = [
-            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log, START_S))
+            _ProgramWorker(
+                VerifierProcess(
+                    name=f"program {index}",
+                    functions=[function],
+                    reward=config.reward,
+                    log=log,
+                    start_timeout_s=START_S,
+                )
+            )
             for index in range(config.reward.workers)
         ]
         self._attempts = 0

@@ -111,7 +111,13 @@ class VerifierPool:
         )
         self._built_in = all(one.function in BUILT_IN for one in self._functions)
         self._workers = [
-            VerifierProcess(f"verifier {index}", self._functions, reward, log, start_timeout_s)
+            VerifierProcess(
+                name=f"verifier {index}",
+                functions=self._functions,
+                reward=reward,
+                log=log,
+                start_timeout_s=start_timeout_s,
+            )
             for index in range(reward.workers)
         ]
         self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()

@@ -14,7 +14,16 @@ LONGEST = 600
 MOST_POSITIONAL = 4
 
 BY_PLACE = {
-    "takes any number of arguments of one kind": ("_hash", "boxed", "figures", "ranks", "run", "serving", "one_of"),
+    "takes any number of arguments of one kind": (
+        "_hash",
+        "boxed",
+        "figures",
+        "ranks",
+        "run",
+        "serving",
+        "one_of",
+        "scores_of",
+    ),
     "a kernel of torch, or a shape": ("zeros", "_linear_pointwise", "npu_fusion_attention", "operator", "kernel"),
     "passes its arguments on to a function": ("to_thread", "submit"),
 }
