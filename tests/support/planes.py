@@ -43,12 +43,13 @@ def conduct(tmp_path, tiny_model):
     """A plane of a trainer of two replica groups whose step of so many groups has begun, and where its groups come
     from."""
 
-    async def begin(groups, store=None, stages=None, trains=True, **train):
+    async def begin(groups, store=None, stages=None, trains=True, weights=None, **train):
         config = Config(
             model={"path": str(tiny_model)},
             parallel={"data": 2},
             rollout={"timeout_s": 1.2},
             stages=stages or {},
+            weights=weights or {},
             train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train},
         )
         loader = PromptLoader([PROMPT] * groups, 0, groups)

@@ -1,11 +1,13 @@
 """When the plane has the trainer publish a version again, and what it waits for no longer once no instance serves."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from engine.errors import ServiceConflict
 from engine.wire.messages import EndOfStep, Lease, MayPublish, OpenSync, PublishAgain, StillWaiting, Window
+from engine.wire.sync_messages import FinishSync, VerifySync
 from support.planes import work
 
 
@@ -111,6 +113,31 @@ async def test_the_next_version_waits_for_the_batches_in_flight_as_long_as_an_in
     plane, _, _ = await begin(2, serving, mode="one_step_off")
     plane._publishing._check_version = lambda version: None
     assert (await plane.answer(MayPublish(version=1))).now == now
+    await plane.close()
+
+
+async def test_staged_weights_wait_for_the_batches_in_flight_as_long_as_an_instance_serves(begin):
+    """Without one they are given up at once: the trainer waits for rows that nobody samples, and publishes again."""
+    plane, _, pool = await begin(2, serving=1, mode="one_step_off", weights={"staged": True})
+    publishing = plane._publishing
+    publishing._offered, publishing._is_open = 1, True
+    swapped = []
+
+    async def swap(*given):
+        swapped.append(given)
+
+    publishing.sync = SimpleNamespace(
+        finish_sync=swap, wait_until_checked=swap, expect_logprobs=list, is_awaited=True, close=swap
+    )
+    await plane.answer(FinishSync(version=1))
+    await plane.answer(VerifySync(expected=()))
+    await asyncio.sleep(0.2)
+    assert (swapped, publishing.verified) == ([], 0)
+    assert await plane.answer(Lease(step=1, replica_group=0, budget=1)) == StillWaiting()
+    pool.serving = 0
+    await asyncio.sleep(0.2)
+    assert len(swapped) == 2
+    assert await plane.answer(Lease(step=1, replica_group=0, budget=1)) == PublishAgain(1)
     await plane.close()
 
 
