@@ -18,12 +18,11 @@ from safetensors.torch import load_file
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
 from engine.client.service import ServiceClient
-from engine.run.progress import read_progress
 from engine.trainer.loop import Loop
 from engine.trainer.rollouts import LiveRollouts
 from engine.wire.access_token import authorization_headers, folder_token
 from support import elastic_job
-from support.elastic_job import Job
+from support.elastic_job import PROMPTS, Job
 from support.faults import kill
 from support.runs import config_of, launch, wait_for
 
@@ -79,7 +78,7 @@ def undisturbed(tiny_model, problems, tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             code, output = launch(recipe(base_settings(tiny_model, problems, folder), folder, more), folder)
             assert code == 0, output
-            found[name] = load_file(folder / "run/policy/model.safetensors")
+            found[name] = _weights(folder / "run")
         return found[name]
 
     return weights
@@ -99,14 +98,22 @@ def test_the_only_instance_dies_in_the_middle_of_a_step(settings, tmp_path, undi
     assert run.periods("instance-0").count("starting") == 2
     if not lag:
         expected = undisturbed(name if name in ALONE else "periodic", more if name in ALONE else {})
-        weights = load_file(run.folder / "policy/model.safetensors")
+        weights = _weights(run.folder)
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[key], expected[key]) for key in weights)
 
 
+def _weights(folder):
+    return {
+        key: weight for file in (folder / "policy").glob("*.safetensors") for key, weight in load_file(file).items()
+    }
+
+
 def _is_there(run, name):
-    progress = read_progress(run.folder / "logs/progress.json")
-    return name != "evaluation" or (progress is not None and "evaluating" in progress.text)
+    """Whether the instance samples what it is to sample when it dies: an evaluation, which begins when all groups of
+    the step have arrived."""
+    found = run.call("/status")
+    return name != "evaluation" or (found["instances"][0]["groups"] and set(found["arrived"]) <= {PROMPTS})
 
 
 @pytest.mark.nightly
