@@ -60,7 +60,6 @@ def recipe(settings, folder, more):
         "rollout.instances": 1,
         "rollout.devices": cores[-1:],
         "rollout.deterministic": True,
-        "rollout.heartbeat_s": 1.5,
         "evaluate.max_new_tokens": 40,
         **more,
     }
