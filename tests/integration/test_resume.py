@@ -195,9 +195,9 @@ def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
     with hold_lock(trained / "runs/first/lock", "it", 0.0):
         there = state_of(trained / "runs")
         code, told = again()
+        assert state_of(trained / "runs") == there
     assert code == 2
     assert "is in use by" in told
-    assert state_of(trained / "runs") == there
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_written(trained, again, monkeypatch):

@@ -66,7 +66,7 @@ def test_a_recipe_for_npus_from_answers(tmp_path):
     assert config.rollout.devices == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("model", "devices"), [("Qwen/Qwen3-0.6B", 1), ("Qwen/Qwen3-8B", 16)])
+@pytest.mark.parametrize(("model", "devices"), [("Qwen/Qwen3-1.7B", 1), ("Qwen/Qwen3-8B", 16)])
 def test_one_device_is_shared_and_a_large_model_is_split(tmp_path, model, devices):
     path = tmp_path / "own.toml"
     given = {"--model": model, "--data": PROBLEMS, "--reward": "math", "--device": "npu", "--devices": devices}
@@ -96,7 +96,7 @@ def test_the_model_is_told_where_a_built_in_reward_looks(tmp_path, monkeypatch, 
     [
         ({"--model": ""}, "metronome init: --model is missing, and nobody answers the question"),
         ({"--devices": 3}, "--devices 3: expected 1, or an even number up to 16"),
-        ({"--model": "Qwen/Qwen3-32B", "--devices": 2}, "too little memory on a trainer rank"),
+        ({"--model": "Qwen/Qwen2.5-32B", "--devices": 2}, "too little memory on a trainer rank"),
     ],
 )
 def test_what_it_cannot_write_is_one_error(tmp_path, changed, told):

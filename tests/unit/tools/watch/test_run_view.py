@@ -121,13 +121,13 @@ def test_the_last_steps_are_those_of_the_whole_trace(folder, monkeypatch):
 
 
 def test_a_damaged_line_is_named(folder):
-    folder.steps.write_text('{"step": "x"}\n')
+    folder.steps.write_text('{"step": \n')
     view = RunView(folder.path)
     for _ in range(2):
         with pytest.raises(BadInput, match=r"steps\.jsonl, line 1"):
             view.state()
     folder.trace.mkdir()
-    (folder.trace / "orchestrator.jsonl").write_text("{}\n")
+    (folder.trace / "orchestrator.jsonl").write_text("{\n")
     with pytest.raises(BadInput, match=r"orchestrator\.jsonl: a line near its end is damaged"):
         last_spans(folder.trace, 0)
 
