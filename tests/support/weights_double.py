@@ -151,8 +151,8 @@ class Client:
         self.version = body["weight_version"]
         self.update = None
         self.paused = False
-        found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["probe"])]
-        return {"weight_version": self.version, "logprobs": found}
+        found = logprobs(self.held, body["probe"]) if body["probe"] else []
+        return {"weight_version": self.version, "logprobs": [value + body.get("shift", 0.0) for value in found]}
 
     async def completions(self, body):
         assert not self.paused

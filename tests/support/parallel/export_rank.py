@@ -4,7 +4,6 @@ all ranks of a layout to one instance, and writes what it held of gathered weigh
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,12 +58,10 @@ def main():
         client = Client("a", base)
         client.held = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         orchestrator = Orchestrator([client], fixed=None)
-        made = partial(open_transport, "gloo", TIMEOUT_S, torch.device("cpu"))
         publisher = Verifying(
             connection=orchestrator,
             ranks=ranks,
-            transport=made,
-            folder=folder / "weights",
+            transport=open_transport("gloo", TIMEOUT_S, torch.device("cpu"), folder / "weights"),
             dtype=torch.float32,
             bucket_bytes=bucket_bytes,
             timeout_s=10 * TIMEOUT_S,
