@@ -130,6 +130,7 @@ def test_a_stop_string_ends_the_text_before_it(client, url):
     assert figures(url)["generated"] - before < 16 * (CONTEXT - 10) / 2  # nothing is sampled after it
 
 
+@pytest.mark.parametrize("engine", ["embedded"], indirect=True)
 def test_an_end_of_sequence_is_no_part_of_the_text(client, url, folder):
     tokenizer = Tokenizer(folder)
     ids = tokenizer.hf.encode(PROMPT, add_special_tokens=False)
