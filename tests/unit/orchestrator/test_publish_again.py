@@ -120,7 +120,8 @@ async def test_staged_weights_wait_for_the_batches_in_flight_as_long_as_an_insta
     """Without one they are given up at once: the trainer waits for rows that nobody samples, and publishes again."""
     plane, _, pool = await begin(2, serving=1, mode="one_step_off", weights={"staged": True})
     publishing = plane._publishing
-    publishing._offered, publishing._is_open = 1, True
+    publishing._offered = 1
+    publishing._is_open = True
     swapped = []
 
     async def swap(*given):
