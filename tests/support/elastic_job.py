@@ -179,7 +179,7 @@ class Job:
         return [span["name"] for span in read_spans(self.folder / "trace") if span["lane"] == f"pool {name}"]
 
     def last_states(self, name):
-        """The one in which each of its processes ended, but for its silence before that."""
+        """The one in which each of its stays ended, but for its silence before that: a process, or its return."""
         ends = []
         for state in self.periods(name):
             if state == "starting":

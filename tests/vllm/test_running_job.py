@@ -75,8 +75,7 @@ def test_a_job_goes_on_through_one_fault_after_the_other(run):
     sizes = [line["pool_size"] for line in lines]
     assert (sizes[began - 1], sizes[without_it - 1], max(sizes), sizes[-1]) == (2, 1, 3, 1)
     assert {span["lane"] for span in run.spans("rollout") if span["step"] > alone} == {"instance-0"}
-    assert run.last_states("instance-0")[0] == "updating"
-    assert len(run.last_states("instance-0")) == 2  # stopped for 20 s it was not started again
+    assert "updating" in run.last_states("instance-0")[:-1]  # killed there; stopped for 20 s it was not: one restart
     assert run.periods("guest")[-1] == "draining"
     assert proxy.faults["500"] >= 3
     assert proxy.faults["drop"] >= 1
