@@ -256,7 +256,7 @@ def write_record(path, config, model):
         )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
-        recorder.add_work(0, Window(step, tuple(pack_group(group(step, index)) for index in window)))
+        recorder.add_window(0, Window(step, tuple(pack_group(group(step, index)) for index in window)))
     recorder.flush()
 
 
