@@ -41,11 +41,6 @@ class RunState:
         async with self._changed:
             self._changed.notify_all()
 
-    async def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached()` is true. There is no deadline here: the caller cancels the wait when the run ends."""
-        async with self._changed:
-            await self._changed.wait_for(reached)
-
     async def wait_briefly(self, look: Callable[[], T | None]) -> T | None:
         """Call `look` now and after each change, and return what it finds; None after SIGN_OF_LIFE_S seconds.
 
