@@ -76,7 +76,7 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     command = [sys.executable, "-c", TAKEN, str(folder.failure)]
-    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *given: [*command, str(given[3])])
+    monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_, events, **__: [*command, str(events)])
     monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext())
     with pytest.raises(TakenOver, match="another orchestrator writes it now"):
         train.train.fn(config)
