@@ -41,8 +41,8 @@ from engine.platform.base import without_transformer_engine
 from engine.platform.host_view import Stream
 from engine.platform.npu import Npu
 from engine.platform.parallel import parallel_session
-from engine.ranks import models
-from engine.ranks.rank_group import RankGroup
+from engine.trainer.ranks import models
+from engine.trainer.ranks.rank_group import RankGroup
 
 backend_registration._setup_privateuseone_for_python_backend("npu")
 DEVICE = torch.device("npu", 0)

@@ -68,10 +68,10 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
     from fake_device import AloneOnTheChannel, FakeNpu, fake_npu
 
     from engine.config.recipe import load_config
-    from engine.ranks import models
     from engine.run.memory import trainer_need
     from engine.tools.dry_run.model_shape import shape_of
     from engine.trainer.policy import Policy
+    from engine.trainer.ranks import models
 
     config = load_config(f"infra/recipes/papers/{recipe}.toml", [])
     if config.algorithm.gradient_control == "gac":  # would skip updates: every cosine reads as 1

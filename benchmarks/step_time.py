@@ -189,7 +189,7 @@ def run_side(side: str, settings: dict[str, str | int], spare: bool) -> None:
         os.environ |= RAY
         from ray.cluster_utils import Cluster
 
-        from tasks.cluster.ray_cluster import running_on_ray
+        from tasks.cluster.ray.placement import running_on_ray
 
         cluster = Cluster()
         try:

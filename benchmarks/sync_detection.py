@@ -29,8 +29,8 @@ from engine.config.inputs import Data
 from engine.config.recipe import HOME, load_config
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
-from engine.orchestrator.weight_sync.probe import Probe, make_probe
-from engine.ranks.models import open_models
+from engine.orchestrator.publish.probe import Probe, make_probe
+from engine.trainer.ranks.models import open_models
 from engine.wire.weights.buckets import DTYPES
 
 TRIALS = 100

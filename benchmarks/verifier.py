@@ -28,7 +28,7 @@ from common import result
 from engine.config import Reward
 from engine.config.recipe import HOME
 from engine.data.problems import read_problems
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.types import Prompt, Response, Score
 
 sys.path.insert(0, str(HOME / "tests"))

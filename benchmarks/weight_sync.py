@@ -140,14 +140,14 @@ def configuration(model: Path, transport: str, instances: int, staged: bool, buc
 
 
 def policy(config: Config) -> TriModel:
-    from engine.ranks.models import open_models
+    from engine.trainer.ranks.models import open_models
 
     return open_models(config, platform.get_platform("cpu"))
 
 
 def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict[str, float]:
     """Medians in seconds of syncs and bare transfers, which take turns."""
-    from engine.ranks.rank_group import RankGroup
+    from engine.trainer.ranks.rank_group import RankGroup
 
     transport = config.weights.transport
     staged = config.weights.staged

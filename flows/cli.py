@@ -19,9 +19,9 @@ from engine.run.folder import RunFolder
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.types import JsonObject
 from flows import OWN_DATA, QUICKSTART, new_recipe, reports
-from tasks import console, interruption
-from tasks.progress_display import show_progress, since_now
-from tasks.resume import Resumed
+from tasks.stages.resume import Resumed
+from tasks.terminal import console, interruption
+from tasks.terminal.progress_display import show_progress, since_now
 
 Recipe = Annotated[
     str,
@@ -69,14 +69,14 @@ def run(
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.cluster.local_server import local_server, log_prefect_to
-    from tasks.input_checks import check_address, check_inputs, check_run_folder
-    from tasks.resume import identifying_keys
+    from tasks.stages.input_checks import check_address, check_inputs, check_run_folder
+    from tasks.stages.resume import identifying_keys
 
     with _exit_codes():
         found = _run_of(recipe, overrides, resume)
         config = found.config
         if config.run.dry:
-            from tasks.dry_run import dry_run
+            from tasks.commands.dry_run import dry_run
 
             dry_run(config)
             return
@@ -103,7 +103,7 @@ def run(
 
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
     """The run that a command means: a new one, or an existing one with `resume`."""
-    from tasks.resume import find_resumed
+    from tasks.stages.resume import find_resumed
     from tasks.tracking.registered_policies import check_names
 
     if resume:
@@ -149,15 +149,15 @@ def train(
     from engine.data.problem_statistics import describe_report, report_data
     from engine.wire import record
     from flows.local import train_here
-    from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
-    from tasks.resume_checks import check_resume
+    from tasks.stages.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
+    from tasks.stages.resume_checks import check_resume
     from tasks.tracking.tracked_run import check_usable
 
     with _exit_codes():
         found = _run_of(recipe, overrides, resume)
         config = found.config
         if config.run.dry:
-            from tasks.dry_run import dry_run
+            from tasks.commands.dry_run import dry_run
 
             dry_run(config)
             return
@@ -197,8 +197,8 @@ def evaluate(
     evaluations.jsonl."""
     from engine.run.served_model import model_folder
     from flows.local import evaluate_here
-    from tasks.export import policy_folder
-    from tasks.input_checks import check_inputs, with_model_folder
+    from tasks.commands.export import policy_folder
+    from tasks.stages.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
         given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
@@ -222,8 +222,8 @@ def try_reward(
     rows: Annotated[int, typer.Option(min=1, help="number of problems of data.train to try it on")] = 3,
 ) -> None:
     """Score a few responses as a run would, and show scores, metrics and seconds. Exit code 1: a score is missing."""
-    from tasks.input_checks import with_model_folder
-    from tasks.reward_trial import read_given, run_trial
+    from tasks.stages.input_checks import with_model_folder
+    from tasks.stages.reward_trial import read_given, run_trial
 
     with _exit_codes():
         given = read_given(response, responses)
@@ -252,8 +252,8 @@ def serve(
     from engine.data.named_models import is_named_model
     from engine.instance.join import check_join, default_name, serve_alone, serve_joined
     from engine.run.served_model import in_use, served_config
-    from tasks.export import policy_folder
-    from tasks.input_checks import with_model_folder
+    from tasks.commands.export import policy_folder
+    from tasks.stages.input_checks import with_model_folder
 
     with _exit_codes():
         instance = name or default_name()
@@ -286,8 +286,8 @@ def export(
     ] = None,
 ) -> None:
     """Write the policy of a checkpoint as a Hugging Face folder: weights, config, tokenizer, chat template."""
-    from tasks.export import best_checkpoint, find_checkpoint
-    from tasks.export import export as export_policy
+    from tasks.commands.export import best_checkpoint, find_checkpoint
+    from tasks.commands.export import export as export_policy
 
     with _exit_codes():
         run = RunFolder(Path(checkpoint))
@@ -301,7 +301,7 @@ def export(
 def service(recipe: Recipe = "", overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync in the foreground, for your own trainer or programs."""
     from engine.orchestrator.serve import run_service as serve_programs
-    from tasks.input_checks import check_inputs, with_model_folder
+    from tasks.stages.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
         config = load_config(_named(recipe), overrides)
@@ -428,7 +428,7 @@ def compare(
 ) -> None:
     """Compare runs: curves, wall time and benchmarks with intervals, in a page and a table."""
     with _exit_codes():
-        from tasks import compare as comparison
+        from tasks.commands import compare as comparison
 
         console.print_page(comparison.compare_runs(runs, out, tracking_uri))
 
@@ -452,8 +452,8 @@ def prune(
 ) -> None:
     """List what can go from run folders, with sizes, and delete it with --yes. Whole runs, with their checkpoints,
     go only with --keep-last or --younger-than. Runs that are running or needed stay, and so does what MLflow has."""
-    from tasks.prune import Retention
-    from tasks.prune import prune as prune_runs
+    from tasks.commands.prune import Retention
+    from tasks.commands.prune import prune as prune_runs
 
     with _exit_codes():
         rule = Retention(keep_last, younger_than)
@@ -489,8 +489,8 @@ def plan(
     page: Annotated[Path | None, typer.Option("--page", metavar="FOLDER", help="write the plan as a page")] = None,
 ) -> None:
     """Find, by simulation, how to split and configure a run: devices for rollouts and for training, layout, mode."""
-    from tasks.input_checks import check_inputs, with_model_folder
-    from tasks.plan import make_plan, measure_probes
+    from tasks.commands.plan import make_plan, measure_probes
+    from tasks.stages.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
         config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
@@ -518,7 +518,7 @@ def doctor(
     overrides: Set = [],  # noqa: B006
 ) -> None:
     """Say which versions are installed, whether they fit together, and what is missing; --device tests the machine."""
-    from tasks.cluster.doctor import FINE, check_devices, check_servers, collect_findings
+    from tasks.commands.doctor import FINE, check_devices, check_servers, collect_findings
 
     with _exit_codes():
         if device:

@@ -10,13 +10,13 @@ from engine.run.folder import RunFolder
 from engine.run.served_model import weight_version
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured, form_errors
+from tasks.attempt import evaluation_failure
 from tasks.cluster.flow_log import send_output
 from tasks.cluster.flow_names import name_flow_run
-from tasks.console import print_stage
-from tasks.evaluate import evaluate_once
-from tasks.fenced import evaluation_failure
-from tasks.flow_entry import crashed_without_tracking, read_settled_config
-from tasks.input_checks import check_inputs, with_model_folder
+from tasks.stages.evaluate import evaluate_once
+from tasks.stages.flow_entry import crashed_without_tracking, read_settled_config
+from tasks.stages.input_checks import check_inputs, with_model_folder
+from tasks.terminal.console import print_stage
 from tasks.tracking import evaluation_texts
 from tasks.tracking.flow_links import log_flow_evaluation
 from tasks.tracking.registered_policies import model_folder

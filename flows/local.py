@@ -16,13 +16,13 @@ from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
 from engine.run.run_file import update_run
 from engine.run.served_model import weight_version
-from tasks import console, summary
+from tasks.attempt import START, TRAIN, EnteredRun, Stages, evaluation_failure, read_progress, write_fenced
 from tasks.cluster.other_nodes import evaluation_nodes
-from tasks.cluster.ray_cluster import running_on_ray
-from tasks.fenced import evaluation_failure, write_fenced
-from tasks.finished_stages import START, TRAIN, EnteredRun, Stages, read_progress
-from tasks.orchestrator_process import timeline_at_end
-from tasks.shown_stages import evaluate_shown, train_shown
+from tasks.cluster.ray.placement import running_on_ray
+from tasks.stages import summary
+from tasks.stages.orchestrator_process import timeline_at_end
+from tasks.stages.shown_stages import evaluate_shown, train_shown
+from tasks.terminal import console
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from engine.errors import BadInput
-from tasks import console
+from tasks.terminal import console
 
 DeviceKind = Literal["cpu", "cuda", "npu"]
 
@@ -30,7 +30,7 @@ def init(
 ) -> None:
     """Write a commented recipe that the dry run accepts. Asks for model, data, reward and devices that no option
     gives."""
-    from tasks.new_recipe import Wishes, write_recipe
+    from tasks.commands.new_recipe import Wishes, write_recipe
 
     model = model or _ask("model", "Base model (folder, s3://bucket/folder or owner/name)")
     data = data or _ask("data", "Problems to train on (file, folder or owner/name)")

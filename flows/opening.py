@@ -10,18 +10,18 @@ from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
 from engine.run.run_file import ContinueFrom
 from flows.settings import Settings, check_start, form_errors, given_keys, named_run
+from tasks.attempt import EnteredRun
 from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.flow_names import name_flow_run, name_of
 from tasks.cluster.other_nodes import other_nodes
-from tasks.finished_stages import EnteredRun
-from tasks.flow_entry import begun_by_this_flow, crashed_without_tracking, enter_flow, read_settled_config
-from tasks.input_checks import check_address, check_inputs, check_run_folder
-from tasks.resume import Resumed, find_resumed
-from tasks.resume_checks import check_resume
+from tasks.stages.flow_entry import begun_by_this_flow, crashed_without_tracking, enter_flow, read_settled_config
+from tasks.stages.input_checks import check_address, check_inputs, check_run_folder
+from tasks.stages.resume import Resumed, find_resumed
+from tasks.stages.resume_checks import check_resume
+from tasks.stages.train import train
 from tasks.tracking.flow_links import tracked_flow
 from tasks.tracking.registered_policies import check_names, started_from
 from tasks.tracking.tracked_run import check_usable
-from tasks.train import train
 
 
 @contextmanager

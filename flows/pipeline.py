@@ -17,17 +17,18 @@ from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
-from tasks import console, summary
-from tasks.base_model import base_model
+from tasks.attempt import REGISTER, TRAIN, EnteredRun, RunStage, registered_policy
 from tasks.cluster.events import run_finished, training_finished
 from tasks.cluster.flow_log import send_output
-from tasks.convert import convert_model
-from tasks.convert import describe_report as describe_conversion
-from tasks.evaluate import evaluate
-from tasks.finished_stages import REGISTER, TRAIN, EnteredRun, RunStage, registered_policy
-from tasks.prepare import describe_prompts, encode_data, prepare_data
-from tasks.publish import publish
-from tasks.register import register
+from tasks.stages import summary
+from tasks.stages.base_model import base_model
+from tasks.stages.convert import convert_model
+from tasks.stages.convert import describe_report as describe_conversion
+from tasks.stages.evaluate import evaluate
+from tasks.stages.prepare import describe_prompts, encode_data, prepare_data
+from tasks.stages.publish import publish
+from tasks.stages.register import register
+from tasks.terminal import console
 from tasks.tracking import evaluation_texts
 
 

@@ -9,7 +9,7 @@ import typer
 
 from engine.errors import BadInput
 from engine.tools.watch import PORT
-from tasks import console
+from tasks.terminal import console
 
 Output = Annotated[Path, typer.Option("--output", help="folder of the runs (run.output)")]
 OneRun = Annotated[str, typer.Argument(metavar="[RUN]", help="name or folder of a run (default: the newest)")]
@@ -20,15 +20,15 @@ def runs(
     count: Annotated[int, typer.Option("--last", min=1, help="number of runs")] = 20,
 ) -> None:
     """List the newest runs: state, steps, accuracy, champion or why not, resumes, device-hours, place."""
-    from tasks.compare import align_columns
-    from tasks.run_reports import list_rows
+    from tasks.commands.compare import align_columns
+    from tasks.commands.run_reports import list_rows
 
     console.print_page(align_columns(list_rows(output, count)))
 
 
 def status(run: OneRun = "", output: Output = Path("runs")) -> None:
     """Say how far a run is: stages, step, time left, the sentence of its last failure."""
-    from tasks.run_reports import find_folder, status_rows
+    from tasks.commands.run_reports import find_folder, status_rows
 
     folder = find_folder(run, output)
     console.print_table(f"Run {folder.path.name}", status_rows(folder))
@@ -44,7 +44,7 @@ def watch(
 ) -> None:
     """Show a run on a page that follows it: curves, timeline, pool, conversations, warnings."""
     from engine.tools.watch.server import serve_page
-    from tasks.run_reports import find_folder
+    from tasks.commands.run_reports import find_folder
 
     folder = find_folder(run, output).path
     serve_page(folder, host=host, port=port, say=lambda address: console.say("watch", f"{folder}: {address}"))
@@ -64,7 +64,7 @@ def trace(
 ) -> None:
     """Write what every process of a run did as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
     from engine.tools.trace_events import write_trace
-    from tasks.run_reports import find_folder
+    from tasks.commands.run_reports import find_folder
 
     first, colon, last = steps.partition(":")
     if steps and not (colon and first.isdigit() and last.isdigit()):
@@ -89,6 +89,6 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="go on with new lines until the run has ended")] = False,
 ) -> None:
     """Print the logs of a run's processes, merged."""
-    from tasks.run_reports import find_folder, show_logs
+    from tasks.commands.run_reports import find_folder, show_logs
 
     show_logs(find_folder(run, output), process, lines, follow)

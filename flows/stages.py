@@ -16,11 +16,11 @@ from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
 from tasks.cluster.flow_log import send_output
 from tasks.cluster.other_nodes import run_node
 from tasks.cluster.rollout_node import serve_until_the_run_ends
-from tasks.console import say
-from tasks.convert import convert_model
-from tasks.convert import describe_report as describe_conversion
-from tasks.input_checks import with_model_folder
-from tasks.prepare import prepare_data
+from tasks.stages.convert import convert_model
+from tasks.stages.convert import describe_report as describe_conversion
+from tasks.stages.input_checks import with_model_folder
+from tasks.stages.prepare import prepare_data
+from tasks.terminal.console import say
 
 
 @flow(name="prepare", flow_run_name="prepare {recipe}")

@@ -9,7 +9,7 @@ from flows import QUICKSTART
 from flows.opening import opened
 from flows.pipeline import run_stages, stages_for
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
-from tasks import summary
+from tasks.stages import summary
 
 
 @flow(name="train")

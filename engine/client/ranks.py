@@ -84,7 +84,7 @@ class HostRanks:
     """The ranks of torch.distributed's default group as data-parallel replicas. Each rank is one replica group, and
     rank 0 sends the weights. They communicate over gloo on the host. All ranks must construct it together.
 
-    `engine.ranks.rank_group` adds Megatron's layouts.
+    `engine.trainer.ranks.rank_group` adds Megatron's layouts.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:

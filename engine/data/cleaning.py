@@ -9,8 +9,8 @@ from itertools import combinations
 
 from engine.data.problems import ProblemRow, Problems, Rejected, count_reasons, shorten_value
 from engine.errors import BadInput
-from engine.reward.answers import tidy_answer, why_ungradable
-from engine.reward.equality import same_answer
+from engine.reward.math.answers import tidy_answer, why_ungradable
+from engine.reward.math.equality import same_answer
 
 
 def clean_problems(problems: Problems, math: bool) -> Problems:

@@ -24,10 +24,10 @@ from engine.orchestrator.dynamic_sampling import MOST_BATCHES, DynamicSampling
 from engine.orchestrator.leases import Leases
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.reply_check import problem_of_tokens
+from engine.orchestrator.publish.publish_requests import PublishRequests
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import SIGN_OF_LIFE_S, RunState
 from engine.orchestrator.steps import Step, Steps
-from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import SAMPLED_GROUPS
 from engine.run.logs import log_line, log_traceback
 from engine.schedule import Schedule

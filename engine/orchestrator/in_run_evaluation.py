@@ -33,7 +33,7 @@ from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.producer import Producer, first_leaf
 from engine.orchestrator.rollout_service import RolloutService
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.run.logs import log_line

@@ -30,10 +30,10 @@ from engine.orchestrator.checks import check_instances, check_training
 from engine.orchestrator.live_progress import live_progress
 from engine.orchestrator.opening import serving_plane
 from engine.orchestrator.plane import Plane
+from engine.orchestrator.publish.place import weights_folder
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
-from engine.orchestrator.weight_sync.place import weights_folder
 from engine.run.commands import (
     agent_command,
     rank_arguments,
@@ -169,8 +169,8 @@ class _Orchestrator:
             self._send_progress(Progress("the orchestrator ends its processes"))
 
     async def _beat(self, server: Server) -> None:
-        """Send the flow progress, which also shows that this process is alive (tasks.orchestrator_process), and the
-        notices that are due. Raises TakenOver if another orchestrator now writes the run."""
+        """Send the flow the notices that are due, and progress, which also shows that this process is alive
+        (tasks.stages.orchestrator_process). Raises TakenOver if another orchestrator now writes the run."""
         while True:
             self.folder.fence.check_attempt()
             self._notices.report_due()

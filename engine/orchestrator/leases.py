@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from engine.config import Config
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput, ServiceConflict, StoreError
+from engine.orchestrator.publish.publish_requests import PublishRequests
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import check_columns, scorer_log
 from engine.orchestrator.steps import Held, StageRules, Steps
-from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
 from engine.wire import messages

@@ -16,11 +16,11 @@ from engine.errors import DeadlineError, MetronomeError, ServiceConflict
 from engine.orchestrator.batches import Batches
 from engine.orchestrator.column_store import ColumnStore
 from engine.orchestrator.leases import Leases
+from engine.orchestrator.publish.publish_requests import PublishRequests
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.steps import Steps
-from engine.orchestrator.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.schedule import Schedule

@@ -22,8 +22,8 @@ from engine.orchestrator.pool.instance_client import (
     SamplingSettings,
 )
 from engine.orchestrator.pool.pool import Pool
-from engine.orchestrator.program_pool import Episode, ProgramPool
 from engine.orchestrator.run_events import RunEvents
+from engine.orchestrator.workers.program_pool import Episode, ProgramPool
 from engine.reward.scorer import ResponseScorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule

@@ -14,9 +14,9 @@ from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.producer import Producer
-from engine.orchestrator.program_pool import ProgramPool
 from engine.orchestrator.run_events import RunEvents
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator.workers.program_pool import ProgramPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.trace import Trace
 from engine.wire.verifier_messages import LoadTokenizer
 

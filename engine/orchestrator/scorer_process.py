@@ -18,7 +18,7 @@ from engine.run.folder import RunFolder
 from engine.run.process import Child
 
 END_S = 5.0
-"""Seconds that the agent may take to end its ranks, by force if need be (engine.ranks.agent), before it is killed."""
+"""Seconds that the agent (engine.trainer.ranks.agent) may take to end its ranks before it is killed."""
 
 
 class ScorerProcess:

@@ -21,9 +21,9 @@ from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.checks import check_instances, check_rollouts
 from engine.orchestrator.opening import serving_plane
 from engine.orchestrator.plane import Plane
+from engine.orchestrator.publish.place import weights_folder
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
-from engine.orchestrator.weight_sync.place import weights_folder
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
 from engine.run.lock import hold_lock

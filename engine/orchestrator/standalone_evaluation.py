@@ -21,11 +21,11 @@ from engine.evaluation.benchmarks import (
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import kind_of_average
 from engine.orchestrator.evaluation_groups import sample_groups
+from engine.orchestrator.publish.evaluated_weights import EvaluatedWeights
+from engine.orchestrator.publish.probe import make_probe
 from engine.orchestrator.rollout_service import RolloutService, rollout_service
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
-from engine.orchestrator.weight_sync.evaluated_weights import EvaluatedWeights
-from engine.orchestrator.weight_sync.probe import make_probe
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
 from engine.run.open_files import raise_limit

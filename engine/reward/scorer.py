@@ -18,7 +18,7 @@ LARGEST_SCORE = 1e6
 
 
 class ResponseScorer(Protocol):
-    """Scores responses. engine.orchestrator.verifier_pool implements it with worker processes."""
+    """Scores responses. engine.orchestrator.workers.verifier_pool implements it with worker processes."""
 
     @property
     def per_response(self) -> bool:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from engine.reward.answers import tidy_answer
-from engine.reward.canonical import canonical_latex
-from engine.reward.equality import MOST, same_answer
-from engine.reward.formulas import LONGEST, extract_expressions, is_heavy, verify_response
-from engine.reward.structure import is_list, split_parts
+from engine.reward.math.answers import tidy_answer
+from engine.reward.math.canonical import canonical_latex
+from engine.reward.math.equality import MOST, same_answer
+from engine.reward.math.formulas import LONGEST, extract_expressions, is_heavy, verify_response
+from engine.reward.math.structure import is_list, split_parts
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000

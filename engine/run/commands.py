@@ -13,7 +13,8 @@ from engine.run.process import python_command
 
 TRAINER_RANK = "engine.trainer.rank"
 """Module of a trainer rank."""
-SCORER_RANK = "engine.scorer.rank"
+AGENT = "engine.trainer.ranks.agent"
+SCORER_RANK = "engine.trainer.ranks.scorer_rank"
 """Module of a scorer rank."""
 WAIT_POLICY = "OMP_WAIT_POLICY"
 """Variable of OpenMP that says whether threads sleep or spin while they wait for each other."""
@@ -60,7 +61,7 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
     there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
-    return python_command("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
+    return python_command(AGENT, "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
@@ -71,7 +72,7 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     cores, products take ten times as long (measured).
     On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL and HCCL unless
     the trainer also sends weights with them or there may be `instances_elsewhere`. On several nodes, each agent chooses
-    gloo's interface (engine.ranks.agent). A variable that the user has set is kept.
+    gloo's interface (engine.trainer.ranks.agent). A variable that the user has set is kept.
     """
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
     if config.most_trainer_threads > config.trainer_threads and WAIT_POLICY not in os.environ:
@@ -104,7 +105,7 @@ def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list
     ranks = config.stages[stage].ranks
     arguments = ["--folder", str(folder.resolve()), "--plane", plane, "--stage", stage]
     arguments += ["--threads", str(config.scorer_threads)]
-    return python_command("engine.ranks.agent", "--ranks", str(ranks), "--module", SCORER_RANK, "--", *arguments)
+    return python_command(AGENT, "--ranks", str(ranks), "--module", SCORER_RANK, "--", *arguments)
 
 
 def scorer_environment(config: Config, stage: str) -> dict[str, str]:
@@ -130,7 +131,7 @@ def _loopback() -> str:
 
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
     """Command line that runs trainer ranks on another node that shares the run folder."""
-    return python_command("engine.ranks.nodes", str(folder), "--wait", str(wait_s))
+    return python_command("engine.trainer.ranks.nodes", str(folder), "--wait", str(wait_s))
 
 
 def verifier_command(connection: int, memory: int, processes: int, functions: str) -> list[str]:

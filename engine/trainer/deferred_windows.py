@@ -18,8 +18,8 @@ from torch import Tensor
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
 from engine.algorithm.losses import PolicyLoss
 from engine.errors import BadInput
-from engine.ranks.rank_group import RankGroup
 from engine.trainer.micro_batches import MicroBatch
+from engine.trainer.ranks.rank_group import RankGroup
 
 
 class Scored(NamedTuple):

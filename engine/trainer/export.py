@@ -23,13 +23,13 @@ from engine.model.hf_weights import export_weights
 from engine.model.shape import read_shape
 from engine.model.tri_model import TriModel
 from engine.platform import get_platform, single_session
-from engine.ranks.rank_group import RankGroup
 from engine.run.checkpoint_files import MARKER, STATE, check_checkpoint, parse_state, read_marker
 from engine.run.files import sync_all, sync_folder, write_json
 from engine.run.process import report_errors, watch_lifeline
 from engine.run.run_inputs import find_inputs
 from engine.run.served_model import ORIGIN
 from engine.trainer.checkpoint.state import load_policy
+from engine.trainer.ranks.rank_group import RankGroup
 from engine.wire.weights.hf_folder import join_folders, write_sharded
 
 KEPT = frozenset({"", ".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".bpe", ".spm", ".vocab"})

@@ -14,9 +14,9 @@ from engine.algorithm.losses import Coefficients
 from engine.algorithm.shaping import are_equal, soft_overlong_penalty
 from engine.config import Config
 from engine.errors import BadInput
-from engine.ranks.packing import tensor_of
 from engine.run.user_algorithms import advantage_of, find_loss
 from engine.run.user_code import UserCode, describe_error
+from engine.trainer.ranks.packing import tensor_of
 from engine.types import BatchScores, Group
 
 

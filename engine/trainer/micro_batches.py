@@ -1,4 +1,4 @@
-"""The trainer's micro-batches: packed rows (engine.ranks.packing) with the values the loss needs for each token."""
+"""The trainer's micro-batches: packed rows (trainer.ranks.packing) with the values the loss needs for each token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ranks.packing import PackedRow, Packing, tensor_of
 from engine.trainer.group_advantages import GroupAdvantages
+from engine.trainer.ranks.packing import PackedRow, Packing, tensor_of
 from engine.types import Group
 from engine.wire.columns import REFERENCE
 

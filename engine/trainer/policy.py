@@ -24,9 +24,6 @@ from engine.model.logprobs import token_logprobs
 from engine.model.routing import take_counts
 from engine.model.tri_model import TriModel, score_layouts
 from engine.platform import Platform
-from engine.ranks.models import make_computation, open_models, packing_of
-from engine.ranks.packing import join_windows
-from engine.ranks.rank_group import RankGroup
 from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, find_loss
 from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
@@ -35,6 +32,9 @@ from engine.trainer.group_advantages import GroupAdvantages, coefficients_of
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import LARGEST_NORM, is_sound, optimizer_of, scheduler_of
+from engine.trainer.ranks.models import make_computation, open_models, packing_of
+from engine.trainer.ranks.packing import join_windows
+from engine.trainer.ranks.rank_group import RankGroup
 from engine.trainer.step_metrics import Advantages, RankMetrics, StepMetrics, joined_advantages
 from engine.trainer.step_sums import StepSums, sum_over_context
 from engine.types import Group, TrainingFigures, UpdateFigures

@@ -24,12 +24,12 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput, DeviceMemoryError
 from engine.model.shape import read_shape
 from engine.platform import Platform
-from engine.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.run.fence import Fence
 from engine.run.memory import LOWERED_BY, Term, trainer_need
 from engine.run.process import bind_cores, watch_lifeline
 from engine.run.progress import format_size
 from engine.run.trace import Trace
+from engine.trainer.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.types import StepFigures
 from engine.wire import messages
 from engine.wire.weights.watchdogs import WATCHDOGS
@@ -177,11 +177,11 @@ def _train(config: Config, arguments: argparse.Namespace, plane: Connection) -> 
 
 def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connection, watch: MemoryWatch) -> None:
     """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy."""
-    from engine.ranks.rank_group import RankGroup
     from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.export import export_policy
     from engine.trainer.loop import Figures, Loop
     from engine.trainer.policy import Policy
+    from engine.trainer.ranks.rank_group import RankGroup
     from engine.trainer.step_profiler import StepProfiler
 
     base = Path(config.model.path)

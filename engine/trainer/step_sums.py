@@ -14,9 +14,9 @@ from torch import Tensor
 from engine.algorithm.losses import Loss
 from engine.algorithm.mismatch import mismatch_figures
 from engine.errors import MetronomeError
-from engine.ranks.rank_group import RankGroup
 from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.micro_batches import MicroBatch
+from engine.trainer.ranks.rank_group import RankGroup
 from engine.trainer.step_metrics import Advantages, LossCounts, StepMetrics
 from engine.types import Group
 

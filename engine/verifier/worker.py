@@ -1,7 +1,8 @@
 """The verifier process: loads the reward, then scores one call after the other until the orchestrator closes the
 socket.
 
-`engine.orchestrator.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS`.
+`engine.orchestrator.workers.verifier_pool` starts it with the command
+`python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS`.
 """
 
 from __future__ import annotations

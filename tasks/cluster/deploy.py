@@ -41,7 +41,7 @@ from tasks.cluster import alerts, watchdog
 from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, visible_cuda_devices
 from tasks.cluster.prefect_api import CLIENT_AUTH
-from tasks.console import DEPLOY, named_deployment, own_program
+from tasks.terminal.console import DEPLOY, named_deployment, own_program
 
 POOLS = HOME / "infra/pools"
 """Folder of the templates and the list of pools."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from prefect.events import emit_event
 from prefect.runtime import flow_run
 
-from tasks.console import named_deployment
+from tasks.terminal.console import named_deployment
 
 TRAINED = "metronome.training.finished"
 """A policy is trained and published."""

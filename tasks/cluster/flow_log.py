@@ -10,7 +10,7 @@ from prefect.logging.handlers import APILogHandler, emit_api_log
 from prefect.runtime import flow_run
 
 from engine.errors import MetronomeError
-from tasks import console
+from tasks.terminal import console
 
 NAME = "metronome"
 """Name of the logger in the tab."""

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 
 from engine.run.folder import RunFolder
 from engine.run.run_file import read_run
-from tasks.console import mark_lines, print_error
+from tasks.terminal.console import mark_lines, print_error
 
 WORKED = "PREFECT__FLOW_RUN_ID"
 """Environment variable that a Prefect worker gives to the process of a flow run."""

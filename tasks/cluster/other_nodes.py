@@ -1,5 +1,5 @@
 """Has instances and trainer nodes run on other nodes during a training or an evaluation: on a Ray cluster
-(tasks.cluster.ray_cluster), or as flow runs of other deployments on Prefect's work pools. Without both, a run has its
+(tasks.cluster.ray.placement), or as flow runs of other deployments on Prefect's work pools. Without both, a run has its
 own machine, and a person starts the rest."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
-from tasks.cluster.ray_cluster import running_on_ray
-from tasks.console import named_deployment, print_error
+from tasks.cluster.ray.placement import running_on_ray
+from tasks.terminal.console import named_deployment, print_error
 
 INSTANCES = "serve-rollouts/serve-rollouts"
 """Deployment for a node of the rollout pool (infra/prefect.yaml)."""
@@ -61,7 +61,7 @@ class _OnPools:
     config: Config
 
     def await_nodes(self) -> Config:
-        """The run's config. The agents wait for each other (engine.ranks.agent)."""
+        """The run's config. The agents wait for each other (engine.trainer.ranks.agent)."""
         return self.config
 
 

@@ -17,7 +17,7 @@ from engine.run.folder import dump_config
 from engine.run.process import Child, stop_all
 from engine.run.vllm_command import VISIBLE, device_of, visible_devices, vllm_interpreter
 from engine.wire.address import orchestrator_address, split_address
-from tasks.console import say
+from tasks.terminal.console import say
 
 POLL_S = 1.0
 STOP_S = 10.0

@@ -19,10 +19,10 @@ from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
 from engine.run.run_file import read_run
 from engine.run.run_inputs import find_inputs
-from tasks.artifact_cells import markdown_text
-from tasks.code_version import code_version
-from tasks.console import print_error
+from tasks.terminal.console import print_error
 from tasks.tracking import descriptions
+from tasks.tracking.artifact_cells import markdown_text
+from tasks.tracking.code_version import code_version
 from tasks.tracking.mirror import TAG_LIMIT
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.retry import first_line

@@ -16,9 +16,9 @@ from engine.data.named_models import model_name
 from engine.errors import counted
 from engine.run.folder import RunFolder
 from engine.run.run_file import read_run
-from tasks.artifact_cells import code_span, markdown_table, markdown_text
-from tasks.code_version import code_version
 from tasks.tracking import evaluation_texts
+from tasks.tracking.artifact_cells import code_span, markdown_table, markdown_text
+from tasks.tracking.code_version import code_version
 
 NOTE = "mlflow.note.content"
 """Tag of a run that MLflow's UI shows as its description, in Markdown."""

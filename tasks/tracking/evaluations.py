@@ -10,7 +10,7 @@ from engine.config import Config
 from engine.evaluation.tables import dropped_file, rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from tasks.console import print_error, say
+from tasks.terminal.console import print_error, say
 from tasks.tracking import evaluation_texts, tracked_run
 from tasks.tracking.mirror import Mirror
 from tasks.tracking.others import CLOSE_S, OtherTrackers

@@ -37,9 +37,8 @@ from engine.model.shape import content_hash
 from engine.run.files import parse_line
 from engine.run.run_file import read_run
 from engine.types import JsonObject
-from tasks.console import print_error
-from tasks.fenced import run_folder
-from tasks.finished_stages import count_resumes, registered_policy
+from tasks.attempt import count_resumes, registered_policy, run_folder
+from tasks.terminal.console import print_error
 from tasks.tracking import descriptions
 from tasks.tracking.metric_names import evaluation_figures, metric_name, metric_values
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts

@@ -14,7 +14,7 @@ from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.errors import BadInput
 from engine.run.run_file import read_run
-from tasks.console import print_error
+from tasks.terminal.console import print_error
 from tasks.tracking.retry import first_line
 
 CLOSE_S = 60.0

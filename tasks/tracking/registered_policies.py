@@ -18,8 +18,8 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_file import ContinueFrom, RunStart, read_run
-from tasks.console import named_deployment, say
-from tasks.progress_display import fetched, show_progress
+from tasks.terminal.console import named_deployment, say
+from tasks.terminal.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
 from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
 from tasks.tracking.sqlite_store import whole_store

@@ -15,7 +15,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from sqlalchemy.exc import OperationalError
 
 from engine.errors import MetronomeError, clean_line
-from tasks.console import print_error
+from tasks.terminal.console import print_error
 
 AWAY_S = 300.0
 """Seconds to wait for MLflow. A server that restarts or fails over is back by then."""

@@ -14,7 +14,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
 from engine.run.files import sync_folder
 from engine.run.lock import hold_lock
-from tasks.console import print_error
+from tasks.terminal.console import print_error
 
 SCHEME = "sqlite:///"
 WAIT_S = 120.0

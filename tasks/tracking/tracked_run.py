@@ -23,9 +23,9 @@ from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.progress import folder_size
 from engine.run.run_file import read_run
-from tasks.console import own_program, print_error
-from tasks.fenced import run_folder
-from tasks.progress_display import copied, show_progress, since_now
+from tasks.attempt import run_folder
+from tasks.terminal.console import own_program, print_error
+from tasks.terminal.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.others import OtherTrackers, check_others
 from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts, retry_while_away
@@ -53,8 +53,8 @@ NO_TAGS: Mapping[str, str] = MappingProxyType({})
 
 # MLflow's default of 7 retries takes four minutes; the next pass tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-# MLflow prints the link to each finished run with the server's whole address, including a password; tasks.summary
-# prints it without
+# MLflow prints the link to each finished run with the server's whole address, including a password;
+# tasks.stages.summary prints it without
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 

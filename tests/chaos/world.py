@@ -36,7 +36,7 @@ BACK_S = 5.0
 ROLES = {
     "flow": "prefect.engine",
     "orchestrator": "engine.orchestrator.launch",
-    "agent": "engine.ranks.agent",
+    "agent": "engine.trainer.ranks.agent",
     "rank": "engine.trainer.rank",
     "instance": "engine.instance.embedded",
     "verifier": "engine.verifier.worker",

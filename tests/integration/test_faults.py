@@ -13,8 +13,8 @@ import pytest
 from engine.errors import RatioGapError, RewardError, StaleRolloutError, TransferError, WeightSyncError
 from engine.orchestrator.launch import launch_run as launch_here
 from engine.orchestrator.pool.instance_client import InstanceClient
+from engine.orchestrator.publish.sync import WeightSync
 from engine.orchestrator.steps import Steps
-from engine.orchestrator.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
 from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
 from engine.wire.columns import RESPONSES, open_group

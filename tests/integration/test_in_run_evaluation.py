@@ -12,7 +12,7 @@ from engine.run.files import read_lines
 from engine.run.served_model import served_config, weight_version
 from engine.run.trace import read_spans
 from support.runs import launch
-from tasks.export import find_checkpoint, policy_folder
+from tasks.commands.export import find_checkpoint, policy_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4

@@ -7,7 +7,7 @@ import pytest
 from engine.config.recipe import load_config
 from engine.tools.planner.probes import measured_step_s
 from support.runs import config_of, launch
-from tasks.plan import make_plan, measure_probes
+from tasks.commands.plan import make_plan, measure_probes
 
 
 @pytest.mark.nightly

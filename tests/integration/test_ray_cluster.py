@@ -20,10 +20,10 @@ from support.ray_nodes import kill_node, kill_tree, node_without, ray_cluster, r
 from support.runs import ROOT, Tree, config_of, overrides, wait_for
 from support.transferqueue import ELSEWHERE, EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
-from tasks.cluster import ray_cluster as ray_cluster_of
-from tasks.cluster.ray_models import PlacedModel, find_digests, model_here
-from tasks.cluster.ray_parts import MODEL, PlacedPart, begin, end, first_place
-from tasks.cluster.ray_room import give_back, take_room
+from tasks.cluster.ray import placement as ray_cluster_of
+from tasks.cluster.ray.models import PlacedModel, find_digests, model_here
+from tasks.cluster.ray.parts import MODEL, PlacedPart, begin, end, first_place
+from tasks.cluster.ray.room import give_back, take_room
 
 pytestmark = MARKS
 NEEDS_ROOT = pytest.mark.skipif(
@@ -122,7 +122,7 @@ def run_on_two_nodes(settings, folder):
     """Train with two trainer nodes that are started by hand, as the run "alone"."""
     alone = settings | {"run.name": "alone", "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
     node = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.nodes", str(folder / "alone"), "--wait", "300"], cwd=ROOT
+        [sys.executable, "-m", "engine.trainer.ranks.nodes", str(folder / "alone"), "--wait", "300"], cwd=ROOT
     )
     try:
         run(alone, folder)

@@ -12,8 +12,8 @@ from support.paper_recipes import DEVICES
 from support.ray_nodes import ray_cluster
 from support.runs import ROOT
 from support.transferqueue import MARKS
-from tasks.cluster import ray_cluster as placing
-from tasks.cluster import ray_parts
+from tasks.cluster.ray import parts as ray_parts
+from tasks.cluster.ray import placement as placing
 
 pytestmark = [*MARKS, pytest.mark.nightly]
 MOST_S = 60.0

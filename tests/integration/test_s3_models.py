@@ -10,7 +10,7 @@ import pytest
 from engine.config.recipe import load_config
 from support.runs import ROOT
 from support.s3_server import s3_server
-from tasks.cluster.ray_models import find_digests
+from tasks.cluster.ray.models import find_digests
 
 SOURCE = ROOT / "data/quickstart_model"
 

@@ -7,6 +7,7 @@ from support.runs import ROOT, Tree, base_settings, send, wait_for
 from support.whole_runs import run, same, spans, start, steps, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(900)]
+AGENT = "engine.trainer.ranks.agent --ranks 1 --module"
 REWARDS = ROOT / "tests/support/rewards.py"
 TIMES = ("_s", "_per_device", "_gib", "wait_ratio")
 
@@ -104,7 +105,7 @@ def test_a_scorer_in_another_layout_only_rounds(axis, one_by_one, within, folder
         assert same(whole, other)
 
 
-def scorer_process(orchestrator, part="engine.scorer.rank"):
+def scorer_process(orchestrator, part="engine.trainer.ranks.scorer_rank"):
     """The process of the only rank of a scorer, or its agent; None if there is none now."""
     found = [process for process, line in Tree(orchestrator.pid).command_lines() if f"-m {part}" in line]
     return found[0] if found else None
@@ -146,8 +147,8 @@ def fails(settings, folder, harm):
 @pytest.mark.nightly
 def test_a_run_whose_scorer_never_starts_fails_by_name(exact, folder):
     def stop(orchestrator):
-        wait_for(lambda: scorer_process(orchestrator, "engine.ranks.agent --ranks 1 --module"), "the scorer's agent")
-        send(scorer_process(orchestrator, "engine.ranks.agent --ranks 1 --module"), "SIGSTOP")
+        wait_for(lambda: scorer_process(orchestrator, AGENT), "the scorer's agent")
+        send(scorer_process(orchestrator, AGENT), "SIGSTOP")
 
     said = fails(with_scorer(exact, wait_s=10) | {"run.name": "never"}, folder, stop)
     assert "have waited 10 s (stages.reference.wait_s) for the stage 'reference'" in said
@@ -178,7 +179,7 @@ def test_nothing_survives_the_orchestrator(exact, folder):
     try:
         wait_for(lambda: steps(folder, "killed"), "the first step")
         tree = Tree(orchestrator.pid)
-        assert tree.named("-m engine.scorer.rank")
+        assert tree.named("-m engine.trainer.ranks.scorer_rank")
     finally:
         orchestrator.kill()
         orchestrator.wait()

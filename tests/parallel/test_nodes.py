@@ -12,8 +12,8 @@ import pytest
 from engine.client.connection import Connection
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.orchestrator.server import Server
-from engine.ranks.nodes import follow_invitations
 from engine.run.files import read_lines
+from engine.trainer.ranks.nodes import follow_invitations
 from engine.wire.certificate import Certificate, client_context
 from engine.wire.invitation import INVITATION
 from engine.wire.message import Done
@@ -39,7 +39,7 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
     command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(two, tmp_path))]
     orchestrator = subprocess.Popen(command, cwd=ROOT)
     node = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
+        [sys.executable, "-m", "engine.trainer.ranks.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
     )
     try:
         assert orchestrator.wait(300) == 0

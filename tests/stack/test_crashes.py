@@ -18,7 +18,7 @@ from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
 from support.runs import ROOT, launch, overrides, seeded_settings, wait_for
 from tasks.cluster.prefect_api import post_json
-from tasks.orchestrator_process import STOP_S
+from tasks.stages.orchestrator_process import STOP_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
 

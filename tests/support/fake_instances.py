@@ -8,7 +8,7 @@ from typing import ClassVar
 import aiohttp
 
 from engine.errors import ProcessDied
-from engine.orchestrator.weight_sync.probe import make_probe
+from engine.orchestrator.publish.probe import make_probe
 from engine.run.instance_process import InstanceProcess
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.replies import reply

@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.orchestrator.weight_sync.sync import WeightSync
+from engine.orchestrator.publish.sync import WeightSync
 from engine.wire.sync_messages import Proceed, SyncOpened
 from engine.wire.weights.checksum import tensor_checksum
 

@@ -17,8 +17,8 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
 from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.publish.sync import WeightSync
 from engine.orchestrator.server import Server
-from engine.orchestrator.weight_sync.sync import WeightSync
 from engine.types import Prompt
 from engine.wire.columns import open_ids
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL

@@ -19,7 +19,7 @@ from engine.run.progress import Progress, write_progress
 from engine.run.run_file import read_run, update_run
 from engine.run.trace import Trace
 from engine.types import StepReport
-from tasks.finished_stages import Stages, count_attempt
+from tasks.attempt import Stages, count_attempt
 
 STEPS = 4
 FIGURES = {

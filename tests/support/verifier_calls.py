@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from engine.config import Reward
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.types import Prompt, Response
 
 PROMPT = Prompt(
@@ -54,7 +54,7 @@ def until_dead(pid: int) -> None:
 ORCHESTRATOR = """
 import asyncio, sys
 from engine.config import Reward
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.types import Prompt, Response
 async def main():
     pool = VerifierPool(Reward(function=sys.argv[1], timeout_s=600))

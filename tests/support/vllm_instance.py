@@ -13,8 +13,8 @@ import torch
 from engine.config import Config
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceClient
-from engine.orchestrator.weight_sync.probe import make_probe
-from engine.orchestrator.weight_sync.update_calls import UpdateCalls
+from engine.orchestrator.publish.probe import make_probe
+from engine.orchestrator.publish.update_calls import UpdateCalls
 from engine.run.commands import instance_command
 from engine.run.process import Child
 from engine.wire.weights import bucket_file, buckets

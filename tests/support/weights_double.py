@@ -14,7 +14,7 @@ from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, 
 from engine.instance.receiver import OUTPUT, Receiver
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
-from engine.orchestrator.weight_sync.sync import WeightSync, make_probe
+from engine.orchestrator.publish.sync import WeightSync, make_probe
 from engine.wire import messages
 from engine.wire.message import pack
 from support.replies import reply

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from support.runs import ROOT
-from tasks.cluster import doctor
 from tasks.cluster.watchdog import HEARTBEAT_S, SILENCE_S
+from tasks.commands import doctor
 
 COMPOSE = ROOT / "infra/compose/compose.yaml"
 CONTAINERS = sorted((ROOT / "infra/containers").glob("*.Containerfile"))

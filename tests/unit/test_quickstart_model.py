@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.generate_addition import column_sums, worked
 from engine.config import Config
 from support.runs import ROOT
-from tasks.input_checks import with_model_folder
+from tasks.stages.input_checks import with_model_folder
 
 DATA = ROOT / "data"
 MODEL = DATA / "quickstart_model"

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import BadInput, MetronomeError, ProcessDied, counted
 from engine.run.folder import RunFolder
 from engine.run.user_code import UserCode, describe_error
-from tasks import console
+from tasks.terminal import console
 
 SECRET = "hunter2-of-the-cluster"
 EVIL = "\x1b[2J\x1b]0;owned\x07a\r\x9bb\u202ec\u2028d\ud800"

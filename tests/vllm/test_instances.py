@@ -20,9 +20,9 @@ from engine import platform
 from engine.config import Config
 from engine.errors import ProcessDied, WeightSyncError
 from engine.instance.vllm.session import KEEP_STALE_HEAD
-from engine.ranks.models import open_models
 from engine.run.vllm_command import instance_command_line
 from engine.tools.acceptance.runs import MEDIUM, make_model
+from engine.trainer.ranks.models import open_models
 from engine.wire.sync_messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
 from support.tiny_models import VOCABULARY, reference, save

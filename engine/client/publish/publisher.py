@@ -176,7 +176,7 @@ class ProbeLogprobs(msgspec.Struct):
 
 
 class Publisher:
-    """Publishes weight versions. The orchestrator directs the instances (engine.orchestrator.weight_sync).
+    """Publishes weight versions. The orchestrator directs the instances (engine.orchestrator.publish).
 
     All ranks must construct it together.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.orchestrator.pool import reply_check
 from engine.orchestrator.pool.reply_check import Asked
-from engine.orchestrator.weight_sync.probe import UNMEASURED
+from engine.orchestrator.publish.probe import UNMEASURED
 from engine.tools.conformance.rules import demand, rule
 from engine.tools.conformance.tried_engine import TriedEngine
 from engine.wire.rollout_messages import CompletionReply

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from engine.errors import BadInput, MetronomeError
-from engine.orchestrator.weight_sync.probe import UNMEASURED
+from engine.orchestrator.publish.probe import UNMEASURED
 from engine.tools.conformance import control_rules, http_rules, response_rules, update_rules
 from engine.tools.conformance.reference import Reference
 from engine.tools.conformance.rules import ProtocolRule

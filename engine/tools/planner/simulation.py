@@ -24,11 +24,11 @@ from engine.model.layout import split_responses
 from engine.orchestrator.pool.instance import smooth_average, soonest_instance
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.steps import Held, Steps
-from engine.ranks.packing import join_windows, pack_parts
 from engine.schedule import Schedule
 from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.simulated import Simulated, SimulatedStep
+from engine.trainer.ranks.packing import join_windows, pack_parts
 from engine.wire.columns import Column, Row
 from engine.wire.messages import TRAIN
 

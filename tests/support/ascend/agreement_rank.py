@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine import platform
-from engine.ranks.rank_group import RankGroup
+from engine.trainer.ranks.rank_group import RankGroup
 
 
 def main():

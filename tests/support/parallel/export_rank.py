@@ -15,8 +15,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).res
 from engine import platform  # noqa: E402
 from engine.client.publish.transports import open_transport  # noqa: E402
 from engine.config import recipe  # noqa: E402
-from engine.ranks.models import open_models  # noqa: E402
-from engine.ranks.rank_group import RankGroup  # noqa: E402
+from engine.trainer.ranks.models import open_models  # noqa: E402
+from engine.trainer.ranks.rank_group import RankGroup  # noqa: E402
 from support.weights_double import TIMEOUT_S, Client, Orchestrator, Verifying  # noqa: E402
 
 

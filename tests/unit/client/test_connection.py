@@ -7,7 +7,7 @@ import pytest
 
 from engine.client.connection import Connection
 from engine.errors import MetronomeError
-from engine.ranks.rank_process import run_rank
+from engine.trainer.ranks.rank_process import run_rank
 
 
 @pytest.fixture

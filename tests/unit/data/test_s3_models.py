@@ -19,9 +19,9 @@ from engine.run.served_model import served_config
 from support.commands import metronome, sets
 from support.runs import ROOT
 from support.s3_proxy import FORBID, proxied_s3
-from tasks.cluster.ray_models import find_digests
-from tasks.export import policy_folder
-from tasks.input_checks import with_model_folder
+from tasks.cluster.ray.models import find_digests
+from tasks.commands.export import policy_folder
+from tasks.stages.input_checks import with_model_folder
 
 TINY = {path.name: path.read_bytes() for path in (ROOT / "data/quickstart_model").iterdir()}
 ADDRESS = "s3://bucket/models/tiny-1.5"

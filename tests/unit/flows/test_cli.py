@@ -93,7 +93,9 @@ def test_the_options_of_the_device_check_need_it():
 def test_a_plan_from_a_run_is_one_of_its_settings(tmp_path, monkeypatch, arguments, steps):
     (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
     planned = []
-    monkeypatch.setattr("tasks.plan.make_plan", lambda config, runs, **rest: planned.append((config.train.steps, runs)))
+    monkeypatch.setattr(
+        "tasks.commands.plan.make_plan", lambda config, runs, **rest: planned.append((config.train.steps, runs))
+    )
     done = CliRunner().invoke(app, ["plan", *arguments, "--from", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert planned == [(steps, [str(tmp_path)])]
@@ -101,7 +103,7 @@ def test_a_plan_from_a_run_is_one_of_its_settings(tmp_path, monkeypatch, argumen
 
 TALKS = """
 from flows.cli import _exit_codes
-from tasks.console import say
+from tasks.terminal.console import say
 with _exit_codes():
     while True:
         say("stage", "text")

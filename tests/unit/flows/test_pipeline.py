@@ -8,7 +8,7 @@ from engine.config import Config
 from engine.run.folder import RunFolder
 from flows import pipeline
 from flows.pipeline import STAGES, run_stages, stages_for
-from tasks.finished_stages import TRAIN, EnteredRun, RunStage, Stages
+from tasks.attempt import TRAIN, EnteredRun, RunStage, Stages
 
 
 @pytest.fixture

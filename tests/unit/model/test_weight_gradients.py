@@ -5,7 +5,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from engine.model import linear, weight_gradients
-from engine.ranks import models
+from engine.trainer.ranks import models
 from support.policies import a_group, a_policy
 from support.tiny_models import save
 

@@ -15,7 +15,7 @@ from engine.run.commands import instance_command
 from engine.run.vllm_command import MARKER, PYTHON
 from support.runs import base_settings, config_of
 from support.tiny_models import save
-from tasks.input_checks import _check_prompts, _warn, check_inputs
+from tasks.stages.input_checks import _check_prompts, _warn, check_inputs
 
 
 def a_config(folder, **tables):

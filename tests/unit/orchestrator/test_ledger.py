@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.orchestrator.ledger import Ledger, Windows
-from engine.ranks.packing import pack_parts
+from engine.trainer.ranks.packing import pack_parts
 
 ONE = 1
 """A budget below any row: windows of one."""

@@ -13,7 +13,7 @@ from engine.platform.cpu import Cpu
 from engine.platform.cuda import Cuda
 from engine.platform.near_cores import choose_cores, cores_near_npus, cores_near_pci, cores_of
 from engine.platform.npu import Npu
-from engine.ranks import rank_process
+from engine.trainer.ranks import rank_process
 
 CORES = st.sets(st.integers(0, 200), max_size=60)
 HYPERTHREADS = [[*range(16), *range(32, 48)]] * 2 + [[*range(16, 32), *range(48, 64)]] * 2

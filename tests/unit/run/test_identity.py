@@ -10,7 +10,7 @@ from engine.errors import BadInput
 from engine.run.files import seal
 from engine.run.identity import claim_run, known_run
 from engine.run.run_file import FILE, read_run
-from tasks.input_checks import check_run_folder
+from tasks.stages.input_checks import check_run_folder
 
 
 @pytest.fixture

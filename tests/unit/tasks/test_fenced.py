@@ -12,11 +12,10 @@ from engine.errors import RewardError, TakenOver
 from engine.run.folder import RunFolder
 from engine.run.run_file import RunStart, read_run
 from support.run_folders import newer_attempt
-from tasks import orchestrator_process, shown_stages, train
-from tasks.evaluate import run_folder as evaluated_folder
-from tasks.fenced import evaluation_failure, run_folder, write_fenced
-from tasks.finished_stages import Stages, count_attempt
-from tasks.flow_entry import enter_flow
+from tasks.attempt import Stages, count_attempt, evaluation_failure, run_folder, write_fenced
+from tasks.stages import orchestrator_process, shown_stages, train
+from tasks.stages.evaluate import run_folder as evaluated_folder
+from tasks.stages.flow_entry import enter_flow
 from tasks.tracking import tracked_run
 from tasks.tracking.retry import TrackingAway
 

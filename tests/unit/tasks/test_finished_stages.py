@@ -9,7 +9,7 @@ from engine.run.files import seal
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
 from engine.run.progress import read_progress as read_text
-from tasks.finished_stages import Stages, count_attempt, read_progress
+from tasks.attempt import Stages, count_attempt, read_progress
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from engine.config import Config
 from engine.run.checkpoint_files import MARKER
 from engine.run.files import seal, write_json
-from tasks import train
-from tasks.train import TrainingArtifacts, steps_page
+from tasks.stages import train
+from tasks.stages.train import TrainingArtifacts, steps_page
 
 
 def row(step, **more):

@@ -23,13 +23,13 @@ from engine.run.trace import Trace, read_spans
 from engine.tools.watch.page import draw_page
 from support.damages import damaged
 from support.run_folders import add_line, finished, interrupted
-from tasks import resume_checks
+from tasks.attempt import Stages, count_attempt, last_end
 from tasks.cluster.flow_names import name_of
-from tasks.compare import from_folder
-from tasks.finished_stages import Stages, count_attempt, last_end
-from tasks.flow_entry import begun_by_this_flow
-from tasks.resume import find_resumed
-from tasks.summary import _figures
+from tasks.commands.compare import from_folder
+from tasks.stages import resume_checks
+from tasks.stages.flow_entry import begun_by_this_flow
+from tasks.stages.resume import find_resumed
+from tasks.stages.summary import _figures
 from tasks.tracking.evaluation_texts import closing_rows
 from tasks.tracking.evaluations import InRun
 from tasks.tracking.mirror import NewLines

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ranks.packing import Packing
 from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.micro_batches import micro_batches
+from engine.trainer.ranks.packing import Packing
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import REFERENCE, open_group, pack_group
 from support.policies import a_group, a_policy, gradients

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from engine.config import Reward
 from engine.errors import RewardError
-from engine.orchestrator.verifier_pool import VerifierPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from support.runs import ROOT
 from support.verifier_calls import PROMPT, response
 

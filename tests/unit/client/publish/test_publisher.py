@@ -11,7 +11,7 @@ from engine.client.publish.publisher import ATTEMPTS
 from engine.client.publish.transports import open_transport
 from engine.errors import WeightSyncError
 from engine.orchestrator.pool.instance_client import InstanceGone
-from engine.orchestrator.weight_sync.sync import WeightSync
+from engine.orchestrator.publish.sync import WeightSync
 from engine.wire import messages
 from support.late_communicator import late
 from support.weights_double import TIMEOUT_S, Client, Model, Orchestrator, Verifying, base_folder, publisher, weights
@@ -20,7 +20,7 @@ STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
 
 
 class Place:
-    """A rank's side of engine.ranks.rank_group.RankGroup, all ranks being threads here."""
+    """A rank's side of engine.trainer.ranks.rank_group.RankGroup, all ranks being threads here."""
 
     def __init__(self, shared, number):
         self._shared = shared

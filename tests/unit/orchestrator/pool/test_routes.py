@@ -12,7 +12,7 @@ import torch
 from engine.model.shape import Experts
 from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
 from engine.orchestrator.producer import Producer
-from engine.ranks.packing import Packing
+from engine.trainer.ranks.packing import Packing
 from engine.types import Prompt
 from engine.wire.columns import open_group
 from engine.wire.routes import open_routes, pack_routes

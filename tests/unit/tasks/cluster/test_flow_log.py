@@ -7,9 +7,9 @@ import pytest
 from prefect.logging import handlers
 
 from engine.errors import ProcessDied
-from tasks import console
 from tasks.cluster.flow_log import send_output
 from tasks.cluster.local_server import log_prefect_to
+from tasks.terminal import console
 
 
 def test_the_logs_tab_gets_what_the_console_shows(monkeypatch, capsys):

@@ -5,7 +5,7 @@ import pytest
 from engine.run.folder import RunFolder
 from tasks.cluster import flow_names
 from tasks.cluster.flow_names import name_flow_run, name_of
-from tasks.console import mark_lines, say
+from tasks.terminal.console import mark_lines, say
 
 
 def test_a_flow_run_has_the_runs_name_and_the_number_of_the_try(tmp_path):

@@ -23,10 +23,9 @@ from engine.run.folder import RunFolder, dump_config
 from engine.run.run_file import RunStart, update_run
 from engine.types import Group, Prompt, Response, Score
 from support.run_folders import write_report
-from tasks import code_version
-from tasks.code_version import OURS, tree_hash
-from tasks.tracking import evaluation_texts, evaluations, tracked_run
+from tasks.tracking import code_version, evaluation_texts, evaluations, tracked_run
 from tasks.tracking.champion_alias import update_champion
+from tasks.tracking.code_version import OURS, tree_hash
 
 SAMPLES = 4
 

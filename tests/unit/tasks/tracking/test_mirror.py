@@ -21,7 +21,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from support.run_folders import add_line, newer_attempt
 from support.runs import ROOT
-from tasks.fenced import write_fenced
+from tasks.attempt import write_fenced
 from tasks.tracking import evaluations, mirror, retry, tracked_run
 
 EVALUATION = {"step": 0, "weight_version": 0, "benchmark": "sums", "problems": 2, "samples": 1, "avg_at_k": 0.5}

@@ -18,7 +18,7 @@ from engine.run.run_file import RunStart, update_run
 from engine.types import Prompt
 from flows.cli import app
 from support.runs import config_of
-from tasks.input_checks import local_model
+from tasks.stages.input_checks import local_model
 from tasks.tracking import tracked_run
 from tasks.tracking.registered_policies import START_TAG, check_names, model_folder, registered_name, started_from
 

@@ -16,7 +16,7 @@ from engine.run.run_file import read_run, update_run
 from engine.types import StepReport
 from flows.local import train_here
 from support.run_folders import add_line, newer_attempt
-from tasks.finished_stages import RegisteredPolicy
+from tasks.attempt import RegisteredPolicy
 from tasks.tracking import evaluations, others, retry, tracked_run
 from tasks.tracking.metric_names import metric_name
 

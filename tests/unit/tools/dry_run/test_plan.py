@@ -237,7 +237,7 @@ def test_places_are_said():
 
 def test_nothing_that_trains_takes_a_dry_run():
     """The flows of deployments check their inputs first, and must not train on what was meant to be printed."""
-    from tasks.input_checks import check_inputs
+    from tasks.stages.input_checks import check_inputs
 
     with pytest.raises(BadInput, match="metronome run RECIPE --set run.dry=true"):
         check_inputs(recipe(BASE, "run.dry=true"))

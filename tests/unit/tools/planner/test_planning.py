@@ -32,7 +32,7 @@ from engine.tools.planner.search import (
     search_settings,
 )
 from engine.tools.planner.simulation import simulate_run
-from tasks.plan import make_plan
+from tasks.commands.plan import make_plan
 
 RECIPE = "infra/recipes/papers/periodic-qwen3-8b-16npu.toml"
 LENGTHS = Lengths.drawn(3000, 12000, 200, 14336, count=256)

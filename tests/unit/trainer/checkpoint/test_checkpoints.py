@@ -1,7 +1,7 @@
 """Checkpoints of one process: everything is in them, and a resumed run is the run.
 
 How they are written: test_checkpoint_saving.py. Layouts, and a kill while one is written:
-tests/parallel/test_checkpoints.py. s3://: tests/unit/tasks/test_publish.py.
+tests/parallel/test_checkpoints.py. s3://: tests/unit/tasks/stages/test_publish.py.
 """
 
 import json

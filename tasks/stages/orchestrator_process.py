@@ -1,0 +1,241 @@
+"""Starts the orchestrator and follows its events. The orchestrator ends whenever `run_training` ends."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from engine import errors
+from engine.config import Config
+from engine.errors import DeadlineError, MetronomeError, ProcessDied, TakenOver
+from engine.run.commands import orchestrator_command, timeline_command
+from engine.run.disk import named_disk_errors
+from engine.run.event_stream import EventReader, Kind
+from engine.run.folder import RunFolder, dump_config
+from engine.run.limits import checkpoint_size, saving_s, stored_parameters
+from engine.run.logs import last_message
+from engine.run.process import Child
+from engine.run.progress import Progress, folder_size, format_size, write_progress
+from engine.run.run_inputs import record_inputs
+from engine.types import JsonObject
+from tasks.attempt import run_folder
+from tasks.terminal.console import print_error, say
+from tasks.terminal.interruption import say_stopping, signal_of
+from tasks.terminal.progress_display import show_progress, since_now
+
+POLL_S = 0.3
+"""Longest wait in seconds for an event, before the orchestrator is looked at."""
+PAUSE_S = 5.0
+"""Longest silence in seconds that is counted between two reads."""
+STOP_S = 9.0
+"""Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children. After a
+signal, the time for a checkpoint (`limits.saving_s`) comes first."""
+DRAW_S = 120.0
+"""Longest time in seconds to draw the timeline."""
+HURRY_S = 5.0
+"""The same after a signal, when a person or a worker waits."""
+
+
+def run_training(
+    config: Config,
+    resume: bool = False,
+    replay: Path | None = None,
+    on_step: Callable[[JsonObject], None] = lambda row: None,
+) -> RunFolder:
+    """Train in an orchestrator process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder.
+    Prints the progress of the training and the orchestrator's notices.
+
+    Raises the error that ended the run: BadInput, or another MetronomeError with the orchestrator's message. No process
+    is left behind. At the end of the training the timeline is drawn; after an error `timeline_at_end` draws it. A
+    signal that ends this process is passed on to the orchestrator.
+    """
+    folder = run_folder(config)
+    folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
+    if folder.fence.attempt:
+        with named_disk_errors(folder.path), show_progress("train", since_now("comparing model and code")):
+            record_inputs(config)
+    with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
+        file = Path(scratch) / "config.toml"
+        dump_config(config, file)
+        reader = EventReader()
+        command = orchestrator_command(file, resume, replay, events=reader.writer, attempt=folder.fence.attempt)
+        child = _start(command, folder, reader)
+        told = _Told(folder, on_step)
+        try:
+            with reader, show_progress("train", lambda: told.progress):
+                code = _follow(child, reader, told, Silence(child, config))
+        except BaseException as ended:
+            _stop(child, signal_of(ended), config)
+            raise
+        finally:
+            told.close()
+        child.stop(STOP_S)
+    if told.failure is not None:
+        raise told.failure
+    if code:
+        raise ProcessDied(f"the orchestrator {child.how_it_ended()}")
+    _draw(folder, DRAW_S)
+    return folder
+
+
+def _start(command: Sequence[str], folder: RunFolder, reader: EventReader) -> Child:
+    lock = [] if folder.fence.lock is None else [folder.fence.lock]  # which it holds, too, until it ends
+    try:
+        return Child("orchestrator", command, folder.logs / "orchestrator.log", pass_fds=[reader.writer, *lock])
+    finally:
+        os.close(reader.writer)
+
+
+class _Told:
+    """What the orchestrator tells: prints its notices, passes its steps on, and shows its progress in the run
+    folder."""
+
+    def __init__(self, folder: RunFolder, on_step: Callable[[JsonObject], None]) -> None:
+        self._folder = folder
+        self._on_step = on_step
+        self.failure: MetronomeError | None = None
+        """The error that ended the run."""
+        self.progress = Progress("starting the orchestrator")
+        self._show_progress(self.progress)
+
+    def take(self, kind: Kind, content: Any) -> None:  # noqa: ANN401
+        """Take the next event."""
+        if kind == "step":
+            self._on_step(content)
+        elif kind == "notice":
+            say(*content)
+        elif kind == "progress":
+            self._show_progress(Progress(*content))
+        else:
+            name, message = content
+            self.failure = getattr(errors, name, MetronomeError)(message)
+
+    def close(self) -> None:
+        """Nothing is in progress any more."""
+        if not self._folder.fence.is_passed:
+            self._folder.progress.unlink(missing_ok=True)
+
+    def _show_progress(self, progress: Progress) -> None:
+        self.progress = progress
+        if not self._folder.fence.is_passed:
+            with suppress(OSError):  # nothing depends on it
+                write_progress(self._folder.progress, progress)
+
+
+@contextmanager
+def timeline_at_end(folder: RunFolder) -> Iterator[None]:
+    """Draw the timeline if an error or a signal ends the body. Enter it before the run is tracked and before its end is
+    written, so that drawing comes last. Nothing is drawn if another process writes the folder now."""
+    try:
+        yield
+    except TakenOver:
+        raise
+    except BaseException as ended:
+        if not folder.fence.is_passed:
+            _draw(folder, DRAW_S if signal_of(ended) is None else HURRY_S)
+        raise
+
+
+def _stop(child: Child, number: signal.Signals | None, config: Config) -> None:
+    """Stop the orchestrator after an error, or after a signal (`number`), which is passed on to it, and show how much
+    of the trainer's checkpoint is written."""
+    if number is None:
+        child.stop(STOP_S)
+        return
+    say_stopping(saving_s(config))
+    whole = checkpoint_size(config, stored_parameters(Path(config.model.path)))
+    with show_progress("stop", lambda: _saved_part(RunFolder(config.folder).checkpoints, whole)):
+        child.stop(saving_s(config) + STOP_S, number)
+
+
+def _saved_part(root: Path, whole: float) -> Progress:
+    """How much of the checkpoint that is being written is there. `whole`: its bytes at the end."""
+    size = sum(folder_size(partial) for partial in root.glob(".step-*.partial"))
+    if not size:
+        return Progress("the trainer ends its micro-batch, and the processes end")
+    return Progress(f"{format_size(size)} of {format_size(int(whole))} saved", min(1.0, size / whole))
+
+
+def _draw(folder: RunFolder, within_s: float) -> None:
+    """Draw the timeline in a process of its own, if there are spans that it lacks."""
+    page = folder.path / "timeline.html"
+    drawn = page.stat().st_mtime if page.exists() else 0.0
+    if not any(spans.stat().st_mtime > drawn for spans in folder.trace.glob("*.jsonl")):
+        return
+    log = folder.logs / "timeline.log"
+    child = Child("timeline", timeline_command(folder.path), log)
+    try:
+        if not child.process.wait(within_s):
+            return
+        reason = last_error(child)
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {within_s:g} s"
+    finally:
+        child.stop(0.0)
+        log.unlink(missing_ok=True)
+    print_error(f"warning: the timeline is not drawn: {reason}; draw it: {shlex.join(timeline_command(folder.path))}")
+
+
+class Silence:
+    """Notices an orchestrator that hangs or was stopped, early enough to end it within 2 x train.timeout_s. The
+    orchestrator itself enforces all other deadlines of a run."""
+
+    def __init__(self, child: Child, config: Config) -> None:
+        self._child = child
+        timeout_s = config.train.timeout_s
+        self._limit_s, self._limit_text = max(
+            (2 * timeout_s - STOP_S, f"2 x train.timeout_s, less {STOP_S:g} s to end in"),
+            (timeout_s, "train.timeout_s"),
+        )
+        self._start_s = config.rollout.timeout_s
+        """Additional seconds before the orchestrator's first sign of life, because it may wait for a lock."""
+        self._silence_s = 0.0
+        self._looked = time.monotonic()
+
+    def look(self, heard: bool) -> None:
+        """Note whether there was a sign of life since the last call. Raise DeadlineError if there was none for too
+        long."""
+        now = time.monotonic()
+        # if this process slept as well, only a moment of the pause counts
+        self._silence_s += min(now - self._looked, PAUSE_S)
+        self._looked = now
+        if heard:
+            self._silence_s = 0.0
+            self._start_s = 0.0
+        limit = self._limit_s + self._start_s
+        if self._silence_s > limit:
+            raise DeadlineError(
+                f"the orchestrator (process {self._child.pid}) gave no sign of life for {limit:g} s ({self._limit_text}"
+                + (" + rollout.timeout_s" if self._start_s else "")
+                + f"): it hangs or was stopped, and is ended; its log: {self._child.log}"
+            )
+
+
+def _follow(child: Child, reader: EventReader, told: _Told, silence: Silence) -> int:
+    """Pass the orchestrator's events on until it ends. Return its exit status.
+
+    Raises DeadlineError if the orchestrator hangs.
+    """
+    while True:
+        code = child.process.poll()  # before the events are read, so that those of an ended one are all there
+        events = reader.read(POLL_S if code is None else 0.0)
+        for kind, content in events:
+            told.take(kind, content)
+        if code is not None:
+            return code
+        silence.look(bool(events))
+
+
+def last_error(child: Child) -> str:
+    """The message of the orchestrator's last `error: ` line."""
+    assert child.log is not None
+    told = last_message(child.log, "error: ")
+    return told.removeprefix("error: ") or f"the {child.name} {child.how_it_ended()}"

@@ -1,0 +1,58 @@
+"""Publish: copies the final checkpoint with the final policy to `checkpoint.path`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from engine.config import Config
+from engine.run.checkpoint_files import folder_of
+from engine.run.checkpoint_store import place_of, upload_checkpoint
+from engine.run.progress import folder_size
+from tasks.attempt import run_folder
+from tasks.terminal.progress_display import copied, show_progress
+from tasks.tracking.artifact_cells import code_span
+
+
+@task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
+def publish(config: Config) -> str:
+    """Publish the final checkpoint; returns its place.
+
+    The place is `<checkpoint.path>/<run.name>/step-N`, or the folder in the run folder if `checkpoint.path` is empty.
+    """
+    folder = run_folder(config)
+    checkpoint = folder_of(folder.checkpoints, config.train.steps)
+    place = str(checkpoint)
+    if config.checkpoint.path:
+        place = f"{place_of(config)}/{checkpoint.name}"
+        _copy_shown(checkpoint, folder.policy, place, folder.fence.check_attempt)
+    note = "" if config.checkpoint.path else " (checkpoint.path is empty: it stays in the run folder)"
+    create_markdown_artifact(f"{code_span(place)}{note}", key="checkpoint", description="The final checkpoint")
+    return place
+
+
+def copy_checkpoint(
+    checkpoint: Path,
+    policy: Path,
+    place: str,
+    fence: Callable[[], None] = lambda: None,
+    sent: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Copy a complete checkpoint to a folder or s3:// URL, with the policy's Hugging Face folder as its subfolder
+    `policy/`.
+
+    Raises MetronomeError naming the place; no marker is left there then. `fence` and `sent`: as in `upload_checkpoint`.
+    """
+    beside = {f"policy/{path.name}": path for path in sorted(policy.iterdir()) if path.is_file()}
+    upload_checkpoint(checkpoint=checkpoint, place=place, beside=beside, fence=fence, sent=sent)
+
+
+def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], None]) -> None:
+    sizes: list[int] = []
+    whole = folder_size(checkpoint) + folder_size(policy)
+    with show_progress("publish", copied("uploaded", lambda: sum(sizes), whole)):
+        copy_checkpoint(checkpoint=checkpoint, policy=policy, place=place, fence=fence, sent=sizes.append)

@@ -1,0 +1,110 @@
+"""The results of a finished run, read from its run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+
+from engine.config import Config
+from engine.errors import BadInput, counted
+from engine.evaluation.tables import rows_of
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from engine.tools.comparison.run_figures import gradient_alignment, signs_of_instability
+from engine.types import JsonObject
+from tasks.attempt import registered_policy
+from tasks.tracking import evaluation_texts, pages
+
+LONG_TAIL = 0.25
+"""Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
+long, 0.19 if lengths are spread evenly from 0 to their maximum, 0.33 if they are exponential."""
+WAITED = 0.2
+"""Share of the time from which a wait for responses is worth a hint."""
+
+
+def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
+    """The rows of the table at the end of a run: accuracy, reward, speed, places (`places` are rows among these)."""
+    folder = RunFolder(config.folder)
+    return {**evaluation_texts.closing_rows(folder), **training_rows(config), **places, **pages.page_rows(config)}
+
+
+def headline(folder: RunFolder) -> str:
+    """One line on what a run has reached: steps, reward, accuracy with its interval, champion or why not."""
+    steps = list(read_lines(folder.steps))
+    parts = [counted(steps[-1]["step"] + 1, "step"), f"reward {steps[-1]['reward_mean']:.3f}"] if steps else []
+    if evaluated := rows_of(folder):
+        parts.append(evaluation_texts.describe_evaluation(evaluated[-1]))
+    if (made := registered_policy(folder)) is not None:
+        parts.append(f"version {made.version} of {made.name} is {made.verdict}")
+    return "; ".join(parts) or "nothing yet"
+
+
+def training_rows(config: Config) -> dict[str, str]:
+    """The rows about the training: reward, speed, places."""
+    folder = RunFolder(config.folder)
+    steps = list(read_lines(folder.steps))
+    return {
+        **_figures(steps),
+        **_responses(steps),
+        **_stability(steps, str(config.algorithm.gac_low)),
+        **bound_rows(folder.path),
+        "run folder": str(folder.path),
+        "timeline": str(folder.path / "timeline.html"),
+        "trained policy": str(folder.policy),
+    }
+
+
+def _figures(steps: list[JsonObject]) -> dict[str, str]:
+    """Rows with reward and speed. There are no steps if the run folder was lost after the last checkpoint."""
+    if not steps:
+        return {"reward": "not known: the steps were lost with the run folder"}
+    reward = " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1]))
+    return {"reward": reward, "speed": _speed(steps)}
+
+
+def _responses(steps: list[JsonObject]) -> dict[str, str]:
+    """A row with the lengths of the last ten steps. It says whether a trainer that waits needs more instances (verl's
+    guideline for one step off): not if few long responses are what it waits for."""
+    last = steps[-10:]
+    longest = max((row.get("response_length_max", 0) for row in last), default=0)
+    if not longest:
+        return {}
+    mean, p90, tail = (fmean(row[f"response_length_{name}"] for row in last) for name in ("mean", "p90", "tail"))
+    text = f"mean {mean:,.0f} tokens, 90 % up to {p90:,.0f}, longest {longest:,}"
+    text += ": long-tailed" if tail > LONG_TAIL else ": of similar length"
+    waited = sum(row["wait_s"] for row in last) / sum(row["step_s"] for row in last)
+    if waited > WAITED:
+        text += f"; the trainer waited {waited:.0%} of the time, and "
+        text += (
+            "more instances help little: shorten the longest (docs/concepts.md)"
+            if tail > LONG_TAIL
+            else "more instances on further devices help"
+        )
+    return {"responses": text}
+
+
+def _stability(steps: list[JsonObject], low: str) -> dict[str, str]:
+    """Rows about the cosine of consecutive gradients, and about what GAC calls instability; none of a run without."""
+    alignment = gradient_alignment(steps, low)
+    signs = signs_of_instability(steps, low)
+    return ({"|cosine|": str(alignment)} if alignment else {}) | ({"warning": "; ".join(signs)} if signs else {})
+
+
+def bound_rows(folder: Path) -> dict[str, str]:
+    """A row that says what the steps were bound by and which setting is predicted to be faster; no row if the run is
+    too short to tell."""
+    from engine.tools.planner.planning import run_advice  # imports torch, which takes seconds
+
+    try:
+        return {"bound by": run_advice(folder)}
+    except BadInput:
+        return {}
+
+
+def _speed(steps: list[JsonObject]) -> str:
+    """Mean speed over all steps except the first, in which caches are cold."""
+    counted = steps[1:] or steps
+    seconds = sum(row["step_s"] for row in counted)
+    tokens = sum(row["tokens_per_s_per_device"] * row["step_s"] for row in counted)
+    return f"{len(counted) / seconds:.2f} steps/s, {tokens / seconds:,.0f} trained tokens/s/device"

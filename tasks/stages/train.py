@@ -1,0 +1,203 @@
+"""Train: runs the orchestrator, sends its steps to the console, MLflow and Prefect, and restarts it if it dies.
+
+The Prefect UI shows a progress bar and a page with step, reward, speed and time left. A thread sends them every 10 s,
+so a slow or unresponsive server delays neither training nor MLflow.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from types import TracebackType
+from typing import Any
+
+import httpx
+from prefect import task
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
+
+from engine.config import Config
+from engine.errors import (
+    CheckpointError,
+    DeadlineError,
+    MetronomeError,
+    ProcessDied,
+    Stopped,
+    StoreError,
+    TakenOver,
+    TransferError,
+    WeightSyncError,
+    counted,
+)
+from engine.run.checkpoint_files import latest_checkpoint
+from engine.run.folder import RunFolder
+from engine.tools.watch import PORT
+from tasks.attempt import START, count_attempt, last_end, run_folder
+from tasks.stages.shown_stages import train_shown
+from tasks.terminal.console import format_duration, say
+from tasks.tracking.artifact_cells import code_span, markdown_table
+
+UPDATE_S = 10.0
+"""Seconds between updates. Each update is two requests to the Prefect server."""
+END_S = 5.0
+"""Time limit in seconds of the last update, when training ends."""
+
+
+class TrainingArtifacts:
+    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run.
+    `watch` links to the page of the run."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=20)
+        self._shown: Mapping[str, Any] | None = None
+        self._ended = threading.Event()
+        context = contextvars.copy_context()  # identifies the flow run and task run of the artifacts
+        self._thread = threading.Thread(target=context.run, args=(self._tell,), name="progress", daemon=True)
+
+    def __enter__(self) -> TrainingArtifacts:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if kind is None or issubclass(kind, Exception):  # a cancelled run does not wait for the server
+            self._thread.join(END_S)
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        """Take the next line; returns at once."""
+        self._rows.append(row)
+
+    def _tell(self) -> None:
+        bar = None
+        linked = False
+        steps = counted(self._config.train.steps, "step")
+        while True:
+            last = self._ended.wait(UPDATE_S if bar is not None else 0.0)
+            try:
+                bar = bar or create_progress_artifact(0.0, key="training", description=f"Training, {steps}")
+                linked = linked or bool(_link_page(self._config))
+                self._update(bar)
+            except httpx.HTTPError as error:
+                say("warning", f"the Prefect server does not take the progress: {type(error).__name__}: {error}")
+            if last:
+                return
+
+    def _update(self, bar: Any) -> None:  # noqa: ANN401
+        rows = list(self._rows)
+        if not rows or rows[-1] is self._shown:
+            return
+        update_progress_artifact(bar, 100.0 * (rows[-1]["step"] + 1) / self._config.train.steps)
+        create_markdown_artifact(
+            steps_page(self._config, rows), key="training-status", description="Progress of the training"
+        )
+        self._shown = rows[-1]
+
+
+def _link_page(config: Config) -> object:
+    """Link to the page of `metronome watch`, which a person starts. Returns the artifact's id."""
+    command = code_span(f"metronome watch {RunFolder(config.folder).path.resolve()}")
+    return create_link_artifact(
+        f"http://127.0.0.1:{PORT}/",
+        link_text=f"{config.run.name} as it goes on",
+        key="watch",
+        description=f"The page is there while {command} runs on {code_span(socket.gethostname())}. When the training "
+        "has ended, timeline.html in the run folder is the same page.",
+    )
+
+
+def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:
+    """A Markdown table of the last of these lines of steps.jsonl. The time left is based on their mean step time."""
+    row = rows[-1]
+    done = rows[-1]["step"] + 1
+    steps = config.train.steps
+    left = (steps - done) * sum(line["step_s"] for line in rows) / len(rows)
+    checkpoint = latest_checkpoint(RunFolder(config.folder).checkpoints)
+    cells = {
+        "run": config.run.name,
+        "steps": f"{done} of {steps} ({100 * done / steps:.1f} %)",
+        "reward (last step)": f"{row['reward_mean']:.3f}",
+        f"reward (mean of {counted(len(rows), 'step')})": f"{fmean(line['reward_mean'] for line in rows):.3f}",
+        "response length": f"{row['response_length_mean']:.0f} tokens",
+        "speed": f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device",
+        "time of a step": f"{row['step_s']:.1f} s",
+        "time left": format_duration(left),
+        "last checkpoint": checkpoint.name if checkpoint is not None else "none yet",
+        "as of": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+    }
+    return markdown_table(["", ""], [*cells.items()])
+
+
+RETRIES = 1_000_000
+"""Prefect's retries are practically unlimited. The limit is `run.resumes`, which counts attempts without progress."""
+DELAY_S = 3.0
+"""Seconds between a death and the restart."""
+
+STORAGE_S = (60.0, 180.0, 420.0)
+"""Additional seconds before the first, the second and each later resume in a row after a checkpoint could not be
+written or read. Together they outlast a storage outage of ten minutes."""
+
+
+PASSING = (ProcessDied, Stopped, DeadlineError, TransferError, CheckpointError, WeightSyncError, StoreError)
+"""Errors that may be transient."""
+
+
+def pause_before_resume(told: tuple[str, str] | None, starts: int) -> float:
+    """Seconds to wait before a resume. `told`: name and message of the error that ended the previous attempt; `starts`:
+    attempts since the last progress."""
+    if told is None or told[0] != CheckpointError.__name__:
+        return 0.0
+    return STORAGE_S[min(max(starts, 1), len(STORAGE_S)) - 1]
+
+
+def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
+    """Whether to restart the training: yes after a death, a signal or weights that were damaged in transfer; no after a
+    wrong reward or wrong input. Nothing is trained on damaged weights. If they are damaged every time, the run makes no
+    progress and ends."""
+    return isinstance(state.result(raise_on_failure=False), PASSING)
+
+
+@task(
+    name="train",
+    cache_policy=NO_CACHE,
+    retries=RETRIES,
+    retry_delay_seconds=DELAY_S,
+    retry_condition_fn=_worth_resuming,
+)
+def train(config: Config, resume: bool = False, ready: Callable[[], Config] | None = None) -> int:
+    """Train from the newest published checkpoint if `resume` is set or this is a retry, else from step 0. Return the
+    number of steps. `ready` is called before each attempt; it waits for the other nodes and returns the attempt's
+    config.
+
+    Raises the error that ended the run, or MetronomeError when the run is no longer resumed.
+    """
+    folder = run_folder(config)
+    told = folder.last_failure()
+    again = (task_run.run_count or 1) > 1
+    why = last_end(folder) if again else START
+    starts = count_attempt(folder, "training", config.run.resumes, why)
+    if again:
+        pause_s = pause_before_resume(told, starts)
+        say("resume", f"the previous attempt ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
+        time.sleep(pause_s)
+    with TrainingArtifacts(config) as progress:
+        try:
+            return train_shown(config if ready is None else ready(), resume or again, also=progress)
+        except TakenOver:
+            raise  # another flow writes the folder now
+        except MetronomeError as error:
+            folder.write_failure(error)  # also records a death, which the orchestrator cannot write itself
+            raise

@@ -1,0 +1,395 @@
+"""Weight syncs from the trainer's publisher to instances, with every way in which an instance or a bucket may fail."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from engine.errors import MetronomeError, WeightSyncError
+from engine.instance.receiver import OUTPUT
+from engine.orchestrator.pool.instance_client import InstanceFault, InstanceGone
+from engine.orchestrator.publish.probe import make_probe
+from engine.wire.sync_messages import ConnectSync, MeetingPlace, OpenSync
+from support.weights_double import TIMEOUT_S, Model, base_folder, publisher, starting, weights
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting(base_folder(tmp_path / "base"))
+
+
+def holds(client, seed, version):
+    same = all(torch.equal(client.held[name], tensor) for name, tensor in weights(seed).items())
+    return same and client.version == version and not client.paused
+
+
+def on(route, number, act):
+    """A fault at the so manieth call of a route."""
+
+    async def fault(called, body, count):
+        return await act(body) if called == route and count == number else None
+
+    return fault
+
+
+async def die(body):
+    raise InstanceGone("its connection broke")
+
+
+async def err(body):
+    raise InstanceFault("answered 500")
+
+
+async def hang(body):
+    await asyncio.sleep(3600)
+
+
+async def corrupt(body):
+    changed = dict(body["update_info"])
+    changed["checksums"] = ["0" * 16, *changed["checksums"][1:]]
+    return {"update_info": changed}
+
+
+UPDATE = "/update_weights"
+AFTER_TEST = 2  # the self-test's comes first
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_every_instance_holds_exactly_what_the_trainer_has(start, tmp_path, transport, staged):
+    orchestrator = start(2, staged)
+    sender = publisher(orchestrator, transport, tmp_path)
+    for version in (0, 1, 2):
+        before = {client.name: len(client.calls) for client in orchestrator.clients}
+        assert 0 < sender.publish(Model(version), version) < TIMEOUT_S
+        assert all(holds(client, version, version) for client in orchestrator.clients)
+        assert orchestrator.sync.version == version
+    assert all(one.state == "serving" and one.version == 2 for one in orchestrator.pool.instances)
+    assert not orchestrator.pool.reasons
+    for client in orchestrator.clients:
+        assert client.calls.count(UPDATE) == 1 + 3 * (3 + staged)  # buckets: output layer with a and b, c, d
+        assert client.calls.count("/init_weight_transfer_engine") == (transport == "gloo")
+        beside = [route for route in client.calls[before[client.name] :] if route != UPDATE]
+        assert sorted(beside) == ["/begin_weight_update", "/finish_weight_update", "/health"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_a_late_instance_gets_the_version_again_and_the_others_are_not_touched(start, tmp_path, transport, staged):
+    orchestrator = start(2, staged)
+    sender = publisher(orchestrator, transport, tmp_path)
+    sender.publish(Model(1), 1)
+    assert not orchestrator.sync.is_awaited
+    late = orchestrator.late()
+    assert orchestrator.sync.is_awaited
+    calls = [len(client.calls) for client in orchestrator.clients[:2]]
+    sender.publish(Model(1), 1, again=True)
+    assert [len(client.calls) for client in orchestrator.clients[:2]] == calls
+    assert holds(late.client, 1, 1)
+    assert (late.state, late.version, late.client.trusted) == ("serving", 1, True)
+    assert not orchestrator.sync.is_awaited
+    sender.publish(Model(2), 2)  # the groups are made anew, with it
+    assert all(holds(client, 2, 2) for client in orchestrator.clients)
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+@pytest.mark.parametrize("fault", [on(UPDATE, AFTER_TEST, die), on(UPDATE, AFTER_TEST, corrupt)])
+def test_a_late_instance_that_fails_harms_no_run_that_has_others(start, tmp_path, transport, fault):
+    """It is not asked again for this version, and the trainer does not wait for it."""
+    orchestrator = start(1)
+    sender = publisher(orchestrator, transport, tmp_path)
+    sender.publish(Model(1), 1)
+    late = orchestrator.late(fault)
+    sender.publish(Model(1), 1, again=True)
+    assert set(orchestrator.pool.reasons) == {"late"}
+    late.wait_for_weights()
+    assert not orchestrator.sync.is_awaited
+    assert holds(orchestrator.clients[0], 1, 1)
+    sender.publish(Model(2), 2)
+    assert all(holds(client, 2, 2) for client in orchestrator.clients)
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_the_only_instance_gets_the_version_again_however_often_it_fails(start, tmp_path, transport):
+    orchestrator = start(1)
+    sender = publisher(orchestrator, transport, tmp_path)
+    sender.publish(Model(1), 1)
+    orchestrator.pool.instances.clear()
+    late = orchestrator.late(on(UPDATE, AFTER_TEST, corrupt))
+    with pytest.raises(WeightSyncError, match="was corrupted in transit"):
+        sender.publish(Model(1), 1, again=True)
+    late.wait_for_weights()
+    assert orchestrator.sync.is_awaited
+    sender.publish(Model(1), 1, again=True)
+    assert holds(late.client, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        on(UPDATE, AFTER_TEST, die),
+        on(UPDATE, AFTER_TEST + 1, die),
+        on("/init_weight_transfer_engine", 1, die),
+        on("/health", 1, die),
+        on("/begin_weight_update", AFTER_TEST, die),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_one_that_dies_in_a_collective_is_left_out_and_the_others_get_all(start, tmp_path, failing, staged):
+    orchestrator = start(3, staged, b=failing)
+    began = time.monotonic()
+    publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
+    assert time.monotonic() - began < TIMEOUT_S
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False, True]
+    assert set(orchestrator.pool.reasons) == {"b"}
+    assert orchestrator.sync.version == 5
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_path, transport):
+    orchestrator = start(2, b=on(UPDATE, AFTER_TEST + 1, hang))
+    orchestrator.loop.call_soon_threadsafe(
+        orchestrator.loop.call_later,
+        1.0,
+        lambda: orchestrator.pool.leave_out(orchestrator.pool.named("b"), "out"),
+    )
+    seconds = publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
+    assert seconds < TIMEOUT_S
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
+    assert "(weight version 5, bucket 1 of stage 0)" in orchestrator.pool.reasons["b"]
+
+
+@pytest.mark.parametrize(
+    ("route", "number", "during"),
+    [
+        (UPDATE, 1, "self-test"),
+        ("/begin_weight_update", AFTER_TEST, "weight version 5"),
+        (UPDATE, AFTER_TEST, "weight version 5, bucket 0 of stage 0"),
+        ("/finish_weight_update", AFTER_TEST, "weight version 5"),
+    ],
+)
+def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(
+    start, tmp_path, route, number, during
+):
+    orchestrator = start(2, b=on(route, number, hang))
+    orchestrator.sync._calls.timeout_s = 1.0
+    publisher(orchestrator, "file", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
+    assert orchestrator.pool.reasons["b"].startswith(f"b: {route} answered 503: b: no answer")
+    assert orchestrator.pool.reasons["b"].endswith(f"({during})")
+
+
+@pytest.mark.parametrize(("transport", "excluded"), [("file", {"b"}), ("gloo", set())])
+def test_one_error_costs_an_instance_its_place_only_where_the_others_need_not_begin_again(
+    start, tmp_path, transport, excluded
+):
+    orchestrator = start(2, b=on(UPDATE, AFTER_TEST + 1, err))
+    publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
+    assert set(orchestrator.pool.reasons) == excluded
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, not excluded]
+
+
+def test_one_that_errs_in_three_transfers_in_a_row_is_left_out(start, tmp_path):
+    async def always(route, body, count):
+        if route == UPDATE and count >= AFTER_TEST:
+            raise InstanceFault("answered 500")
+
+    orchestrator = start(2, b=always)
+    publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
+    assert "answered 500" in orchestrator.pool.reasons["b"]
+    assert holds(orchestrator.clients[0], 5, 5)
+
+
+def test_one_that_errs_in_a_transfer_now_and_then_keeps_its_place(start, tmp_path):
+    erred = set()
+
+    async def once_a_version(route, body, count):
+        if route == UPDATE and count >= AFTER_TEST and (version := body["update_info"]["version"]) not in erred:
+            erred.add(version)
+            raise InstanceFault("answered 500")
+
+    orchestrator = start(2, b=once_a_version)
+    sender = publisher(orchestrator, "gloo", tmp_path)
+    for version in (1, 2, 3):
+        sender.publish(Model(version), version)
+    assert erred == {1, 2, 3}
+    assert not orchestrator.pool.reasons
+    assert all(holds(client, 3, 3) for client in orchestrator.clients)
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_a_bucket_that_one_instance_gets_corrupted_costs_it_its_place(start, tmp_path, transport):
+    orchestrator = start(2, b=on(UPDATE, AFTER_TEST + 1, corrupt))
+    publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
+    assert "c was corrupted in transit" in orchestrator.pool.reasons["b"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_a_bucket_that_everybody_gets_corrupted_fails_the_sync_by_the_tensors_name(start, tmp_path, transport, staged):
+    orchestrator = start(2, staged, a=on(UPDATE, AFTER_TEST, corrupt), b=on(UPDATE, AFTER_TEST, corrupt))
+    with pytest.raises(
+        WeightSyncError, match=rf"{OUTPUT} was corrupted in transit: its checksum is \w+, but the announced one is '0"
+    ):
+        publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
+    assert orchestrator.sync.version is None
+
+
+def test_other_weights_than_the_trainers_fail_the_sync_by_name(start, tmp_path):
+    class Other(Model):
+        def probe(self, token_ids):
+            return [value + 0.001 for value in super().probe(token_ids)]
+
+    message = r"a: after the update to weight version 3 .* largest difference 0.001, limit 0.0001"
+    with pytest.raises(WeightSyncError, match=message):
+        publisher(start(1), "file", tmp_path).publish(Other(3), 3)
+
+
+def test_an_instance_that_does_not_follow_its_output_layer_fails_the_self_test(start, tmp_path):
+    orchestrator = start(2)
+    orchestrator.clients[1].stale_head = True
+    publisher(orchestrator, "file", tmp_path).publish(Model(5), 5)
+    assert "b: self-test failed" in orchestrator.pool.reasons["b"]
+    assert holds(orchestrator.clients[0], 5, 5)
+    assert "moved by 0" in orchestrator.pool.reasons["b"]
+
+
+def test_without_a_member_the_publish_fails_with_the_pools_reason(start, tmp_path):
+    orchestrator = start(1, a=on("/begin_weight_update", AFTER_TEST, die))
+    sender = publisher(orchestrator, "gloo", tmp_path)
+    sender.publish(Model(1), 1)  # no instance holds it
+    assert (orchestrator.sync.version, set(orchestrator.pool.reasons)) == (1, {"a"})
+    with pytest.raises(MetronomeError, match="no rollout instance is left"):
+        sender.publish(Model(2), 2)
+
+
+def made(vocabulary, count, text):
+    return make_probe(vocabulary=vocabulary, count=count, max_context=64, dtype="float32", text=text)
+
+
+def test_the_probes_last_token_differs_and_none_that_is_perturbed_is_an_input():
+    for vocabulary, count in ((61, 32), (151936, 32), (8, 32)):
+        for text in ([], [3, 1, 3, 3, 1], [3] * 99, list(range(8)) * 9):
+            found = made(vocabulary, count, text)
+            assert len(found.token_ids) == min(count, vocabulary // 2)
+            assert found.token_ids[: len(text)][:-1] == tuple(text)[: len(found.token_ids)][:-1]
+            assert found.perturb[0] == found.token_ids[-1]
+            assert not set(found.perturb) & set(found.token_ids[:-1])
+            assert max(found.perturb) < vocabulary
+            assert found == made(vocabulary, count, iter(text))
+        assert len(set(make_probe(vocabulary, count, 64, "float32").token_ids)) == min(count, vocabulary // 2)
+    assert made(99, 4, [7, 7, 9, 7, 9, 5]).token_ids == (7, 7, 9, 5)  # 7 and 9 are inputs
+    assert make_probe(100, 32, 10, "float32").request().prompt == list(make_probe(100, 9, 99, "float32").token_ids)
+    assert make_probe(100, 0, 64, "float32") is None
+
+
+def test_the_difference_that_counts_depends_on_the_dtype_and_nan_is_never_small():
+    exact, coarse = (make_probe(61, 4, 64, dtype) for dtype in ("float32", "bfloat16"))
+    assert exact.difference([0.0, 0.0], [0.5, 0.1]) == 0.5
+    assert coarse.difference([0.0, 0.0], [0.5, 0.1]) == pytest.approx(0.3)
+    assert not coarse.difference([0.0, 0.0], [float("nan"), 0.0]) <= 1.0
+
+
+def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tmp_path):
+    """While one swaps the others serve, those before it the new version, those behind it the old one."""
+    seen = []
+
+    async def look(route, body, count):
+        if route == "/begin_weight_update" and count >= AFTER_TEST:
+            seen.append([(one.state, one.version) for one in orchestrator.pool.instances])
+
+    orchestrator = start(3, True, in_turn=True, a=look, b=look, c=look)
+    sender = publisher(orchestrator, "file", tmp_path)
+    for version in (0, 1):
+        sender.publish(Model(version), version)
+        assert all(holds(client, version, version) for client in orchestrator.clients)
+    updating = ("updating", 0)
+    new = ("serving", 1)
+    old = ("serving", 0)
+    assert seen[3:] == [[updating, old, old], [new, updating, old], [new, new, updating]]
+
+
+@pytest.mark.parametrize("failing", [die, err])
+def test_one_that_fails_in_its_turn_holds_up_nobody(start, tmp_path, failing):
+    orchestrator = start(3, True, in_turn=True, b=on("/begin_weight_update", AFTER_TEST, failing))
+    publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False, True]
+    assert set(orchestrator.pool.reasons) == {"b"}
+
+
+def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tmp_path):
+    async def exclude(route, body, count):
+        if route == "/begin_weight_update" and count == AFTER_TEST:
+            orchestrator.pool.leave_out(orchestrator.pool.named("b"), "out")
+
+    orchestrator = start(3, True, in_turn=True, a=exclude)
+    publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False, True]
+    assert [one.state for one in orchestrator.pool.instances] == ["serving", "out", "serving"]
+    assert orchestrator.sync.version == 5
+
+
+STOPS = {
+    "out": lambda one: one.exclude("it did not answer"),
+    "draining": lambda one: one.drain(),
+    "gone": lambda one: one.depart("its process ended"),
+}
+
+
+@pytest.mark.parametrize("end", STOPS)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_one_that_stopped_serving_while_it_received_staged_weights_is_not_taken_back_by_the_swap(
+    start, tmp_path, in_turn, end
+):
+    async def leave(route, body, count):
+        if route == UPDATE and orchestrator.sync.version == 1 and body["update_info"].get("bucket") == 1:
+            STOPS[end](orchestrator.pool.named("b"))
+
+    orchestrator = start(2, True, in_turn=in_turn, a=leave)
+    sender = publisher(orchestrator, "file", tmp_path)
+    for version in (1, 5):
+        sender.publish(Model(version), version)
+    assert [one.state for one in orchestrator.pool.instances] == ["serving", end]
+    assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
+    assert orchestrator.sync.version == 5
+
+
+def test_a_late_member_of_a_staged_sync_is_being_updated_while_the_others_serve(start, tmp_path):
+    """Else the pool would bring it to the version before at the same time."""
+    seen = []
+
+    async def look(route, body, count):
+        if route == UPDATE and len(orchestrator.clients[0].calls) and orchestrator.sync.version == 1:
+            seen.append([one.state for one in orchestrator.pool.instances])
+
+    orchestrator = start(2, True, a=look)
+    orchestrator.pool.late.add(orchestrator.pool.named("b"))
+    sender = publisher(orchestrator, "file", tmp_path)
+    sender.publish(Model(1), 1)
+    orchestrator.pool.late.clear()
+    sender.publish(Model(2), 2)
+    assert seen[0] == ["serving", "updating"]
+    assert all(holds(client, 2, 2) for client in orchestrator.clients)
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [((1, 1, 1), [1, 2, 3]), ((2, 1, 4), [1, 3, 4]), ((4, 4), [1, 5])])
+def test_instances_of_several_processes_get_as_many_ranks_of_the_group(start, sizes, ranks):
+    orchestrator = start(len(sizes))
+    given = {}
+
+    def members_of(client):
+        async def join(body):
+            info = body["init_info"]
+            given[client.name] = (info["rank"], info["world_size"])
+
+        return join
+
+    for client, size in zip(orchestrator.clients, sizes, strict=True):
+        client.world_size = size
+        client.init_weight_transfer_engine = members_of(client)
+    opened = orchestrator.ask(OpenSync(version=1))
+    assert (opened.connect, opened.world_size) == (True, 1 + sum(sizes))
+    orchestrator.ask(ConnectSync(version=1, transport="gloo", stages=(MeetingPlace("127.0.0.1", 1),)))
+    assert [given[name] for name in opened.members] == [(rank, 1 + sum(sizes)) for rank in ranks]

@@ -1,0 +1,218 @@
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import Config, Model, Rollout, Run, Train
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, RatioGapError, TakenOver
+from engine.run import limits
+from engine.run.folder import RunFolder
+from engine.run.trace import Trace
+from tasks.attempt import write_fenced
+from tasks.stages import orchestrator_process
+from tasks.stages.orchestrator_process import Silence, run_training, timeline_at_end
+from tasks.terminal import interruption
+
+
+@pytest.fixture
+def orchestrator(tmp_path, monkeypatch):
+    """Runs code in the orchestrator's place: `send` sends an event, and `folder` is the run folder. The time to stop it
+    is short."""
+    monkeypatch.setattr(orchestrator_process, "STOP_S", 0.1)
+    head = (
+        "import os, pathlib, signal, sys, time\n"
+        "from engine.run.event_stream import EventWriter\n"
+        "send = EventWriter(int(sys.argv[1])).send\n"
+        f"folder = pathlib.Path({str(tmp_path / 'mine')!r})\n"
+    )
+
+    def becomes(code):
+        def command(config, resume, replay, events, attempt):
+            return [sys.executable, "-c", head + code, str(events)]
+
+        monkeypatch.setattr(orchestrator_process, "orchestrator_command", command)
+
+    return becomes
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(run=Run(name="mine", output=str(tmp_path)))
+
+
+def test_steps_notices_and_progress_are_passed_on_and_nothing_is_in_progress_at_the_end(config, orchestrator, capsys):
+    orchestrator("""
+send("progress", ["loading", None])
+send("notice", ["rewards", "3 of 8 groups teach nothing"])
+for step in range(3):
+    send("step", {"step": step})
+send("progress", ["3/4 steps", 0.75])
+while b"0.75" not in (folder / "logs/progress.json").read_bytes():
+    time.sleep(0.1)
+""")
+    rows = []
+    folder = run_training(config, on_step=rows.append)
+    assert rows == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert "rewards      3 of 8 groups teach nothing\n" in capsys.readouterr().out
+    assert not folder.progress.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        ('send("failed", ["RatioGapError", "weights differ"]); sys.exit(1)', RatioGapError, "^weights differ$"),
+        ('send("failed", ["BadInput", "no such key"]); sys.exit(2)', BadInput, "^no such key$"),
+        ('send("failed", ["NoSuchError", "it failed"]); sys.exit(1)', MetronomeError, "^it failed$"),
+        ('print("the last words", flush=True); os.abort()', ProcessDied, "(?s)ended by SIGABRT.*the last words"),
+    ],
+)
+def test_the_error_that_the_orchestrator_told_is_raised_or_how_it_died(config, orchestrator, code, error, message):
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    folder.write_failure(DeadlineError("of an earlier attempt"))
+    orchestrator(code)
+    with pytest.raises(error, match=message) as raised:
+        run_training(config)
+    assert type(raised.value) is error
+    assert not folder.failure.exists()
+
+
+def test_bad_input_that_only_the_orchestrator_sees_is_bad_input_here(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(model)))
+    with pytest.raises(BadInput, match=r"model\.path|safetensors"):
+        run_training(config)
+    assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free
+
+
+@pytest.mark.parametrize("beats", [5, 0])
+def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, orchestrator, beats):
+    config = Config(
+        run=Run(name="mine", output=str(tmp_path)), train=Train(timeout_s=0.5), rollout=Rollout(timeout_s=1.0)
+    )
+    orchestrator(f"""
+for beat in range({beats}):
+    send("progress", ["alive", None])
+    time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGSTOP)
+""")
+    said = "0.9 s .2 x train.timeout_s, less 0.1 s to end in"
+    if not beats:
+        said = said.replace("0.9", "1.9") + " . rollout.timeout_s"
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=rf"the orchestrator .process \d+. gave no sign of life for {said}."):
+        run_training(config)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(("parameters", "whole"), [(135_000_000, True), (1, False)])
+def test_a_checkpoint_has_the_time_that_its_size_takes(tmp_path, orchestrator, monkeypatch, capsys, parameters, whole):
+    """The trainer of SmolLM2 takes two seconds to save, after which another is ended."""
+    (tmp_path / "model").mkdir()
+    header = json.dumps({"weight": {"shape": [parameters], "dtype": "F32"}}).encode()
+    (tmp_path / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(tmp_path / "model")))
+    folder = RunFolder(config.folder)
+    orchestrator("""
+def save(*_):
+    time.sleep(2)
+    (folder / "saved").touch()
+    sys.exit()
+signal.signal(signal.SIGINT, save)
+(folder / "steps.jsonl").write_text('{"step": 0, "pool_size": 1}\\n{"step": 1, "pool_size": 1}\\n')
+send("step", {"step": 1})
+time.sleep(60)
+""")
+    monkeypatch.setattr(limits, "UNDER_WAY_S", 0.1)
+    monkeypatch.setattr(interruption, "_command", interruption._Command())
+    interruption.note_run(config, "train")
+
+    def interrupt(row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(config, on_step=interrupt)
+    assert (folder.path / "saved").exists() == whole
+    seconds = 31 if whole else 0
+    said = f"stopping: the trainer saves the weights from before this step, for up to {seconds} s; Ctrl-C again ends "
+    assert f"{said}at once and loses 2 finished steps\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(10, 11), (6, 6)])  # twice as long less 9 s, but not shorter
+def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slept_a_moment_counts(
+    monkeypatch, timeout_s, limit_s
+):
+    now = 0.0
+    monkeypatch.setattr(orchestrator_process, "time", SimpleNamespace(monotonic=lambda: now))
+    config = Config(train=Train(timeout_s=timeout_s), rollout=Rollout(timeout_s=7.0))
+    silence = Silence(SimpleNamespace(pid=1, log="its log"), config)
+
+    def after(seconds, heard=False):
+        nonlocal now
+        for pause_s in seconds:
+            now += pause_s
+            silence.look(heard)
+
+    after([1.0] * (limit_s + 7))
+    for _ in range(2):
+        after([0.0], heard=True)
+        after([1.0] * limit_s)
+    after([0.0], heard=True)
+    after([3600.0, *[1.0] * (limit_s - 5)])
+    with pytest.raises(DeadlineError, match=f"no sign of life for {limit_s} s"):
+        after([0.1])
+
+
+DRAWS = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "timeline.html").write_text((folder / "failure.json").read_text())
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def traced(tmp_path, monkeypatch):
+    """A run folder with a span."""
+    monkeypatch.setattr(interruption, "_command", interruption._Command())
+    folder = RunFolder(tmp_path / "mine")
+    folder.create(Config(), resume=False)
+    trace = Trace(folder.trace, "orchestrator")
+    trace.add_span("sync", 1.0, 2.0, step=0)
+    trace.flush()
+    return folder
+
+
+@pytest.mark.parametrize(("takes_s", "told"), [(0, ""), (600, "it took more than 1 s; draw it: ")])
+def test_a_timeline_is_drawn_when_the_end_is_written_and_holds_an_interruption_up_for_seconds(
+    traced, monkeypatch, capsys, takes_s, told
+):
+    command = [sys.executable, "-c", DRAWS, str(traced.path), str(takes_s)]
+    monkeypatch.setattr(orchestrator_process, "timeline_command", lambda folder: command)
+    monkeypatch.setattr(orchestrator_process, "HURRY_S", 1.0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), timeline_at_end(traced), write_fenced(traced, 0):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 10
+    assert "ended by SIGINT" in (traced.path / "timeline.html").read_text()
+    assert told in capsys.readouterr().err
+    assert not (traced.logs / "timeline.log").exists()
+
+
+def test_a_crash_is_drawn_once_its_resumes_are_over_and_a_run_that_was_taken_over_is_not(traced, orchestrator, capsys):
+    orchestrator("raise OSError")
+    page = traced.path / "timeline.html"
+    config = Config(run=Run(name=traced.path.name, output=str(traced.path.parent)))
+    with pytest.raises(ProcessDied):
+        run_training(config)
+    with pytest.raises(TakenOver), timeline_at_end(traced):
+        raise TakenOver
+    assert not page.exists()
+    with pytest.raises(ProcessDied), timeline_at_end(traced):
+        run_training(config)
+    assert '"sync"' in page.read_text()
+    assert capsys.readouterr().err == ""

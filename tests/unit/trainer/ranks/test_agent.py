@@ -1,0 +1,112 @@
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from engine.trainer.ranks.agent import KILL_S, _first_failure
+from support.runs import ROOT, wait_for
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ({0: (1, 100), 1: (-9, 101)}, 1),  # rank 0 lost its connection
+        ({0: (-15, 100), 1: (-9, 101)}, 1),  # and the agent ended it before it was through with its error
+        ({0: (1, 101), 1: (1, 100)}, 1),
+        ({0: (-15, 100), 1: (-15, 101)}, 0),
+    ],
+)
+def test_the_rank_that_a_signal_ended_is_named_and_not_one_that_the_agent_ended(failures, first):
+    found = {rank: SimpleNamespace(exitcode=code, timestamp=when) for rank, (code, when) in failures.items()}
+    assert _first_failure(SimpleNamespace(failures=found))[0] == first
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], os.environ["LOCAL_RANK"]).touch()
+time.sleep(600)
+"""
+AGENT = """
+import sys
+from engine.trainer.ranks import agent
+
+def of_deaf_ranks(config, entrypoint):
+    return lambda *arguments: started(config, entrypoint)("-c", *sys.argv[1:])
+
+started, agent.elastic_launch = agent.elastic_launch, of_deaf_ranks
+sys.exit(agent.run_ranks(ranks=2, arguments=[], nodes=1, rendezvous="127.0.0.1:0", run_id="run", serves=True))
+"""
+
+
+@pytest.mark.parametrize("what", ["the agent is ended", "a rank dies"])
+def test_a_rank_that_hears_no_signal_is_killed_soon(what, tmp_path):
+    """torch would wait 30 s for it."""
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, RANK, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    ranks = []
+    try:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2, "two ranks", 60)
+        ranks = psutil.Process(agent.pid).children()
+        began = time.monotonic()
+        if what == "a rank dies":
+            ranks[0].kill()
+        else:
+            agent.terminate()
+        agent.wait(timeout=KILL_S + 10)
+        assert time.monotonic() - began >= KILL_S
+        assert not any(rank.is_running() for rank in ranks)
+    finally:
+        agent.kill()
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
+        agent.wait()
+
+
+def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "engine.trainer.ranks.agent", "--ranks", "1", "--", "--folder", str(tmp_path)]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    agent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        wait_for(lambda: psutil.Process(agent.pid).children(), "the rank")
+        agent.terminate()
+        _, said = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert agent.returncode == 1
+    assert "the trainer ranks are ended: SIGTERM" in said
+    assert not list(temporary.iterdir())
+    assert "Traceback" not in said
+
+
+FAILING = """
+import os, signal, sys, time
+from pathlib import Path
+from torch.distributed.elastic.multiprocessing.errors import record
+from engine.trainer.ranks.rank_process import ERROR_FILE, WholeErrorFile
+
+def fail():
+    raise RuntimeError("lost its connection" * 5_000_000)  # it takes a while to write that
+
+if os.environ["RANK"] == "0":
+    record(fail, WholeErrorFile())()
+folder = Path(os.environ[ERROR_FILE]).parent.parent / "0"
+while not any(folder.glob("error.json*")):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_is_ended_while_it_writes_its_error_hides_nothing():
+    """torch's agent reads each error file, and failed on one that was half written."""
+    agent = [sys.executable, "-c", AGENT, FAILING]
+    done = subprocess.run(agent, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("trainer rank 1: Signal 9 (SIGKILL)")
