@@ -27,10 +27,13 @@ import torch
 from common import alternating, result
 
 from engine import platform
+from engine.config.recipe import HOME
 from engine.model.kernels import KERNELS, Kernel
 from engine.model.kernels.merged import attend
-from engine.model.kernels.plain import Plain
 from engine.model.layout import make_layout
+
+sys.path.insert(0, str(HOME / "tests"))
+from support.plain_kernel import Plain  # noqa: E402
 
 POINTS = ("1024,64,8", "512,256,8", "128,1024,8")
 """Prompt and response in tokens, and responses."""

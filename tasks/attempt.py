@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 from engine.config import Config
 from engine.errors import MetronomeError, Stopped, counted
 from engine.run.checkpoint_files import latest_checkpoint, step_of
-from engine.run.fence import Fence
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress, write_progress
-from engine.run.run_file import Start, read_run, update_run
+from engine.run.run_file import Fence, Start, read_run, update_run
 from tasks.terminal import console
 from tasks.terminal.interruption import signal_of
 

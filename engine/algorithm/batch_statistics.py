@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.algorithm.ratios import ratio_of
+from engine.algorithm.kl import ratio_of
 
 TOLERANCE = 1e-6
 """How far BAPO's share may be below its target. At ratio 1 and equal lengths the share is exactly a half, up to

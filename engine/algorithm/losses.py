@@ -23,8 +23,7 @@ from engine.algorithm.batch_statistics import (
     outward_mask,
     second_moment_limit,
 )
-from engine.algorithm.kl import KL
-from engine.algorithm.ratios import bounded_log, ratio_of
+from engine.algorithm.kl import KL, bounded_log, ratio_of
 
 
 def correction_weights(log_ratio: Tensor, kind: str, limit: float) -> Tensor:

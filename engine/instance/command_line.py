@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import BadInput, MetronomeError
+from engine.run.disk import raise_limit
 from engine.run.logs import log_error, log_line
-from engine.run.open_files import raise_limit
 from engine.run.process import BAD_INPUT
 from engine.wire.access_token import VARIABLE, access_token, authorization_headers, check_address, own_token
 from engine.wire.address import bracket_host

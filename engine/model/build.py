@@ -27,13 +27,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from engine.model import linear, recompute, rotary, routing, weight_gradients
+from engine.model import linear, recompute, rotary, routing
 from engine.model.attention import LayoutParams, SegmentAttention, attention_params
 from engine.model.experts import GroupedExperts
 from engine.model.families import transformer_settings
-from engine.model.head import head_product
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
+from engine.model.linear import head_product
 from engine.model.norm import HeadNorm, RMSNorm, add_in_norm, add_to_made
 from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
@@ -54,13 +54,13 @@ class Computation:
     router_dtype: torch.dtype = torch.float32
     """Type of the router logits of a mixture of experts: float32, or `dtype`."""
     float_head: bool = False
-    """Whether the logits of a bf16 model are kept in fp32 (`engine.model.head`)."""
+    """Whether the logits of a bf16 model are kept in fp32 (`engine.model.linear`)."""
     attention: str = "cpu"
     """Attention kernel, a key of `engine.model.kernels.KERNELS`."""
     device: torch.device = torch.device("cpu")
     add_in_product: bool = False
     """Whether the product of a weight gradient adds directly to Megatron's fp32 buffer. This needs a model wrapped by
-    Megatron's DistributedDataParallel, which has that buffer, and `weight_gradients.can_fuse_gradients`."""
+    Megatron's DistributedDataParallel, which has that buffer, and `linear.can_fuse_gradients`."""
 
 
 def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
@@ -70,7 +70,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
     """
     rotary.install_rotary()
     if computation.add_in_product:
-        weight_gradients.install_fused_gradients()
+        linear.install_fused_gradients()
     return TransformerConfig(
         **transformer_settings(shape),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,8 +1,10 @@
-"""Matrix products of Megatron's linear layers on a CPU: in fp32 by oneDNN if they are large, else by torch.
+"""Matrix products of Megatron's linear layers: on a CPU, of an output layer without rounded logits, and of weight
+gradients that are added to their fp32 sum.
 
-torch computes fp32 products with MKL. On non-Intel processors MKL uses AVX2, which is half as fast as AVX-512 on cores
-that have it. oneDNN, which is also part of torch, uses the best instructions of the processor. The choice between the
-two depends only on the product's sizes, so equal inputs give equal bits. In bf16 torch itself calls oneDNN.
+On a CPU, large products in fp32 are computed by oneDNN, the others by torch, which uses MKL. On non-Intel processors
+MKL uses AVX2, which is half as fast as AVX-512 on cores that have it. oneDNN, which is also part of torch, uses the
+best instructions of the processor. The choice between the two depends only on the product's sizes, so equal inputs give
+equal bits. In bf16 torch itself calls oneDNN.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -153,3 +156,73 @@ def _onednn_tokens(tokens: int, each: int) -> int:
     """Return the number of tokens that oneDNN computes, the first ones; `each`: multiplications per token."""
     whole = tokens - tokens % BLOCK
     return whole if whole * each >= LARGE else 0
+
+
+# the output layer with logits that are not rounded to bf16 (model.head_dtype = "float32")
+# bf16 logits near 20 are 1/8 apart, which accounts for most of the difference between two correct engines. The factors
+# stay bf16; their products are summed, and kept, in fp32. Gradients are those of a bf16 layer.
+
+
+def head_product(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any,  # noqa: ANN401
+    **unused: Any,  # noqa: ANN401
+) -> Tensor:
+    """x [S, b, k] · weightᵀ with weight [n, k], both bf16 → [S, b, n] in fp32. The arguments are those of Megatron's
+    products (`ColumnParallelLinear._forward_impl`). The output layer has no bias, and its input has already been
+    gathered."""
+    assert bias is None, "an output layer has no bias"
+    assert not sequence_parallel, "the hidden states are gathered before the output layer"
+    if allreduce_dgrad:
+        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+    out: Tensor = _Head.apply(input, weight)
+    return out
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        rows = x.flatten(0, -2)
+        if x.device.type == "cuda":  # avoids an fp32 copy of the weight
+            out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        else:
+            out = rows.float().mm(weight.float().t())
+        return out.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2).to(weight.dtype)
+        to_x = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        to_weight = rows.t().mm(x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return to_x, to_weight
+
+
+# weight gradients that their product adds directly to the fp32 sum, on CUDA in bf16
+# Megatron calls a module of Apex for this. torch has the same product: `addmm` of bf16 factors with an fp32 result, for
+# CUDA only. The tests replace it by plain operations and compare the call.
+
+
+def can_fuse_gradients(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has the product for the device and the dtype of the model."""
+    return device.type == "cuda" and torch.version.hip is None and dtype is torch.bfloat16
+
+
+def install_fused_gradients() -> None:
+    """Give Megatron's linear layers this product, under the name of Apex's module."""
+    vars(layers).update(fused_weight_gradient_mlp_cuda=Accumulation, _grad_accum_fusion_available=True)
+
+
+class Accumulation:
+    """The part of Apex's `fused_weight_gradient_mlp_cuda` that Megatron calls."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, total: Tensor) -> None:
+        """Add gradᵀ · x, of x [T, k] and grad [T, n] in bf16, to `total` [n, k] in fp32."""
+        torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)

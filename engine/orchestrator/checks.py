@@ -11,8 +11,7 @@ from engine.config.placing import find_overlaps
 from engine.config.recipe import find_file
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput
-from engine.model.layout_rules import check_layout
-from engine.model.shape import ModelShape, read_shape
+from engine.model.shape import ModelShape, check_layout, read_shape
 from engine.run.limits import check_limits, stored_parameters
 from engine.run.vllm_command import check_for_cpu, device_of, visible_devices, vllm_interpreter
 

@@ -39,7 +39,7 @@ from engine.run.commands import (
     rank_arguments,
     trainer_environment,
 )
-from engine.run.disk import named_disk_errors
+from engine.run.disk import named_disk_errors, raise_limit
 from engine.run.event_stream import EventWriter
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -47,7 +47,6 @@ from engine.run.identity import claim_run
 from engine.run.limits import saving_s
 from engine.run.lock import ENDING_S, hold_lock
 from engine.run.logs import log_error, log_line, log_traceback
-from engine.run.open_files import raise_limit
 from engine.run.process import BAD_INPUT, Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
 from engine.run.progress import Progress
 from engine.run.run_inputs import record_inputs

@@ -24,11 +24,11 @@ from engine.orchestrator.plane import Plane
 from engine.orchestrator.publish.place import weights_folder
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
+from engine.run.disk import raise_limit
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
 from engine.run.logs import log_line
-from engine.run.open_files import raise_limit
 from engine.run.process import drop_lifeline, hold_lifeline, report_errors, stop_all, watch_lifeline
 from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace

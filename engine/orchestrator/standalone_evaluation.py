@@ -26,9 +26,9 @@ from engine.orchestrator.publish.probe import make_probe
 from engine.orchestrator.rollout_service import RolloutService, rollout_service
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
+from engine.run.disk import raise_limit
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
-from engine.run.open_files import raise_limit
 from engine.run.progress import Progress
 from engine.run.run_inputs import check_evaluated
 from engine.run.trace import Trace

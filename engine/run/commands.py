@@ -32,7 +32,7 @@ def orchestrator_command(
 ) -> list[str]:
     """Command line of the orchestrator. `config`: a resolved config file; `events`: the file descriptor of the pipe
     that gets its events (engine.run.event_stream); `attempt`: number of the attempt to which it belongs, 0 for one of
-    its own (engine.run.fence)."""
+    its own (engine.run.run_file)."""
     arguments = ["--config", str(config), *(["--resume"] if resume else [])]
     arguments += [] if replay is None else ["--replay", str(replay)]
     arguments += [] if events is None else ["--events", str(events)]
@@ -49,7 +49,7 @@ def rank_arguments(
     config: Config, folder: Path, plane: str, weights: Path, attempt: int, resume: bool, replay: Path | None
 ) -> list[str]:
     """Arguments of every trainer rank. `plane`: URL of the orchestrator's server; `weights`: folder for snapshots of
-    the weights; `attempt`: number of the orchestrator's attempt (engine.run.fence)."""
+    the weights; `attempt`: number of the orchestrator's attempt (engine.run.run_file)."""
     arguments = ["--folder", str(folder.resolve()), "--plane", plane]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads), "--attempt", str(attempt)]
     arguments += ["--resume"] if resume else []

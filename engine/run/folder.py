@@ -17,9 +17,9 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import BadInput, MetronomeError, clean_line
 from engine.run.event_stream import EventWriter
-from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error, log_line
+from engine.run.run_file import Fence
 from engine.types import Group, JsonObject, Response, StepReport
 
 CONFIG = "config.toml"

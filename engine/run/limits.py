@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.open_files import reachable_limit
+from engine.run.disk import reachable_limit
 from engine.run.process import SHARED_MEMORY
 from engine.run.progress import format_size
 

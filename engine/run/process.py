@@ -19,7 +19,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
 from engine.run.logs import LOGGED, clean_tracebacks, log_error
@@ -267,3 +269,21 @@ def report_errors(work: Callable[[], None]) -> int:
         log_error(f"error: {error}")
         return BAD_INPUT if isinstance(error, BadInput) else 1
     return 0
+
+
+Result = TypeVar("Result")
+
+
+def in_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
+    """Start `act` in a new thread. The future gets its result, or any exception that it raises. The process does not
+    wait for the thread when it exits."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - the caller of result() gets it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done

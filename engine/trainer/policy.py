@@ -35,8 +35,14 @@ from engine.trainer.optimizer import LARGEST_NORM, is_sound, optimizer_of, sched
 from engine.trainer.ranks.models import make_computation, open_models, packing_of
 from engine.trainer.ranks.packing import join_windows
 from engine.trainer.ranks.rank_group import RankGroup
-from engine.trainer.step_metrics import Advantages, RankMetrics, StepMetrics, joined_advantages
-from engine.trainer.step_sums import StepSums, sum_over_context
+from engine.trainer.step_metrics import (
+    Advantages,
+    RankMetrics,
+    StepMetrics,
+    StepSums,
+    joined_advantages,
+    sum_over_context,
+)
 from engine.types import Group, TrainingFigures, UpdateFigures
 
 COMPUTING = ("forward-compute", "backward-compute")

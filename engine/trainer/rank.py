@@ -24,10 +24,10 @@ from engine.config.recipe import load_config
 from engine.errors import BadInput, DeviceMemoryError
 from engine.model.shape import read_shape
 from engine.platform import Platform
-from engine.run.fence import Fence
 from engine.run.memory import LOWERED_BY, Term, trainer_need
 from engine.run.process import bind_cores, watch_lifeline
 from engine.run.progress import format_size
+from engine.run.run_file import Fence
 from engine.run.trace import Trace
 from engine.trainer.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.types import StepFigures
@@ -37,6 +37,9 @@ from engine.wire.weights.watchdogs import WATCHDOGS
 if TYPE_CHECKING:
     from engine.trainer.policy import Policy
     from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts
+
+
+from collections.abc import Callable
 
 TOLERANCE = 1.05
 """The dry run's sum of the memory held between two steps is exact except for small tensors."""
@@ -181,8 +184,8 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     from engine.trainer.export import export_policy
     from engine.trainer.loop import Figures, Loop
     from engine.trainer.policy import Policy
+    from engine.trainer.rank import StepProfiler
     from engine.trainer.ranks.rank_group import RankGroup
-    from engine.trainer.step_profiler import StepProfiler
 
     base = Path(config.model.path)
     fence = Fence(arguments.folder, arguments.attempt)
@@ -265,3 +268,25 @@ def _rollouts(
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+class StepProfiler:
+    """Runs a profiler from the start of the first chosen step to the end of the last."""
+
+    def __init__(self, steps: Sequence[int], make: Callable[[], Any]) -> None:
+        """`steps`: first and last step, or empty; `make` returns a profiler (`Platform.profiler`)."""
+        self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
+        self._make = make
+        self._running: Any = None
+
+    def begin_step(self, step: int) -> None:
+        """Start the profiler if the step is chosen. A resumed run may start after the first chosen step."""
+        if self._running is None and step in self._steps:
+            self._running = self._make()
+            self._running.start()
+
+    def end_step(self, step: int) -> None:
+        """Stop the profiler after the last chosen step."""
+        if self._running is not None and step == self._steps[-1]:
+            self._running.stop()
+            self._running = None

@@ -19,7 +19,7 @@ from engine.client.ranks import OneRank, Ranks
 from engine.client.service import ServiceClient
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
-from engine.run.threads import in_thread
+from engine.run.process import in_thread
 from engine.types import Group
 from engine.wire import messages
 from engine.wire.columns import open_group

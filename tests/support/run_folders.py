@@ -11,12 +11,11 @@ from engine.data.problem_statistics import REPORT
 from engine.errors import MetronomeError
 from engine.orchestrator import in_run_evaluation
 from engine.run import checkpoint_files, run_inputs
-from engine.run.fence import Fence
 from engine.run.files import append_line, write_json
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
 from engine.run.progress import Progress, write_progress
-from engine.run.run_file import read_run, update_run
+from engine.run.run_file import Fence, read_run, update_run
 from engine.run.trace import Trace
 from engine.types import StepReport
 from tasks.attempt import Stages, count_attempt

@@ -21,7 +21,7 @@ from engine.client.publish.transports import Transport, address_of, open_transpo
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
-from engine.run.threads import in_thread
+from engine.run.process import in_thread
 from engine.wire.message import Failure
 from engine.wire.sync_messages import (
     AbortSync,

@@ -16,7 +16,7 @@ from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError, TooManyFiles
 from engine.model.shape import Experts, end_of_sequence_ids, read_shape
 from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
-from engine.run.open_files import NO_FILE, open_limit
+from engine.run.disk import NO_FILE, open_limit
 from engine.types import Prompt
 from engine.wire import reply_columns
 from engine.wire.access_token import authorization_headers

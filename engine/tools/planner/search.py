@@ -13,8 +13,7 @@ from typing import Any
 from engine.config import Config
 from engine.config.cores import usable_cores
 from engine.errors import BadInput
-from engine.model.layout_rules import check_layout
-from engine.model.shape import ModelShape
+from engine.model.shape import ModelShape, check_layout
 from engine.tools.dry_run import plan_run
 from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths, mean_tokens

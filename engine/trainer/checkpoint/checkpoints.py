@@ -60,14 +60,13 @@ from engine.run.checkpoint_files import (
     publish_checkpoint,
     step_of,
 )
-from engine.run.checkpoint_search import newest_whole
-from engine.run.fence import Fence
+from engine.run.checkpoint_store import newest_whole
 from engine.run.files import write_json
 from engine.run.folder import RunFolder
 from engine.run.logs import log_line
+from engine.run.process import in_thread
 from engine.run.resume import check_continues
-from engine.run.run_file import read_run
-from engine.run.threads import in_thread
+from engine.run.run_file import Fence, read_run
 from engine.trainer.checkpoint.state import load_state, present_layout, state_to_save, updates_of
 from engine.trainer.policy import Policy
 from engine.wire.messages import CheckpointDue, CheckpointFound

@@ -13,9 +13,9 @@ from engine.config import Config
 from engine.config.training import Parallel
 from engine.model.build import Computation, build_model, row_multiple
 from engine.model.hf_weights import load_weights
+from engine.model.linear import can_fuse_gradients
 from engine.model.shape import ModelShape, read_shape
 from engine.model.tri_model import TriModel
-from engine.model.weight_gradients import can_fuse_gradients
 from engine.platform import Platform
 from engine.trainer.ranks.packing import Packing
 from engine.trainer.ranks.rank_group import RankGroup

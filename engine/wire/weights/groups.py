@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
-from engine.run.threads import in_thread
+from engine.run.process import in_thread
 from engine.wire.address import address_towards, reachable_host
 from engine.wire.rendezvous_store import serve_store
 from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device

@@ -16,8 +16,8 @@ from types import TracebackType
 from engine.config import Config
 from engine.config.placing import on_fewer_nodes
 from engine.errors import BadInput, DeadlineError, MetronomeError, clean_text
+from engine.run.disk import NO_FILE
 from engine.run.instance_process import REFILL_S
-from engine.run.open_files import NO_FILE
 from engine.run.placed_process import ActorPlace, News
 from engine.run.process import BAD_INPUT
 from engine.wire.address import split_address

@@ -29,7 +29,7 @@ from engine.config.placing import bundles_of
 from engine.errors import BadInput, DeadlineError, clean_text
 from engine.run.commands import STORE_NODES
 from engine.run.placed_process import FOLDER, HOST, ActorPlace
-from engine.run.threads import in_thread
+from engine.run.process import in_thread
 from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from engine.errors import DeadlineError
 from engine.run.placed_process import ActorPlace
-from engine.run.threads import in_thread
+from engine.run.process import in_thread
 from tasks.cluster.ray.parts import PlacedPart
 from tasks.terminal.console import say
 

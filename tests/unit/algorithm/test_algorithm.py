@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.advantages import ADVANTAGES
-from engine.algorithm.kl import k3
+from engine.algorithm.kl import k3, mismatch_figures
 from engine.algorithm.losses import LOSSES, Coefficients, Terms
-from engine.algorithm.mismatch import mismatch_figures
 
 grpo = LOSSES["grpo"]
 rewards = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)

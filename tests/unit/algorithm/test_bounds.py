@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share
-from engine.algorithm.kl import k3
+from engine.algorithm.kl import k3, mismatch_figures
 from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction_weights
-from engine.algorithm.mismatch import mismatch_figures
 
 COEFFICIENTS = Coefficients(0.2, 0.28, 0.0, 0.0)
 DUAL = replace(COEFFICIENTS, dual_clip=3.0)

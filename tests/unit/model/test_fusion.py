@@ -11,9 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from engine.model import fusion, norm, rotary, swiglu
 from engine.model.kernels import merged
-from engine.model.kernels.plain import Plain
 from support.attention_cases import results as attention_results
 from support.attention_cases import row_of
+from support.plain_kernel import Plain
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.model.head import head_product
+from engine.model.linear import head_product
 from support.policies import a_group, a_policy
 from support.tiny_models import save
 

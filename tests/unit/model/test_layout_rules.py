@@ -4,8 +4,7 @@ import pytest
 
 from engine.config import Parallel
 from engine.errors import BadInput
-from engine.model.layout_rules import check_layout
-from engine.model.shape import Experts, ModelShape
+from engine.model.shape import Experts, ModelShape, check_layout
 
 DENSE = ModelShape(
     "Qwen3ForCausalLM",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.model.kernels import cuda, merged
 from engine.model.kernels.merged import Sequences
-from engine.model.kernels.plain import Plain
 from support.attention_cases import CASES, HEADS, assert_near_in_bfloat16, assert_same, results, row_of, shards_of
+from support.plain_kernel import Plain
 
 plain = partial(merged.attend, kernel=Plain)
 

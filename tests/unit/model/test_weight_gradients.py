@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from engine.model import linear, weight_gradients
+from engine.model import linear
 from engine.trainer.ranks import models
 from support.policies import a_group, a_policy
 from support.tiny_models import save
@@ -54,9 +54,9 @@ def test_the_sums_are_those_of_single_products(settings, tmp_path, products, tie
 
 
 def test_only_cuda_in_bfloat16_has_it():
-    assert weight_gradients.can_fuse_gradients(torch.device("cuda", 0), torch.bfloat16)
-    assert not weight_gradients.can_fuse_gradients(torch.device("cuda", 0), torch.float32)
-    assert not weight_gradients.can_fuse_gradients(torch.device("cpu"), torch.bfloat16)
+    assert linear.can_fuse_gradients(torch.device("cuda", 0), torch.bfloat16)
+    assert not linear.can_fuse_gradients(torch.device("cuda", 0), torch.float32)
+    assert not linear.can_fuse_gradients(torch.device("cpu"), torch.bfloat16)
 
 
 def test_the_call_is_one_that_torch_knows():
@@ -64,4 +64,4 @@ def test_the_call_is_one_that_torch_knows():
     assert schema.startswith("aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *,")
     x = torch.zeros(2, 3, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="aten::addmm.dtype_out"):  # a CPU has no kernel for it
-        weight_gradients.Accumulation.wgrad_gemm_accum_fp32(x, x, torch.zeros(3, 3))
+        linear.Accumulation.wgrad_gemm_accum_fp32(x, x, torch.zeros(3, 3))

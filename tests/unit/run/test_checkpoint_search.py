@@ -6,7 +6,7 @@ import pytest
 from engine.errors import CheckpointError
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import MARKER
-from engine.run.checkpoint_search import newest_whole
+from engine.run.checkpoint_store import newest_whole
 from support.run_folders import a_checkpoint
 from support.s3_server import s3_server
 

@@ -10,10 +10,9 @@ from engine.config import Config, Run
 from engine.errors import TakenOver
 from engine.orchestrator import launch
 from engine.orchestrator.server import Server
-from engine.run.fence import Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.run_file import FILE
+from engine.run.run_file import FILE, Fence
 from support.run_folders import a_checkpoint, finished, newer_attempt
 
 

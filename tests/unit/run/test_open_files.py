@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from engine.run.open_files import ENOUGH
+from engine.run.disk import ENOUGH
 
 RAISE = """
 import resource
-from engine.run.open_files import raise_limit, reachable_limit
+from engine.run.disk import raise_limit, reachable_limit
 print(reachable_limit())
 raise_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -36,11 +36,11 @@ def test_the_soft_limit_becomes_the_hard_one(soft, hard):
     ],
 )
 def test_a_huge_hard_limit_is_not_used_up_and_none_is_lowered(monkeypatch, limits, reachable, raised):
-    from engine.run import open_files
+    from engine.run import disk
 
     given = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda which, value: given.append(value))
-    assert open_files.reachable_limit() == reachable
-    open_files.raise_limit()
+    assert disk.reachable_limit() == reachable
+    disk.raise_limit()
     assert given == ([raised] if raised else [])

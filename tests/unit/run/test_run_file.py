@@ -5,9 +5,8 @@ import json
 import pytest
 
 from engine.errors import BadInput
-from engine.run.fence import Fence
 from engine.run.files import seal
-from engine.run.run_file import ATTEMPTS, FILE, RunFile, RunStart, read_run, update_run
+from engine.run.run_file import ATTEMPTS, FILE, Fence, RunFile, RunStart, read_run, update_run
 
 NIGHT = RunStart(start="nightly", continued_from="models:/nights/6")
 

@@ -11,7 +11,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.orchestrator import in_run_evaluation
 from engine.run.checkpoint_files import step_of
-from engine.run.checkpoint_search import newest_whole
+from engine.run.checkpoint_store import newest_whole
 from engine.run.files import append_line, parse_object, read_lines
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
