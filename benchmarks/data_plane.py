@@ -317,7 +317,7 @@ async def instance(arguments: argparse.Namespace) -> None:
     """Answer every completion at once, with one of a few responses."""
     from aiohttp import web
 
-    from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+    from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 
     replies = made_replies(arguments.length)
     if arguments.json:
@@ -367,9 +367,9 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
         results.append(replies.Result(tokens, logprobs, "length", 0))
     prompt = (0, "model", [1] * PROMPT)
     made = {"application/json": [json.dumps(replies.completion_reply(*prompt, one)).encode() for one in results]}
-    from engine.wire.reply_columns import CONTENT_TYPE
+    from engine.wire.rollout_messages import COLUMNS_TYPE
 
-    return {CONTENT_TYPE: [replies.completion_columns(*prompt, one) for one in results]} | made
+    return {COLUMNS_TYPE: [replies.completion_columns(*prompt, one) for one in results]} | made
 
 
 def replica_group(arguments: argparse.Namespace) -> None:

@@ -55,9 +55,8 @@ from engine.run.folder import RunFolder
 from engine.run.process import SHARED_MEMORY, drop_lifeline
 from engine.run.trace import Trace
 from engine.wire.access_token import VARIABLE
-from engine.wire.message import Message, Request
+from engine.wire.messages import FinishSync, Message, OpenSync, Request, SendBucket
 from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
-from engine.wire.sync_messages import FinishSync, OpenSync, SendBucket
 from engine.wire.weights.buckets import small_first
 from engine.wire.weights.checksum import tensor_checksum
 

@@ -11,8 +11,18 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.run.logs import log_error
 from engine.wire.access_token import authorization_headers
 from engine.wire.certificate import client_context
-from engine.wire.message import Answer, Failure, Request, pack
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, TRAIN, StageFailed, read_message
+from engine.wire.messages import (
+    CONTENT_TYPE,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    TRAIN,
+    Answer,
+    Failure,
+    Request,
+    StageFailed,
+    pack,
+    read_message,
+)
 
 
 class Connection:

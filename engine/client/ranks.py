@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import MetronomeError
-from engine.wire.message import Failure, Message, pack
-from engine.wire.messages import read_message
+from engine.wire.messages import Failure, Message, pack, read_message
 
 M = TypeVar("M", bound=Message)
 S = TypeVar("S", bound=msgspec.Struct)

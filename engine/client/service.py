@@ -25,23 +25,25 @@ from engine.types import Group, Prompt, Response
 from engine.wire.access_token import access_token, folder_token
 from engine.wire.address import ADDRESS_FILE, orchestrator_address, split_address
 from engine.wire.columns import SCORES, Row, open_group, open_response, pack_ids, pack_values
-from engine.wire.message import Answer, Done, Request
 from engine.wire.messages import (
     TRAIN,
+    Answer,
     AwaitVersion,
+    Done,
     EndOfRun,
     EndOfStep,
     InitEngines,
     Lease,
+    MayPublish,
     PromptData,
     PublishAgain,
     PutPrompts,
+    Request,
     SampleResponses,
     Window,
     WriteColumns,
     Written,
 )
-from engine.wire.sync_messages import MayPublish
 
 FULL_S = 0.2
 """Seconds to wait before resending a request that the service refused because it was full."""

@@ -34,9 +34,8 @@ from engine.instance.backend import Backend
 from engine.instance.refusals import Conflict, Refusal, as_refusal
 from engine.instance.replies import completion_columns, completion_reply
 from engine.types import JsonObject
-from engine.wire import reply_columns
 from engine.wire.access_token import VARIABLE, is_authorized, own_token, refuse_source
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import COLUMNS_TYPE, ROLLOUT_PROTOCOL
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -305,8 +304,8 @@ class InstanceApp:
         number = next(self._numbers)
         model = self._backend.model
         accept = b",".join(value for name, value in request.scope["headers"] if name == b"accept").decode("latin-1")
-        if reply_columns.CONTENT_TYPE in accept:
-            return _Content(completion_columns(number, model, asked.prompt, result), reply_columns.CONTENT_TYPE)
+        if COLUMNS_TYPE in accept:
+            return _Content(completion_columns(number, model, asked.prompt, result), COLUMNS_TYPE)
         return completion_reply(number, model, asked.prompt, result)
 
     async def _health(self, request: _Request) -> JsonObject:

@@ -38,8 +38,7 @@ from engine.wire.address import (
     reachable_host,
     split_address,
 )
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave, read_answer
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL, GetStatus, InstanceRequest, Join, Leave, read_answer
 
 CALL_S = 10.0
 """Time limit of one call to the orchestrator, in seconds."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from numpy.typing import NDArray
 
 from engine.types import JsonObject
-from engine.wire.reply_columns import write_reply
+from engine.wire.rollout_messages import write_columns
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a response ended. "error" means that the logits were not finite."""
@@ -56,10 +56,10 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
 
 
 def completion_columns(number: int, model: str, prompt: Sequence[int], result: Result) -> bytes:
-    """Return the same reply with its numbers as bytes (engine.wire.reply_columns); the corresponding lists are
+    """Return the same reply with its numbers as bytes (`write_columns`); the corresponding lists are
     empty."""
     head = _head(number=number, model=model, prompt=prompt, result=result)
-    return write_reply(head, array("q", result.token_ids), array("d", result.logprobs))
+    return write_columns(head, array("q", result.token_ids), array("d", result.logprobs))
 
 
 def _head(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:

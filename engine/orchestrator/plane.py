@@ -27,8 +27,7 @@ from engine.schedule import Schedule
 from engine.types import Group, JsonObject, StepReport
 from engine.wire import messages
 from engine.wire.columns import Row, open_group
-from engine.wire.message import Message, Request
-from engine.wire.messages import TRAIN, EndOfStep, StillWaiting
+from engine.wire.messages import TRAIN, EndOfStep, Message, Request, StillWaiting
 
 if TYPE_CHECKING:
     from engine.orchestrator.in_run_evaluation import InRunEvaluation

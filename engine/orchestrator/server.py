@@ -44,9 +44,17 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
-from engine.wire.message import Failure, Message, pack
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, AnyRequest, read_request
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.messages import (
+    CONTENT_TYPE,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    AnyRequest,
+    Failure,
+    Message,
+    pack,
+    read_request,
+)
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
 """Maximum size in bytes of a request to /join or /leave."""

@@ -7,26 +7,14 @@ Messages are encoded as msgpack. Decoding raises an error if a field is unknown,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from engine.errors import BadInput
+from engine import errors
+from engine.errors import BadInput, MetronomeError
 from engine.types import BatchScores, StepFigures
 from engine.wire.columns import Column, PackedResponse, Row
-from engine.wire.message import Done, Failure, Message, Request
-from engine.wire.sync_messages import (
-    AbortSync,
-    ConnectSync,
-    FinishSync,
-    MayPublish,
-    OpenSync,
-    Proceed,
-    PublishAllowed,
-    SendBucket,
-    SyncOpened,
-    VerifySync,
-)
 
 PROTOCOL = 10
 """Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
@@ -37,6 +25,50 @@ CONTENT_TYPE = "application/msgpack"
 """Media type of requests and replies."""
 TRAIN = "train"
 """The stage that consumes the rows and updates the weights."""
+
+ERRORS = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, MetronomeError)
+}
+"""The errors that a `Failure` can carry to another process, by name."""
+
+Answer = TypeVar("Answer")
+
+
+class Request(msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A request of a stage. Its reply is an `Answer` or a `Failure`."""
+
+    replica_group: int | None = None
+    """The replica group that asks, of a run's own ranks; None if rank 0 asks for all replica groups, or if a program
+    asks."""
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A reply of the orchestrator, or a message from one rank of a stage to the others."""
+
+
+class Failure(Message):
+    """A MetronomeError sent to another process."""
+
+    kind: str
+    """A key of ERRORS."""
+    message: str
+
+    @staticmethod
+    def of(error: MetronomeError) -> Failure:
+        """Return the error as a message. A class that is not in ERRORS becomes its nearest base class in ERRORS."""
+        return Failure(next(one.__name__ for one in type(error).__mro__ if one in ERRORS.values()), str(error))
+
+    def error(self) -> MetronomeError:
+        """Return the error, to raise it in this process."""
+        return ERRORS[self.kind](self.message)
+
+
+class Done(Message):
+    """The request has been carried out."""
+
+
+pack = msgspec.msgpack.encode
+"""Encode a message as bytes."""
 
 # how a stage works through rows -------------------------------------------------------------------
 
@@ -231,6 +263,118 @@ class StageFailed(Request[Done]):
     stage: str = TRAIN
 
 
+# a weight sync, in this order -----------------------------------------------------------------------
+
+
+class PublishAllowed(Message):
+    """Whether weights may be published now; if not, the trainer asks again."""
+
+    now: bool
+
+
+class MayPublish(Request[PublishAllowed]):
+    """Ask whether weights may be published now."""
+
+    version: int
+
+
+class SyncOpened(Message):
+    """The instances that take part in a sync. They are now paused; with weights.staged they keep generating."""
+
+    generation: int
+    """Number of the groups' current membership; it rises when the groups must be rebuilt."""
+    members: tuple[str, ...]
+    """Names of the instances."""
+    world_size: int
+    """Number of ranks in the group of a pipeline stage, including its sender."""
+    connect: bool
+    """Whether the groups must be rebuilt."""
+    local: bool
+    """Whether all members are on the orchestrator's machine."""
+    probe: tuple[int, ...]
+    """Token ids whose log-probabilities are compared afterwards; empty if nothing is compared."""
+
+
+class OpenSync(Request[SyncOpened]):
+    """Begin a weight sync, or restart it."""
+
+    version: int
+    again: bool = False
+    """Whether the version that was published last goes again to the instances that lack it (`PublishAgain`).
+    All others, and the rows of the step, stay as they are."""
+
+
+class Proceed(Message):
+    """A part of the sync is done. With `retry` it failed, and the sync restarts with `OpenSync`."""
+
+    retry: bool = False
+
+
+class MeetingPlace(msgspec.Struct, frozen=True):
+    """The address at which the group of a pipeline stage meets."""
+
+    host: str
+    port: int
+
+
+class ConnectSync(Request[Proceed]):
+    """Make all members join the stages' groups."""
+
+    version: int
+    transport: str
+    stages: tuple[MeetingPlace, ...]
+
+
+class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A bucket of weights: the update_info of /update_weights (docs/protocol.md)."""
+
+    transport: str
+    version: int
+    stage: int
+    bucket: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    checksums: list[str]
+    path: str | None = None
+    """Path of the bucket's file, with transport "file"."""
+    staged: bool = False
+    """Whether to receive it into host memory while generation continues."""
+
+    @property
+    def title(self) -> str:
+        """Which part of which update this is, for messages."""
+        return f"weight version {self.version}, bucket {self.bucket} of stage {self.stage}"
+
+
+class SendBucket(Request[Proceed]):
+    """Make every member receive a bucket."""
+
+    info: BucketInfo
+
+
+class AbortSync(Request[Proceed]):
+    """The sender failed to send, so the sync must restart."""
+
+    version: int
+    reason: str
+
+
+class FinishSync(Request[Done]):
+    """Make every member serve the version, at once or in the background."""
+
+    version: int
+
+
+class VerifySync(Request[Done]):
+    """Compare the members' log-probabilities of the probe with `expected`, the trainer's; if empty, compare nothing."""
+
+    expected: tuple[float, ...]
+
+
+# who may ask -----------------------------------------------------------------------------------------
+
+
 def is_of_trainer(request: Request[Any]) -> bool:
     """Whether a request is the trainer's: one that advances a step or the weights, and so shows that the trainer is
     alive."""
@@ -239,33 +383,13 @@ def is_of_trainer(request: Request[Any]) -> bool:
     return not isinstance(request, InitEngines | SampleResponses | AwaitVersion)
 
 
-FROM_PROGRAMS = (
-    InitEngines,
-    PutPrompts,
-    Lease,
-    WriteColumns,
-    SampleResponses,
-    Ready,
-    Heartbeat,
-    AwaitVersion,
-    MayPublish,
-    OpenSync,
-    ConnectSync,
-    SendBucket,
-    AbortSync,
-    FinishSync,
-    VerifySync,
-)
-"""The requests that programs may send."""
-
-
 def check_program(request: Request[Any], replica_groups: int, most: int) -> None:
     """Raise BadInput for a request that a program may not send.
 
     `replica_groups`: how many of them the program's trainer has; `most`: how many it may have.
     """
     name = type(request).__name__
-    if not isinstance(request, FROM_PROGRAMS):
+    if isinstance(request, ReplayProgress | Report | StageFailed):
         raise BadInput(f"{name}: only the run's own ranks send this request")
     if (group := request.replica_group) is not None and not 0 <= group < replica_groups:
         raise BadInput(f"{name}.replica_group = {group}: the trainer has {replica_groups}, counted from 0")

@@ -7,23 +7,35 @@ engine.instance.protocol.
 
 from __future__ import annotations
 
+import json
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
-from engine.wire import reply_columns
-from engine.wire.sync_messages import BucketInfo, MeetingPlace
+from engine.types import JsonObject
+from engine.wire.messages import BucketInfo, MeetingPlace
 
 if TYPE_CHECKING:
     import aiohttp
 
 Reply = TypeVar("Reply")
 
+ROLLOUT_PROTOCOL = 3
+"""Version of the rollout protocol. It rises with every change after which an orchestrator and an instance of different
+releases would misunderstand each other."""
+
 REPLY_BYTES = 2**20
 """Largest reply to any request but a completion. GET /status of a large pool is the longest."""
 TOKEN_REPLY_BYTES = 512
 """Bytes allowed for one token of prompt or response in the reply to a completion, without its routes."""
+
+COLUMNS_TYPE = "application/vnd.metronome.columns"
+"""Media type of a reply to /v1/completions with its numbers as bytes (docs/protocol.md, Completions). It is a third of
+the size of JSON, and the numbers need no parsing."""
+NUMBER_BYTES = 8
 
 
 async def read_answer(answer: aiohttp.ClientResponse, most: int) -> bytes:
@@ -41,6 +53,34 @@ async def read_answer(answer: aiohttp.ClientResponse, most: int) -> bytes:
         if size > most:
             raise ValueError(f"it has more than the {most:,} bytes that are expected at most")
     return b"".join(parts)
+
+
+def write_columns(head: JsonObject, token_ids: array[int], logprobs: array[float]) -> bytes:
+    """Return the reply: `head` as JSON and a line feed, then the token ids ("q") and the log-probabilities ("d"), 8
+    bytes per number, little-endian."""
+    return b"".join((json.dumps(head).encode(), b"\n", _little_endian(token_ids), _little_endian(logprobs)))
+
+
+def read_columns(body: bytes) -> tuple[bytes, array[int], array[float]]:
+    """The inverse of `write_columns`, with the head still encoded. Raises ValueError unless there are as many token ids
+    as log-probabilities."""
+    head, _, numbers = body.partition(b"\n")
+    count, rest = divmod(len(numbers), 2 * NUMBER_BYTES)
+    if rest:
+        raise ValueError(f"{len(numbers)} bytes of numbers, expected {2 * NUMBER_BYTES} for each token")
+    token_ids = array("q", numbers[: count * NUMBER_BYTES])
+    logprobs = array("d", numbers[count * NUMBER_BYTES :])
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+        logprobs.byteswap()
+    return head, token_ids, logprobs
+
+
+def _little_endian(numbers: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":
+        numbers = numbers[:]
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 class Acknowledged(msgspec.Struct):
@@ -122,9 +162,9 @@ class CompletionReply(msgspec.Struct):
 
     @staticmethod
     def of_columns(body: bytes) -> CompletionReply:
-        """Read a reply with its numbers as bytes (engine.wire.reply_columns). Raises msgspec.DecodeError or ValueError
+        """Read a reply with its numbers as bytes (`write_columns`). Raises msgspec.DecodeError or ValueError
         for anything else."""
-        head, token_ids, logprobs = reply_columns.read_reply(body)
+        head, token_ids, logprobs = read_columns(body)
         reply = msgspec.json.decode(head, type=CompletionReply)
         reply.choices[0].token_ids = token_ids
         reply.choices[0].logprobs.token_logprobs = logprobs
@@ -170,7 +210,7 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     """Asks for one sampled response to one prompt. The reply may have its numbers as bytes."""
 
     route = "/v1/completions"
-    accept = f"{reply_columns.CONTENT_TYPE}, application/json;q=0.5"
+    accept = f"{COLUMNS_TYPE}, application/json;q=0.5"
     reply = CompletionReply
 
     prompt: list[int]

@@ -18,9 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.orchestrator.pool.reply_check import Asked, check_reply
 from engine.tools.conformance.suite import RULES
 from engine.wire.columns import open_ids
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.reply_columns import CONTENT_TYPE
-from engine.wire.rollout_messages import CompletionReply
+from engine.wire.rollout_messages import COLUMNS_TYPE, ROLLOUT_PROTOCOL, CompletionReply
 from support.broken_engine import tried
 from support.runs import wait_for
 from support.served import (
@@ -166,12 +164,12 @@ async def test_a_completion_has_vllms_shape_and_our_version(http, models):
 async def test_a_completion_has_its_numbers_as_bytes_for_a_client_that_accepts_them(http):
     body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "seed": 3}
     plain = await complete(http, **body)
-    async with http.post("/v1/completions", json=body, headers={"Accept": CONTENT_TYPE}) as reply:
-        assert (reply.status, reply.content_type) == (200, CONTENT_TYPE)
+    async with http.post("/v1/completions", json=body, headers={"Accept": COLUMNS_TYPE}) as reply:
+        assert (reply.status, reply.content_type) == (200, COLUMNS_TYPE)
         found = CompletionReply.of_columns(await reply.read())
     asked = Asked(8, VOCABULARY, frozenset(), frozenset(range(VOCABULARY)))
     assert open_ids(check_reply(found, asked, 0, "instance").token_ids) == plain["choices"][0]["token_ids"]
-    async with http.post("/v1/completions", json=body | {"prompt": []}, headers={"Accept": CONTENT_TYPE}) as reply:
+    async with http.post("/v1/completions", json=body | {"prompt": []}, headers={"Accept": COLUMNS_TYPE}) as reply:
         assert (reply.status, (await reply.json())["error"]["type"]) == (400, "BadRequestError")
 
 

@@ -19,9 +19,18 @@ from engine.errors import BadInput, MetronomeError, ServiceConflict, WeightSyncE
 from engine.run.folder import RunFolder
 from engine.types import Prompt
 from engine.wire.columns import pack_ids
-from engine.wire.message import Done
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PromptData, PutPrompts
-from engine.wire.sync_messages import AbortSync, ConnectSync, FinishSync, VerifySync
+from engine.wire.messages import (
+    CONTENT_TYPE,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    AbortSync,
+    ConnectSync,
+    Done,
+    FinishSync,
+    PromptData,
+    PutPrompts,
+    VerifySync,
+)
 from support.listening import Listening
 from support.runs import ROOT, config_of, wait_for
 

@@ -16,8 +16,7 @@ from engine.run.files import read_lines
 from engine.trainer.ranks.nodes import follow_invitations
 from engine.wire.certificate import Certificate, client_context
 from engine.wire.invitation import INVITATION
-from engine.wire.message import Done
-from engine.wire.messages import Heartbeat
+from engine.wire.messages import Done, Heartbeat
 from support.ports import two_neighbours
 from support.runs import ROOT, config_of, launch, write_config
 

@@ -14,8 +14,7 @@ import pytest
 
 from engine.client.service import ServiceClient
 from engine.run.process import LIFELINE, hold_lifeline
-from engine.wire.message import pack
-from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PutPrompts
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER, PutPrompts, pack
 from support.brake import braked, slow_down
 from support.browser import STRANGER, OpenServer, attack, attempt, chromium, open_server
 from support.fuzz_routes import Server

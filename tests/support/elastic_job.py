@@ -24,7 +24,7 @@ from engine.run.process import LIFELINE, hold_lifeline
 from engine.run.trace import read_spans
 from engine.wire import record
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.faults import proxy_to
 from support.runs import ROOT, config_of, overrides, wait_for, write_config
 

@@ -10,7 +10,7 @@ import aiohttp
 from engine.errors import ProcessDied
 from engine.orchestrator.publish.probe import make_probe
 from engine.run.instance_process import InstanceProcess
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.replies import reply
 
 PROBE = make_probe(64, 6, 64, "float32")

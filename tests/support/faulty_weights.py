@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.orchestrator.publish.sync import WeightSync
-from engine.wire.sync_messages import Proceed, SyncOpened
+from engine.wire.messages import Proceed, SyncOpened
 from engine.wire.weights.checksum import tensor_checksum
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"

@@ -21,8 +21,8 @@ from engine.orchestrator.publish.sync import WeightSync
 from engine.orchestrator.server import Server
 from engine.types import Prompt
 from engine.wire.columns import open_ids
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.sync_messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
+from engine.wire.messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeProcess, FakeProcesses, FakeSession, logprobs
 from support.virtual_time import VirtualLoop
 

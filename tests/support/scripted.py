@@ -8,8 +8,7 @@ from aiohttp import web
 
 from engine.errors import MetronomeError
 from engine.types import Score
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.rollout_messages import FinishUpdate
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL, FinishUpdate
 from support.replies import reply
 
 SERVES = """

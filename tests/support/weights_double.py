@@ -16,7 +16,7 @@ from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
 from engine.orchestrator.publish.sync import WeightSync, make_probe
 from engine.wire import messages
-from engine.wire.message import pack
+from engine.wire.messages import pack
 from support.replies import reply
 
 CPU = torch.device("cpu")

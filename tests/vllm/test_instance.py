@@ -10,7 +10,7 @@ import requests
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.fuzz_routes import Server, fuzz_all, fuzz_update
 from support.runs import wait_for
 from support.tiny_models import VOCABULARY, reference, reference_logprobs, save

@@ -23,7 +23,7 @@ from engine.instance.vllm.session import KEEP_STALE_HEAD
 from engine.run.vllm_command import instance_command_line
 from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.trainer.ranks.models import open_models
-from engine.wire.sync_messages import BucketInfo
+from engine.wire.messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
 from support.tiny_models import VOCABULARY, reference, save
 from support.vllm_instance import (

@@ -22,11 +22,11 @@ from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
 from engine.run.process import in_thread
-from engine.wire.message import Failure
-from engine.wire.sync_messages import (
+from engine.wire.messages import (
     AbortSync,
     BucketInfo,
     ConnectSync,
+    Failure,
     FinishSync,
     MeetingPlace,
     OpenSync,

@@ -12,7 +12,7 @@ import torch
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.wire.address import split_address
-from engine.wire.sync_messages import BucketInfo, MeetingPlace
+from engine.wire.messages import BucketInfo, MeetingPlace
 from engine.wire.weights import bucket_file
 from engine.wire.weights.backends import group_device, use_device
 from engine.wire.weights.buckets import Bucket

@@ -14,8 +14,7 @@ from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.pool.pool import Pool
 from engine.run.instance_process import InstanceProcess
 from engine.wire.address import http_url
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.rollout_messages import GetHealth, GetLoad, Health, Load
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL, GetHealth, GetLoad, Health, Load
 
 LOOK_S = 0.1
 """Seconds between two checks of the processes."""

@@ -18,10 +18,9 @@ from engine.model.shape import Experts, end_of_sequence_ids, read_shape
 from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
 from engine.run.disk import NO_FILE, open_limit
 from engine.types import Prompt
-from engine.wire import reply_columns
 from engine.wire.access_token import authorization_headers
 from engine.wire.columns import PackedResponse, open_ids
-from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest, read_answer
+from engine.wire.rollout_messages import COLUMNS_TYPE, Complete, CompletionReply, InstanceRequest, read_answer
 from engine.wire.routes import route_type
 
 Reply = TypeVar("Reply")
@@ -307,7 +306,7 @@ def _reply(call: str, status: int, form: str, raw: bytes, kind: type[msgspec.Str
         error = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
         raise error(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
     try:
-        if form == reply_columns.CONTENT_TYPE and kind is CompletionReply:
+        if form == COLUMNS_TYPE and kind is CompletionReply:
             return CompletionReply.of_columns(raw)
         return msgspec.json.decode(raw if raw.strip() else b"{}", type=kind)
     except (msgspec.DecodeError, ValueError) as error:

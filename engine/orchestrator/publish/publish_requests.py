@@ -17,17 +17,18 @@ from engine.orchestrator.run_state import RunState
 from engine.orchestrator.steps import Step, Steps
 from engine.run.trace import Trace
 from engine.schedule import Schedule
-from engine.wire.message import Done
-from engine.wire.messages import AwaitVersion, StillWaiting
-from engine.wire.sync_messages import (
+from engine.wire.messages import (
     AbortSync,
+    AwaitVersion,
     ConnectSync,
+    Done,
     FinishSync,
     MayPublish,
     OpenSync,
     Proceed,
     PublishAllowed,
     SendBucket,
+    StillWaiting,
     SyncOpened,
     VerifySync,
 )

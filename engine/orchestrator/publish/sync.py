@@ -25,8 +25,7 @@ from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.publish.probe import Probe, make_probe
 from engine.orchestrator.publish.update_calls import UpdateCalls
-from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
-from engine.wire.sync_messages import (
+from engine.wire.messages import (
     AbortSync,
     ConnectSync,
     FinishSync,
@@ -35,6 +34,7 @@ from engine.wire.sync_messages import (
     SendBucket,
     SyncOpened,
 )
+from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from engine.errors import MetronomeError, WeightSyncError
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.publish.probe import Probe
+from engine.wire.messages import BucketInfo
 from engine.wire.rollout_messages import (
     BaseWeights,
     BeginUpdate,
@@ -21,7 +22,6 @@ from engine.wire.rollout_messages import (
     StagedWeights,
     Update,
 )
-from engine.wire.sync_messages import BucketInfo
 
 Reply = TypeVar("Reply")
 SELF_TEST = "self-test"

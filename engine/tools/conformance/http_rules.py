@@ -11,7 +11,7 @@ from engine.tools.conformance.rules import demand, rule
 from engine.tools.conformance.tried_engine import RefusedCall, TriedEngine
 from engine.types import JsonObject
 from engine.wire.access_token import VARIABLE, is_loopback
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 
 LOAD_S = 1.0
 """Seconds within which GET /load must answer, even if the engine is busy."""

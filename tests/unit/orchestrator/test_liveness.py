@@ -10,8 +10,7 @@ from engine.errors import RatioGapError
 from engine.orchestrator.plane import Plane
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.wire.message import Failure
-from engine.wire.messages import EndOfStep, ReplayProgress, StageFailed, StillWaiting
+from engine.wire.messages import EndOfStep, Failure, ReplayProgress, StageFailed, StillWaiting
 
 DISAGREE = Failure.of(RatioGapError("they disagree"))
 

@@ -18,20 +18,21 @@ from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.wire.columns import pack_values
-from engine.wire.message import Done, Failure
 from engine.wire.messages import (
     AnyRequest,
+    Done,
     EndOfRun,
     EndOfStep,
+    Failure,
     Heartbeat,
     Lease,
     Prompts,
     Report,
     StageFailed,
+    VerifySync,
     WriteColumns,
     Written,
 )
-from engine.wire.sync_messages import VerifySync
 from support.planes import LIMIT_S, PROMPT, leased, ready, watch, work
 from support.run_folders import FIGURES
 

@@ -10,11 +10,12 @@ from engine.client.service import ServiceClient
 from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
 from engine.orchestrator.server import Server
 from engine.wire.columns import Column, open_scores, pack_values
-from engine.wire.message import Failure
 from engine.wire.messages import (
+    Failure,
     Heartbeat,
     InitEngines,
     Lease,
+    MayPublish,
     PutPrompts,
     ReplayProgress,
     Report,
@@ -23,7 +24,6 @@ from engine.wire.messages import (
     WriteColumns,
     Written,
 )
-from engine.wire.sync_messages import MayPublish
 from support.planes import LIMIT_S, leased, ready, row, watch, work
 
 

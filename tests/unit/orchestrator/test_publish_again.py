@@ -6,8 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import ServiceConflict
-from engine.wire.messages import EndOfStep, Lease, MayPublish, OpenSync, PublishAgain, StillWaiting, Window
-from engine.wire.sync_messages import FinishSync, VerifySync
+from engine.wire.messages import (
+    EndOfStep,
+    FinishSync,
+    Lease,
+    MayPublish,
+    OpenSync,
+    PublishAgain,
+    StillWaiting,
+    VerifySync,
+    Window,
+)
 from support.planes import work
 
 

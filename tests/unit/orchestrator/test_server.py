@@ -20,7 +20,7 @@ from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.server import Server, listen_address
 from engine.run import limits
 from engine.wire.access_token import authorization_headers
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
 SPOKEN = {"protocol": ROLLOUT_PROTOCOL}

@@ -24,12 +24,14 @@ from engine.orchestrator import server as server_module
 from engine.orchestrator.server import Server
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.access_token import VARIABLE as TOKEN
-from engine.wire.message import Done, Failure, pack
 from engine.wire.messages import (
     CONTENT_TYPE,
     PROTOCOL,
     PROTOCOL_HEADER,
+    Done,
+    Failure,
     Heartbeat,
+    pack,
     read_message,
 )
 

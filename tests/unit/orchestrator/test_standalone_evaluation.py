@@ -18,7 +18,7 @@ from engine.run.folder import RunFolder
 from engine.run.progress import Progress
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.address import ADDRESS_FILE
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
 PLACES = 8

@@ -14,8 +14,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.server import Server, rendezvous_neighbour
 from engine.wire.certificate import CERTIFICATE, Certificate, own_certificate
 from engine.wire.invitation import INVITATION, wait_for_invitation, write_invitation
-from engine.wire.message import Done
-from engine.wire.messages import Heartbeat
+from engine.wire.messages import Done, Heartbeat
 
 
 class Plane:

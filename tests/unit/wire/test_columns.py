@@ -23,8 +23,7 @@ from engine.wire.columns import (
     pack_group,
     pack_response,
 )
-from engine.wire.message import pack
-from engine.wire.messages import Window, read_message
+from engine.wire.messages import Window, pack, read_message
 from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 from support.groups import numbered_group
 

@@ -16,10 +16,9 @@ from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.instance_client import InstanceGone
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.wire import message, messages
+from engine.wire import messages
 from engine.wire.invitation import INVITATION, wait_for_invitation
-from engine.wire.message import Failure, pack
-from engine.wire.messages import Heartbeat, Lease, StillWaiting, read_message, read_request
+from engine.wire.messages import Failure, Heartbeat, Lease, StillWaiting, pack, read_message, read_request
 
 
 def test_every_request_and_every_message_is_read_as_what_it_was_sent_as():
@@ -36,7 +35,7 @@ def is_leaf(kind, base):
 
 def test_every_error_of_ours_crosses_as_itself_and_one_of_a_single_process_as_its_base():
     ours = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MetronomeError)}
-    assert set(message.ERRORS.values()) == ours
+    assert set(messages.ERRORS.values()) == ours
     for kind in ours:
         there = read_message(pack(Failure.of(kind("why")))).error()
         assert (type(there), str(there)) == (kind, "why")

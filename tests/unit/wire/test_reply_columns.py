@@ -14,7 +14,7 @@ from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient
 from engine.orchestrator.pool.reply_check import Asked
 from engine.types import Prompt
 from engine.wire.columns import open_response
-from engine.wire.reply_columns import CONTENT_TYPE, read_reply
+from engine.wire.rollout_messages import COLUMNS_TYPE, read_columns
 
 RESULT = Result([8, 3, 5], [-0.5, -0.25, -1.75], "length", 7)
 SAMPLING = SamplingSettings(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=0, vocabulary=50)
@@ -28,7 +28,7 @@ def written(result=RESULT):
 @given(st.lists(st.tuples(st.integers(0, 49), st.floats(-9999, 0)), max_size=5))
 def test_they_are_the_reply_in_json_with_its_numbers_behind_it(pairs):
     result = Result([token for token, _ in pairs], [logprob for _, logprob in pairs], "abort", 7)
-    head, token_ids, logprobs = read_reply(written(result))
+    head, token_ids, logprobs = read_columns(written(result))
     whole = completion_reply(4, "model", [1, 2], result)
     found = json.loads(head)
     assert found["choices"][0]["token_ids"] == found["choices"][0]["logprobs"]["token_logprobs"] == []
@@ -43,7 +43,7 @@ def test_they_are_the_reply_in_json_with_its_numbers_behind_it(pairs):
 @pytest.mark.parametrize("cut", [1, 7, 8, 15])
 def test_numbers_that_are_cut_off_are_refused(cut):
     with pytest.raises(ValueError, match=f"{3 * 16 - cut} bytes of numbers, expected 16 for each token"):
-        read_reply(written()[:-cut])
+        read_columns(written()[:-cut])
 
 
 @pytest.mark.parametrize("spoil", [None, "numbers", "cut", "no head"])
@@ -57,7 +57,7 @@ async def test_the_client_asks_for_them_and_takes_only_whole_ones(spoil):
             body[-random.Random(0).randrange(1, 48)] ^= 1
         elif spoil == "no head":
             body = body[body.index(b"\n") :]
-        return web.Response(body=bytes(body[:-1] if spoil == "cut" else body), content_type=CONTENT_TYPE)
+        return web.Response(body=bytes(body[:-1] if spoil == "cut" else body), content_type=COLUMNS_TYPE)
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", complete)])
@@ -78,4 +78,4 @@ async def test_the_client_asks_for_them_and_takes_only_whole_ones(spoil):
                     await asking
     finally:
         await runner.cleanup()
-    assert accepted == [f"{CONTENT_TYPE}, application/json;q=0.5"]
+    assert accepted == [f"{COLUMNS_TYPE}, application/json;q=0.5"]

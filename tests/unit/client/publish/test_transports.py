@@ -7,7 +7,7 @@ import torch
 
 from engine.client.publish.transports import FileTransport
 from engine.errors import MetronomeError
-from engine.wire.sync_messages import BucketInfo
+from engine.wire.messages import BucketInfo
 from engine.wire.weights.bucket_file import BucketFile
 from engine.wire.weights.buckets import Buffers, pack_buckets
 

@@ -27,8 +27,7 @@ from engine.orchestrator.pool.instance_client import (
 from engine.orchestrator.pool.pool import Pool
 from engine.types import Prompt, Response
 from engine.wire.columns import open_ids, open_response, pack_response
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-from engine.wire.rollout_messages import GetHealth, GetLoad, Health
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL, GetHealth, GetLoad, Health
 from support.scripted import Scripted, tokens_of, until
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import MetronomeError, ProcessDied
 from engine.orchestrator.run_events import RunEvents
 from engine.run.trace import read_spans
-from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.pool_world import worlds
 from support.scripted import Scripted, publishing, until
 

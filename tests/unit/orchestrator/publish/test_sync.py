@@ -10,7 +10,7 @@ from engine.errors import MetronomeError, WeightSyncError
 from engine.instance.receiver import OUTPUT
 from engine.orchestrator.pool.instance_client import InstanceFault, InstanceGone
 from engine.orchestrator.publish.probe import make_probe
-from engine.wire.sync_messages import ConnectSync, MeetingPlace, OpenSync
+from engine.wire.messages import ConnectSync, MeetingPlace, OpenSync
 from support.weights_double import TIMEOUT_S, Model, base_folder, publisher, starting, weights
 
 

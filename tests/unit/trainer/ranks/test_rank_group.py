@@ -113,8 +113,7 @@ def _rank(number, folder, ports):
 def _said(lockstep):
     from engine.errors import BadInput, MetronomeError, RewardError
     from engine.trainer.ranks.rank_group import RankGroup
-    from engine.wire.messages import CheckpointDue
-    from engine.wire.sync_messages import BucketInfo
+    from engine.wire.messages import BucketInfo, CheckpointDue
 
     ranks = RankGroup(lockstep, 60.0)
 
