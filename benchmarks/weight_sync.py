@@ -52,6 +52,7 @@ from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
+from engine.run.memory import BUCKET_BYTES
 from engine.run.process import SHARED_MEMORY, drop_lifeline
 from engine.run.trace import Trace
 from engine.wire.access_token import VARIABLE
@@ -71,7 +72,6 @@ def main() -> None:
     )
     parser.add_argument("--transports", default="file,gloo")
     parser.add_argument("--instances", default="1,2")
-    parser.add_argument("--bucket-mb", type=int, default=256)
     arguments = parser.parse_args()
     model = random_model(arguments.tiny)
     figures: dict[str, Any] = {}
@@ -80,9 +80,7 @@ def main() -> None:
         for transport in arguments.transports.split(","):
             for count in map(int, arguments.instances.split(",")):
                 for staged in (False, True) if count == 1 else (False,):
-                    config = configuration(
-                        model=model, transport=transport, instances=count, staged=staged, bucket_mb=arguments.bucket_mb
-                    )
+                    config = configuration(model=model, transport=transport, instances=count, staged=staged)
                     models = models or policy(config)
                     name = f"{transport}_{count}{'_staged' if staged else ''}"
                     figures[name] = measure(config, models, Path(scratch) / name, arguments.rounds)
@@ -116,7 +114,7 @@ def random_model(tiny: bool) -> Path:
     return folder
 
 
-def configuration(model: Path, transport: str, instances: int, staged: bool, bucket_mb: int) -> Config:
+def configuration(model: Path, transport: str, instances: int, staged: bool) -> Config:
     return load_config(
         None,
         [
@@ -133,7 +131,6 @@ def configuration(model: Path, transport: str, instances: int, staged: bool, buc
             "rollout.max_new_tokens=16",
             f"weights.transport={transport}",
             f"weights.staged={str(staged).lower()}",
-            f"weights.bucket_mb={bucket_mb}",
         ],
     )
 
@@ -150,7 +147,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
 
     transport = config.weights.transport
     staged = config.weights.staged
-    sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
+    sizes = bucket_sizes(models, BUCKET_BYTES)
     bare_side = bare_transfer(
         transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
     )
@@ -162,7 +159,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
                 ranks=RankGroup(1, TIMEOUT_S),
                 transport=open_transport(transport, TIMEOUT_S, torch.device("cpu"), folder / "weights"),
                 dtype=torch.float32,
-                bucket_bytes=config.weights.bucket_mb * 2**20,
+                bucket_bytes=BUCKET_BYTES,
                 timeout_s=TIMEOUT_S,
             )
             first_s = publisher.publish(models, 0)

@@ -77,7 +77,7 @@ class Score:
     """Whether the response is left out of training because its reward is unknown. It has no gradient, and the
     advantages of its group are those of the other responses. `value` is not read then."""
     correct: bool | None = None
-    """Whether the response counts as correct in pass@k; None: `value` decides (evaluate.pass_threshold)."""
+    """Whether the response counts as correct in pass@k; None: `value` decides (1 and above does)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures by name. steps.jsonl has their means and standard deviations over the step."""
 
@@ -243,7 +243,7 @@ class StepReport:
     mfu: float | None = None
     """Model FLOP utilisation, 0 to 1: the operations of the step's forward and backward passes (engine.model.flops;
     without recomputation and scoring passes) over train_s and the peak of the trainer's devices. Absent if the peak is
-    unknown (platform.peak_tflops)."""
+    unknown."""
     grad_cosine: float | None = None
     """Cosine between this step's gradient and the previous one; absent if it is not measured."""
     skipped_updates: int | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -41,9 +40,6 @@ class BatchLossSettings:
     """BAPO: upper bound of the ratio, from start to limit."""
     step: float = 0.05
     """BAPO: amount by which a bound rises at a time."""
-    mean: Literal["kept", "capped"] = "kept"
-    """M2PO: the mean that τ bounds. "kept": over the outward tokens that are not masked. "capped": over all outward
-    tokens, where a masked one counts as much as the largest that is kept."""
 
 
 Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
@@ -59,11 +55,10 @@ def outward_mask(log_ratios: Tensor, advantages: Tensor) -> Tensor:
 def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
     """(limit,): outward tokens with a larger (log r)² are masked, so that its mean is at most τ.
 
-    The mean is over the tokens kept (M2PO, Algorithm 1) or, with `limits.mean` "capped", over all outward tokens with
-    values capped at the largest kept one (the authors' release, Infini-AI-Lab/M2PO, core_algos.py). The capped mean
-    masks at least as many tokens. The limit is half-way between the last token kept and the first one masked, so that
-    rounding can't move a token across it; inf if all are kept. Tokens with equal values are all kept or all masked, so
-    their order does not matter.
+    The mean is over the tokens kept (M2PO, Algorithm 1). The authors' release (Infini-AI-Lab/M2PO, core_algos.py) takes
+    it over all outward tokens, with values capped at the largest kept one, and so masks more. The limit is half-way
+    between the last token kept and the first one masked, so that rounding can't move a token across it; inf if all are
+    kept. Tokens with equal values are all kept or all masked, so their order does not matter.
     """
     moments = tokens.log_ratios[outward_mask(tokens.log_ratios, tokens.advantages)].double().square().sort().values
     total = moments.cumsum(0)
@@ -71,11 +66,7 @@ def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple
     means = total / number
     if not bool((means[-1:] > limits.second_moment).any()):
         return (math.inf,)
-    if limits.mean == "capped":
-        means = (total + moments * (number[-1] - number)) / number[-1]
-        keep = int((means < limits.second_moment).sum())
-    else:
-        keep = int((means <= limits.second_moment).sum())  # running means of ascending values ascend
+    keep = int((means <= limits.second_moment).sum())  # running means of ascending values ascend
     masked = float(moments[keep])
     kept = moments[moments < masked]
     return ((float(kept[-1]) if kept.numel() else 0.0) / 2 + masked / 2,)

@@ -35,9 +35,6 @@ class Run(Table):
     """Changes that a resume, an evaluation or a registration of this command accepts, since the run was trained with
     something else: "weights" and "tokenizer" of `model.path`, "prompts", the code of the "reward" or of the
     "algorithms". A later `--resume` does not keep it."""
-    keep_steps: int = Field(default=1000, ge=0)
-    """Number of newest steps whose spans (up to twice as many), response samples and tables of evaluations during the
-    training are kept. The figures of older steps stay. 0: all."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""

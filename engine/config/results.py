@@ -36,16 +36,9 @@ class Evaluate(Table):
     max_context: int = Field(default=0, ge=0)
     """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
     0: rollout.max_context. The instances of a running training keep rollout.max_context."""
-    pass_threshold: float = 1.0
-    """Score from which a response counts as correct in pass@k, if the reward does not say so itself (Score.correct)."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
     the run's own instances (docs/evaluation.md). 0: never."""
-    max_wait_s: float = Field(default=300.0, ge=0)
-    """Longest time in seconds that training waits for an evaluation of `every`. One that takes longer is dropped and
-    reported. 0: training does not wait."""
-    confidence: float = Field(default=0.95, ge=0.5, lt=1)
-    """Confidence of paired comparisons: the alias `champion` moves to a better model if p ≤ 1 − confidence."""
 
     @field_validator("benchmark", mode="before")
     @classmethod
@@ -64,9 +57,6 @@ class ServiceLimits(Table):
     lease_s: PositiveFloat = 300.0
     """Seconds that an outside trainer has for a window of a service's stage train before the window is leased again;
     with train.prefetch = "on" it has two windows at a time."""
-    max_mib: PositiveInt = 1024
-    """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, and of a
-    request's body. A put beyond it is refused for now."""
 
 
 Also = Literal["wandb", "trackio", "tensorboard"]

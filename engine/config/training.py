@@ -79,8 +79,6 @@ class Train(Table):
     """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: Annotated[tuple[Beta, Beta], FIXED] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    epsilon: Annotated[PositiveFloat, PLAN] = 1e-8
-    """AdamW's ε, in the denominator of its update."""
     max_grad_norm: Annotated[PositiveFloat, PLAN] = 1.0
     """Largest norm of an update's whole gradient. A gradient above it is scaled down to it."""
     dtype: Annotated[Literal["float32", "bfloat16"], PLAN] = "float32"
@@ -123,10 +121,6 @@ class M2po(Table):
     """Of the tokens whose ratio the gradient moves further from 1, those with the largest (log ratio)² are masked,
     until the mean of (log ratio)² is at most this number (the paper's τ). 0.04 is the paper's value, and that of the
     authors' release."""
-    mean: Literal["kept", "capped"] = "kept"
-    """What threshold bounds. "kept": the mean over the tokens that are not masked, as the paper's Algorithm 1 has it.
-    "capped": the mean over masked tokens, too, each as large as the largest that is kept, as in the authors' release,
-    which masks more of them (docs/algorithms.md)."""
 
 
 class Bapo(Table):
@@ -336,7 +330,7 @@ class Parallel(Table):
 
 
 class Platform(Table):
-    """The devices of the trainer, and their sizes, which the dry run, the rollout pool's nodes and `mfu` need."""
+    """The devices of the trainer, and their sizes, which the dry run and the rollout pool's nodes need."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Kind of device that the trainer computes on. "auto": an NPU if there is one, else a CUDA device, else the CPU."""
@@ -350,9 +344,6 @@ class Platform(Table):
     """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
     network_gbps: PositiveFloat = 200.0
     """Gbit/s between nodes, by which `metronome plan` counts weights and gradients; 100 in Periodic Asynchrony (§6)."""
-    peak_tflops: float = Field(default=0.0, ge=0)
-    """Peak dense TFLOP/s (10¹² operations per second) of one of the trainer's devices, for `mfu` in steps.jsonl. 0: the
-    published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""
 
 
 class Cluster(Table):
@@ -365,9 +356,6 @@ class Cluster(Table):
     dies starts again where there is room."""
     address: str = "auto"
     """Address "host:port" of the Ray cluster's head; "auto": the cluster of this machine."""
-    wait_s: PositiveFloat = 600.0
-    """Seconds that a run waits for Ray to have room for it, at its start, and before it resumes after the death of a
-    trainer node."""
     least_nodes: int = Field(default=0, ge=0)
     """Trainer nodes with which a run goes on if others have died and Ray has none to replace them within a minute:
     `parallel.data` shrinks with `parallel.nodes`, and each later attempt asks for all nodes again. 0: all of them, for

@@ -47,7 +47,7 @@ class ChampionVerdict:
     comparison: Paired | None = None
 
 
-def judge_first(ours: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
+def judge_first(ours: Results | None, base: Results | None) -> ChampionVerdict:
     """Whether a new policy becomes the first champion: only if it is better than its base model.
 
     If the base model has no comparable evaluation (`base` is None), any policy with an evaluation becomes champion, and
@@ -55,15 +55,13 @@ def judge_first(ours: Results | None, base: Results | None, confidence: float) -
     """
     if ours is not None and base is None:
         return ChampionVerdict(True, "there was no champion; not compared: the base model has no comparable evaluation")
-    found = judge_challenge(ours, base, confidence, "base model")
+    found = judge_challenge(ours, base, "base model")
     return ChampionVerdict(
         found.wins, found.reason if ours is None else f"there was no champion; {found.reason}", found.comparison
     )
 
 
-def judge_challenge(
-    ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion"
-) -> ChampionVerdict:
+def judge_challenge(ours: Results | None, theirs: Results | None, whom: str = "champion") -> ChampionVerdict:
     """Compare a new policy with the champion, or with another model. `whom` is the other's name in messages.
 
     Evaluations with other problems, sampling or scoring are not compared: the champion stays, and the reason says so.
@@ -80,12 +78,12 @@ def judge_challenge(
         return ChampionVerdict(
             False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"
         )
-    found = compare_paired(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
+    found = compare_paired(ours.means, theirs.means, int(ours.protocol["samples"]))
     text = (
         f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on "
         f"{counted(found.problems, 'problem')}, "
         f"p = {found.p_value:.4g}"
     )
     if found.says_better:
-        return ChampionVerdict(True, f"better than the {whom} at {confidence:.0%} confidence: {text}", found)
-    return ChampionVerdict(False, f"not better than the {whom} at {confidence:.0%} confidence: {text}", found)
+        return ChampionVerdict(True, f"better than the {whom} at {found.confidence:.0%} confidence: {text}", found)
+    return ChampionVerdict(False, f"not better than the {whom} at {found.confidence:.0%} confidence: {text}", found)

@@ -33,12 +33,12 @@ class Accuracy(_MajorityAccuracy):
     pass_ci_high: float
 
 
-def is_right(score: Score, threshold: float) -> bool:
-    """Whether a response is right: as the reward says, else if its score reaches the threshold
-    (evaluate.pass_threshold), up to the rounding of a sum in fp32. One without a score is wrong."""
+def is_right(score: Score) -> bool:
+    """Whether a response is right: as the reward says, else if its score is at least 1, up to the rounding of a sum in
+    fp32. One without a score is wrong."""
     if score.excluded or score.status != "ok":
         return False
-    return score.value >= threshold - ROUNDING * max(1.0, abs(threshold)) if score.correct is None else score.correct
+    return score.value >= 1.0 - ROUNDING if score.correct is None else score.correct
 
 
 def accuracy_figures(

@@ -47,10 +47,9 @@ async def record_evaluation(
     votes = await majority_votes(groups, config.reward.function, verifier)
     how = tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups])
     table = tables.path_of(folder, subject.model, subject.version, how)
-    threshold = config.evaluate.pass_threshold
-    await asyncio.to_thread(tables.write_table, table, groups, votes, threshold)
+    await asyncio.to_thread(tables.write_table, table, groups, votes)
     values = [[score.value for score in group.scores] for group in groups]
-    right = [[is_right(score, threshold) for score in group.scores] for group in groups]
+    right = [[is_right(score) for score in group.scores] for group in groups]
     row: EvaluationRow = {
         "step": subject.version,
         "weight_version": subject.version,
@@ -72,15 +71,15 @@ async def record_evaluation(
         row["maj_at_k_bootstrap"] = fmean(vote.bootstrap for vote in votes)
     found: JsonObject = {**row, **_metric_means(groups), **more}
     if (base := tables.find_baseline(folder, row)) is not None:
-        found["against"] = compare_rows(row, base, folder.path, config.evaluate.confidence)
+        found["against"] = compare_rows(row, base, folder.path)
     return folder.add_evaluation(found)
 
 
-def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:
+def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path) -> JsonObject:
     """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, along with the model and
     version of `base`."""
     ours, theirs = (tables.table_means(folder / one["table"]) for one in (row, base))
-    found = paired.compare_paired(ours, theirs, row["samples"], confidence)
+    found = paired.compare_paired(ours, theirs, row["samples"])
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 
 

@@ -36,8 +36,7 @@ SAME = (
     "max_context",
     "stop",
 )
-"""The keys of the protocol that must be equal in two evaluations to compare their scores: all except the seed and the
-threshold of pass@k."""
+"""The keys of the protocol that must be equal in two evaluations to compare their scores: all except the seed."""
 
 
 class EvaluationProtocol(TypedDict):
@@ -55,7 +54,6 @@ class EvaluationProtocol(TypedDict):
     """Hash of the code of the reward and the program; "" without code."""
     program: str
     """rollout.program, without its folder."""
-    pass_threshold: float
     samples: int
     temperature: float
     top_p: float
@@ -137,7 +135,6 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
         "reward": _reward_anywhere(config.reward),
         "reward_hash": find_inputs(config, Path(), ("reward",))["reward"]["hash"],
         "program": config.rollout.program.rpartition("/")[2],
-        "pass_threshold": settings.pass_threshold,
         "samples": settings.samples,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -160,15 +157,15 @@ def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any])
     return folder.path / "evaluations" / f"{how['benchmark']}-v{version:06d}-{digest}.jsonl"
 
 
-def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None, threshold: float = 1.0) -> None:
-    """Write one JSON object per problem: the problem, the number of right responses (`is_right` with `threshold`), the
-    majority's answer, and all responses."""
+def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
+    """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and all
+    responses."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [_row(group, votes[number] if votes is not None else None, threshold) for number, group in enumerate(groups)]
+    rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _row(group: Group, vote: Majority | None, threshold: float) -> dict[str, object]:
+def _row(group: Group, vote: Majority | None) -> dict[str, object]:
     scores = [score.value for score in group.scores]
     responses = [
         {
@@ -189,7 +186,7 @@ def _row(group: Group, vote: Majority | None, threshold: float) -> dict[str, obj
         "problem": group.prompt.problem,
         "answer": group.prompt.answer,
         "mean": sum(scores) / len(scores),
-        "right": sum(is_right(score, threshold) for score in group.scores),
+        "right": sum(is_right(score) for score in group.scores),
         "samples": len(scores),
     }
     if vote is not None:

@@ -33,7 +33,7 @@ from engine.run.logs import log_line, log_traceback
 from engine.schedule import Schedule
 from engine.types import Prompt
 from engine.wire.columns import JsonColumns, Row, open_ids, open_scores
-from engine.wire.messages import PromptData, PutPrompts, Sampled, SampleResponses, Taken
+from engine.wire.messages import MOST_BYTES, PromptData, PutPrompts, Sampled, SampleResponses, Taken
 from engine.wire.rollout_messages import Acknowledged, InstanceRequest, StartProfile, StopProfile
 
 if TYPE_CHECKING:
@@ -116,7 +116,6 @@ class Batches:
         self._trains = trains
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._vocabulary = read_shape(Path(config.model.path)).vocabulary
-        self._max_bytes = config.service.max_mib * 2**20
         self._profile = RolloutProfile(service, config.train.profile)
         self._position = 0
         self._previous: Step | None = None
@@ -199,10 +198,10 @@ class Batches:
             raise ServiceConflict(f"step {step} is over")
 
     def _check_room(self, size: int) -> None:
-        if self.held_bytes + size > self._max_bytes:
+        if self.held_bytes + size > MOST_BYTES:
             raise ServiceFull(
                 f"the service holds {self.held_bytes:,} bytes that are not trained yet, and {size:,} more would exceed "
-                f"{self._max_bytes:,} (service.max_mib)"
+                f"{MOST_BYTES:,}"
             )
 
     def _own_prompts(self, given: tuple[PromptData, ...]) -> list[Prompt]:

@@ -142,7 +142,7 @@ class _Orchestrator:
         self.resume = resume
         self.replay = replay
         self.scratch = Path(hold_lifeline()).parent
-        self.trace = Trace(folder.trace, "orchestrator", config.run.keep_steps)
+        self.trace = Trace(folder.trace, "orchestrator")
         self._certificate = Certificate.make() if config.parallel.nodes > 1 else None
         self._beating: asyncio.Task[None]
         self._signal: str | None = None

@@ -345,7 +345,6 @@ class Plane:
         self.folder.add_samples(
             step,
             samples,
-            keep_steps=self.config.run.keep_steps,
             decode=None if tokenizer is None else tokenizer.decode,
             pieces=None if tokenizer is None else tokenizer.pieces,
             advantages=request.advantages,

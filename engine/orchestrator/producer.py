@@ -394,7 +394,7 @@ class Producer:
                 "responses",
                 "rewritten",
                 f"the chat template would write an earlier turn otherwise than it was sampled, {rewritten}; it stays "
-                "as it was sampled (rollout.template_rewrites)",
+                "as it was sampled",
             )
 
     async def _sample_turn(

@@ -121,7 +121,7 @@ async def _serve_with(
     async with serving_plane(
         config=config,
         folder=folder,
-        trace=Trace(folder.trace, "orchestrator", config.run.keep_steps),
+        trace=Trace(folder.trace, "orchestrator"),
         problems=problems,
         server=server,
         weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path),

@@ -46,6 +46,7 @@ from engine.wire.certificate import CERTIFICATE, Certificate
 from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
 from engine.wire.messages import (
     CONTENT_TYPE,
+    MOST_BYTES,
     PROTOCOL,
     PROTOCOL_HEADER,
     AnyRequest,
@@ -101,8 +102,6 @@ class Server:
         self.bug: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Receives an exception that is not a MetronomeError, raised while answering."""
         self._left: set[str] = set()
-        self._max_bytes = config.service.max_mib * 2**20
-        """Largest body of /ask."""
         self._limit = HeaderLimit()
         self.url = ""
         """The URL that our ranks use, once the server listens."""
@@ -175,7 +174,7 @@ class Server:
             raise BadInput(f"{key} = {address!r}: {_reason(error)}") from None
 
     def _application(self) -> web.Application:
-        app = web.Application(middlewares=[self._guarded], client_max_size=self._max_bytes)
+        app = web.Application(middlewares=[self._guarded], client_max_size=MOST_BYTES)
         app.add_routes(
             [
                 web.post("/ask", self._ask),
@@ -226,7 +225,7 @@ class Server:
             )
         if request.content_type != CONTENT_TYPE:
             return _failed(415, BadInput(f"Content-Type {request.content_type!r:.80}, expected {CONTENT_TYPE}"))
-        body = await _read(request, self._max_bytes, "service.max_mib")
+        body = await _read(request, MOST_BYTES)
         # a large one is decoded in a thread, so that others are answered meanwhile
         asked = await asyncio.to_thread(_decode, body) if len(body) > MAX_BODY else _decode(body)
         del body  # the request has a copy, and may wait long
@@ -368,14 +367,13 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno is not None else str(error)
 
 
-async def _read(request: web.Request, most: int, limit: str) -> bytearray:
-    """Return a body of at most `most` bytes; `limit` names what sets this number. `request.read` would keep two copies
-    of it. Raises web.HTTPException."""
+async def _read(request: web.Request, most: int) -> bytearray:
+    """Return a body of at most `most` bytes. `request.read` would keep two copies of it. Raises web.HTTPException."""
     size = request.content_length
     if size is None:
         raise web.HTTPLengthRequired(reason="a request needs a Content-Length")
     if size > most:
-        reason = f"the body has {size:,} bytes, expected at most {most:,} ({limit}): send it in several parts"
+        reason = f"the body has {size:,} bytes, expected at most {most:,}: send it in several parts"
         raise web.HTTPRequestEntityTooLarge(most, size, reason=reason)
     body = bytearray(size)
     at = 0
@@ -400,7 +398,7 @@ def _decode(body: bytearray) -> AnyRequest:
 
 async def _object(request: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(await _read(request, MAX_BODY, "of an instance"))
+        body = json.loads(await _read(request, MAX_BODY))
     except (ValueError, RecursionError):
         raise BadInput("the body is not JSON") from None
     if not isinstance(body, dict):

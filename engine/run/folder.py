@@ -20,6 +20,7 @@ from engine.run.event_stream import EventWriter
 from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.logs import log_error, log_line
 from engine.run.run_file import Fence
+from engine.run.trace import KEPT_STEPS
 from engine.types import Group, JsonObject, Response, StepReport
 
 CONFIG = "config.toml"
@@ -155,13 +156,13 @@ class RunFolder:
         self,
         step: int,
         groups: Sequence[Group],
-        keep_steps: int = 0,
+        keep_steps: int = KEPT_STEPS,
         decode: Callable[[Sequence[int]], str] | None = None,
         pieces: Callable[[Sequence[int]], list[str]] | None = None,
         advantages: Mapping[int, Mapping[int, float]] | None = None,
     ) -> None:
         """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response, and delete the file that is
-        now older than the newest `keep_steps` (0: none). `decode`: gives the texts of a conversation's parts;
+        now older than the newest `keep_steps`. `decode`: gives the texts of a conversation's parts;
         `pieces`: the text of each token; `advantages`: by the index of a group and a response's number in it. Raises
         TakenOver."""
         self.fence.check_attempt()
@@ -190,7 +191,7 @@ class RunFolder:
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(self.samples_of(step), text)
-        if 0 < keep_steps <= step:
+        if keep_steps <= step:
             self.samples_of(step - keep_steps).unlink(missing_ok=True)
 
     def first_figures(self, key: str, most: int = 1) -> list[float]:

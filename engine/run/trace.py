@@ -48,15 +48,20 @@ class Span(_Attributes):
     end: float
 
 
+KEPT_STEPS = 1000
+"""Number of newest steps whose spans (up to twice as many), response samples and tables of evaluations during the
+training are kept. The figures of older steps stay."""
+
+
 class Trace:
     """Appends spans of one process to `<folder>/<role>.jsonl`. Times are seconds since the epoch.
 
     Lines are buffered and written by `flush`, once a step, so a span costs microseconds.
     """
 
-    def __init__(self, folder: Path, role: str, keep_steps: int = 0) -> None:
-        """`keep_steps`: number of newest steps whose spans are kept (run.keep_steps); 0: all. A file with the spans of
-        so many steps becomes `<role>.earlier.jsonl` and replaces the one before it."""
+    def __init__(self, folder: Path, role: str, keep_steps: int = KEPT_STEPS) -> None:
+        """`keep_steps`: number of newest steps whose spans are kept. A file with the spans of so many steps becomes
+        `<role>.earlier.jsonl` and replaces the one before it."""
         folder.mkdir(parents=True, exist_ok=True)
         self.role = role
         self._path = folder / f"{role}.jsonl"
@@ -84,7 +89,7 @@ class Trace:
     def flush(self) -> None:
         """Write the spans since the last flush. On a full disk (OSError) the file is unchanged."""
         if self._lines:
-            if self._keep_steps and self._path.exists():
+            if self._path.exists():
                 self._put_aside()
             append_lines(self._path, self._lines)
             self._lines.clear()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import BadInput
 from engine.run.files import put_in_place, read_lines
-from engine.run.trace import Span, iterate_spans
+from engine.run.trace import KEPT_STEPS, Span, iterate_spans
 from engine.tools.timeline import lanes_of, rows_of
 from engine.types import JsonObject
 
@@ -47,7 +47,9 @@ def write_trace(run_folder: Path, out: Path, steps: range | None = None) -> Writ
     spans = _chosen(list(iterate_spans(run_folder / "trace")), steps)
     if not spans:
         wanted = f" of steps {steps.start} to {steps.stop - 1}" if steps is not None else ""
-        raise BadInput(f"{run_folder}: its folder trace/ has no spans{wanted}; run.keep_steps says how many are kept")
+        raise BadInput(
+            f"{run_folder}: its folder trace/ has no spans{wanted}; the newest {KEPT_STEPS:,} steps have them"
+        )
     rows = {row["step"]: row for row in read_lines(run_folder / "steps.jsonl")}
     events = [*_events(spans, rows)]
     profiles = _Profiles(spans, first=1 + max(event["pid"] for event in events))

@@ -142,7 +142,6 @@ def coefficients_of(config: Config) -> Coefficients:
         mismatch_reject_limit=algorithm.mismatch_reject_limit,
         limits=BatchLossSettings(
             second_moment=algorithm.m2po.threshold,
-            mean=algorithm.m2po.mean,
             share=algorithm.bapo.share,
             low=algorithm.bapo.low,
             high=algorithm.bapo.high,

@@ -14,6 +14,9 @@ from torch import Tensor
 from engine.config import Config
 from engine.wire.weights.buckets import DTYPES
 
+EPSILON = 1e-8
+"""AdamW's ε, in the denominator of its update."""
+
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
     """Return AdamW over the model's gradient buffers. All ranks build it at the same time.
@@ -34,7 +37,7 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
             weight_decay=train.weight_decay,
             adam_beta1=train.betas[0],
             adam_beta2=train.betas[1],
-            adam_eps=train.epsilon,
+            adam_eps=EPSILON,
             clip_grad=train.max_grad_norm,
             use_distributed_optimizer=train.distributed_optimizer,
         ),

@@ -143,8 +143,7 @@ class Policy(Trainer):
         self.control = (
             GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
         )
-        known = peak_of(platform.device_name(self.models.device.index or 0))
-        self._peak = config.platform.peak_tflops * 1e12 or known
+        self._peak = peak_of(platform.device_name(self.models.device.index or 0))
         self._decided: bool | None = None
         self.scheduler = scheduler_of(config, self.optimizer)
 

@@ -190,7 +190,7 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     base = Path(config.model.path)
     fence = Fence(arguments.folder, arguments.attempt)
     ranks = RankGroup(config.parallel.lockstep, config.transfer_timeout_s)
-    trace = Trace(arguments.folder / "trace", ranks.name, config.run.keep_steps)
+    trace = Trace(arguments.folder / "trace", ranks.name)
     machine = platform.get_platform(config.platform.device)
     policy = Policy(config, machine, ranks, trace)
     profiler = StepProfiler(

@@ -91,7 +91,6 @@ class ProgramTokenizer:
 
     def __init__(self, loaded: LoadTokenizer) -> None:
         self.decode = make_decoder(loaded)
-        self.refuse_rewrites = loaded.refuse_rewrites
         self._variables = json.loads(loaded.variables)
         self.loaded = loaded
         self._fast: Any = None
@@ -200,8 +199,8 @@ class Chat:
 
         What the template writes after the last turn is appended. What was sampled stays as it is, also where the
         template would rewrite it. Several calls after a turn append what one call with all their messages would. Raises
-        RuntimeError before the first turn, and BadInput if the template fails, or would rewrite a turn and
-        `rollout.template_rewrites` is "refuse", or if a text was appended between two calls.
+        RuntimeError before the first turn, and BadInput if the template fails, or if a text was appended between two
+        calls.
         """
         if self._last is None:
             raise RuntimeError("chat.messages: the prompt is in its template already; messages follow a turn")
@@ -233,19 +232,13 @@ class Chat:
         return {place: MARK.format(salt=salt, place=place) for place in self._turns}
 
     def _note_rewrite(self, written: str, marked: str, marks: Mapping[int, str]) -> None:
-        """Compare what the template makes of the turns with the turns in place of their marks. Raises BadInput if they
-        differ and that is to be refused."""
+        """Note where what the template makes of the turns differs from the turns in place of their marks."""
         for place, mark in marks.items():
             marked = marked.replace(mark, self._history[place]["content"])
         if written == marked:
             return
         begin = len(commonprefix((written, marked)))
         self.rewritten = f"{marked[begin : begin + SHOWN]!r} as {written[begin : begin + SHOWN]!r}"
-        if self._tokenizer.refuse_rewrites:
-            raise BadInput(
-                f"chat.messages: the chat template would rewrite what was sampled, {self.rewritten}; with "
-                'rollout.template_rewrites = "keep" it stays as it was sampled'
-            )
 
     def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
         """Say which messages the prompt begins, before the first turn. What follows the prompt in their chat template

@@ -21,6 +21,9 @@ PROTOCOL = 10
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
 """HTTP header of each request, with the client's `PROTOCOL`."""
+MOST_BYTES = 2**30
+"""Largest body of a request, and largest size of the groups and prompts that programs have put and that are not trained
+yet. A put beyond it is refused for now."""
 CONTENT_TYPE = "application/msgpack"
 """Media type of requests and replies."""
 TRAIN = "train"

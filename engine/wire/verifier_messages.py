@@ -66,8 +66,6 @@ class LoadTokenizer(VerifierMessage):
     """Tokens left out of a response's text."""
     folder: str = ""
     """The model's folder, for the chat template."""
-    refuse_rewrites: bool = False
-    """rollout.template_rewrites = "refuse"."""
     variables: bytes = b"{}"
     """data.chat_template_kwargs, as JSON."""
 

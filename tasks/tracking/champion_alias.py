@@ -66,7 +66,7 @@ def _challenge(
         champion = None if holder is None else client.get_model_version(name, holder)
         if champion is not None and holder == version:
             return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
-        verdict = _verdict(champion, own, base, config.evaluate.confidence)
+        verdict = _verdict(champion, own, base)
         if _holder(client, name) == holder:
             break
     client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
@@ -150,11 +150,9 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
     return None
 
 
-def _verdict(
-    champion: ModelVersion | None, own: Results | None, base: Results | None, confidence: float
-) -> ChampionVerdict:
+def _verdict(champion: ModelVersion | None, own: Results | None, base: Results | None) -> ChampionVerdict:
     if champion is None:
-        return judge_first(own, base, confidence)
+        return judge_first(own, base)
     try:
         stored = mlflow.artifacts.load_dict(f"runs:/{champion.run_id}/{RESULTS.format(champion.version)}")
         theirs = Results.of(stored)
@@ -164,7 +162,7 @@ def _verdict(
             f"the results of the champion (version {champion.version}) can't be read: {first_line(error)}; if its "
             f"files are gone, give the alias {CHAMPION} to another version in MLflow",
         )
-    return judge_challenge(own, theirs, confidence)
+    return judge_challenge(own, theirs)
 
 
 def _holder(client: mlflow.MlflowClient, name: str) -> str | None:

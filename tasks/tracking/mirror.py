@@ -348,7 +348,7 @@ class Mirror:
         if _time(row) in self._times(key):
             return
         table = self._folder.path / row["table"]
-        if table.exists():  # else run.keep_steps has deleted it while MLflow was away
+        if table.exists():  # else it was deleted as too old while MLflow was away
             self._client.log_artifact(self._id, str(table), "evaluations")
         self._log(_metrics(row, figures, last=key))
         self._also(row["step"], figures)

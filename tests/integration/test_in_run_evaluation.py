@@ -1,7 +1,6 @@
 """Evaluation inside a run, on real processes: it changes no weight, and it is of exactly the step's weights."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -93,30 +92,6 @@ def _never_beside_a_step(spans):
         assert len(own) == 12
         assert last <= min(span["start"] for span in own)
         assert max(span["end"] for span in own) <= following
-
-
-@pytest.mark.nightly  # tests/unit/orchestrator/test_in_run_evaluation.py cuts one short
-def test_a_late_evaluation_is_dropped_and_changes_no_weight(exact, tmp_path):
-    run(exact | {"run.name": "plain"}, tmp_path)
-    late = run(
-        exact
-        | {
-            "run.name": "late",
-            "evaluate.every": 2,
-            "evaluate.max_wait_s": 0,
-            "evaluate.max_new_tokens": 50,
-            "evaluate.problems": 40,
-            "evaluate.samples": 8,
-        },
-        tmp_path,
-    )
-    assert not (late / "evaluations.jsonl").exists()
-    lost = list(read_lines(late / "evaluations/dropped.jsonl"))
-    assert [row["weight_version"] for row in lost] == [0, 2]
-    for row in lost:  # at the first, the benchmarks may still be being read: they are while the first step is generated
-        landed = re.match(r"(\d+) of 320 responses had arrived when training had waited 0 s", row["reason"])
-        assert (landed and int(landed[1]) < 320) or "not yet encoded" in row["reason"], row
-    assert weights(tmp_path, "plain") == weights(tmp_path, "late")
 
 
 @pytest.mark.nightly

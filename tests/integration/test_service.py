@@ -46,7 +46,6 @@ SMALL = {
     "train.prompts_per_step": PROMPTS,
     "train.steps": 200,
     "service.lease_s": LEASE_S,
-    "service.max_mib": 1,
 }
 CONSUMER = """
 import sys, time
@@ -172,7 +171,7 @@ def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, 
     for thread in threads:
         thread.start()
     try:
-        wait_for(lambda: {400, 401, 413} <= statuses, "a refusal of each kind", 30)
+        wait_for(lambda: {400, 401} <= statuses, "a refusal of each kind", 30)
         began = time.monotonic()
         client.put_prompts_data(step)
         trained = consume(client, step)
@@ -183,7 +182,7 @@ def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, 
         for thread in threads:
             thread.join()
     assert sorted(trained) == [0, 1, 2]
-    assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 413, 415}
+    assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 415}
     assert took < 60
     assert grown < 100 * 2**20
     status = httpx.get(f"http://{running.address}/status", headers={"Authorization": f"Bearer {TOKEN}"}).json()

@@ -21,6 +21,7 @@ from engine.client.publish.transports import Transport, address_of, open_transpo
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
+from engine.run.memory import BUCKET_BYTES
 from engine.run.process import in_thread
 from engine.wire.messages import (
     AbortSync,
@@ -218,7 +219,7 @@ class Publisher:
                 weights.transport, config.rollout.timeout_s, device, folder, address=address_of(config)
             ),
             dtype=DTYPES[config.model.dtype],
-            bucket_bytes=weights.bucket_mb * 2**20,
+            bucket_bytes=BUCKET_BYTES,
             timeout_s=config.transfer_timeout_s,
         )
 

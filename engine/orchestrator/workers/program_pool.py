@@ -138,7 +138,6 @@ class ProgramPool:
         """Start all processes. Raises BadInput if the program can't be loaded."""
         tokenizer = msgspec.structs.replace(
             tokenizer,
-            refuse_rewrites=self.config.rollout.template_rewrites == "refuse",
             variables=json.dumps(self.config.data.chat_template_kwargs).encode(),
         )
         for worker in self._workers:

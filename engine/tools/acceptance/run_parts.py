@@ -20,6 +20,7 @@ from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
+from engine.run.memory import BUCKET_BYTES
 from engine.run.process import Child
 from engine.tools.acceptance.broadcast import broadcasting
 from engine.tools.acceptance.device_parts import MEETING_S
@@ -143,8 +144,7 @@ def weight_sync(task: PartTask) -> None:
     steps = train(task, config, timeout_s=200.0 + SLOWER_START_S.get(machine.name, 0.0))
     sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
     total = parameter_bytes(model, config.model.dtype)
-    bucket = config.weights.bucket_mb * 2**20
-    sizes = [bucket] * (total // bucket) + [total % bucket]
+    sizes = [BUCKET_BYTES] * (total // BUCKET_BYTES) + [total % BUCKET_BYTES]
     between = machine if config.weights.transport == machine.backend else None
     backend = between.backend if between is not None else "gloo"
     task.notes.doing(f"a bare broadcast of the same bytes over {backend}")

@@ -77,7 +77,7 @@ def _score(config: Config, arguments: argparse.Namespace, plane: Connection) -> 
         model=Path(config.model.path),
         stage=arguments.stage,
         column=REFERENCE,
-        trace=Trace(arguments.folder / "trace", _name(arguments.stage), config.run.keep_steps),
+        trace=Trace(arguments.folder / "trace", _name(arguments.stage)),
     )
     scorer.serve(plane)
 

@@ -132,7 +132,9 @@ def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:
         place: ActorPlace = ray.get(part.answer, timeout=wait_s)
     except ray.exceptions.GetTimeoutError:
         fetched = ", which includes the time to fetch the model" if part.model is not None else ""
-        raise DeadlineError(f"Ray has not started {part.name} within {wait_s:g} s (cluster.wait_s){fetched}") from None
+        raise DeadlineError(
+            f"Ray has not started {part.name} within {wait_s:g} s (rollout.timeout_s){fetched}"
+        ) from None
     except ray.exceptions.RayError as error:
         raised = raised_there(error)
         known = isinstance(raised, (MetronomeError, OSError))
@@ -150,7 +152,7 @@ def raised_there(error: Exception) -> Exception | None:
 def await_start(part: PlacedPart, config: Config, here: ActorPlace) -> None:
     """Wait until a process has been started. Raises the errors of `first_place`, and BadInput if weights can't get to
     it."""
-    place = part.place = first_place(part, config.cluster.wait_s)
+    place = part.place = first_place(part, config.rollout.timeout_s)
     part.answer = part.actor.look.remote()
     if place.niceness > here.niceness:
         print_error(

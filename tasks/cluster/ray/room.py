@@ -63,14 +63,14 @@ def take_room(
             if now - told > SAY_S:
                 told = now
                 why = _lacking(missing, asked, here)
-                say("cluster", f"{why}; the run waits for up to {wait_s:g} s (cluster.wait_s)")
+                say("cluster", f"{why}; the run waits for up to {wait_s:g} s (rollout.timeout_s)")
             time.sleep(POLL_S)
         else:
             return
         lacking = _lacking(missing, asked, here)
         give_back([part for parts in asked for part in parts])
         if time.monotonic() > deadline:
-            raise DeadlineError(f"{lacking}; waited {wait_s:g} s (cluster.wait_s)")
+            raise DeadlineError(f"{lacking}; waited {wait_s:g} s (rollout.timeout_s)")
         time.sleep(BACK_S * random.uniform(0.5, 1.5))
 
 

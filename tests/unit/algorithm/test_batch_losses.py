@@ -21,7 +21,6 @@ from engine.algorithm.losses import LOSSES, Coefficients, Terms
 
 NAMES = ("m2po", "bapo")
 LIMITS = BatchLossSettings()
-CAPPED = BatchLossSettings(mean="capped")
 values = st.lists(st.tuples(st.floats(-2, 2), st.floats(-1.5, 1.5)), min_size=1, max_size=12)
 """(advantage, log-ratio) of each token."""
 
@@ -118,40 +117,6 @@ def test_m2po_by_hand():
     gains, masked = LOSSES["m2po"].gain(terms, Coefficients(0.2, 0.2, 0.0, 0.0))
     assert masked.tolist() == [False, False, True, False, False]
     assert gains.tolist() == pytest.approx([math.exp(0.1), math.exp(0.2), 0.0, math.exp(-1.0), -math.exp(1.0)])
-
-
-def capped_reference(squares, budget):
-    """The authors' release: the largest of the values, as a cap, under which the mean over all stays below the budget;
-    0 if there is none, inf if nothing needs a cap. Larger values are clipped."""
-    if not squares or np.mean(squares) <= budget:
-        return math.inf
-    return max((cap for cap in squares if np.minimum(squares, cap).mean() < budget), default=0.0)
-
-
-@given(found=values)
-def test_m2po_with_the_capped_mean_is_the_authors_release(found):
-    if not apart(found):
-        return
-    squares = [log**2 for a, log in found if (a > 0 and log > 0) or (a < 0 and log < 0)]
-    cap = capped_reference(squares, 0.04)
-    (limit,) = second_moment_limit(tokens_of(found), CAPPED)
-    assert [value for value in squares if value > limit] == [value for value in squares if value > cap]
-    (kept,) = second_moment_limit(tokens_of(found), LIMITS)
-    assert sum(value > kept for value in squares) <= sum(value > limit for value in squares)
-
-
-def test_the_two_means_of_m2po_by_hand():
-    """(log r)² of 0.01, 0.04, 0.0625 and 0.25, mean 0.09. The mean of the first three is 0.0375, so they are kept; but
-    with the last one capped at the third it is 0.04375, and only with both capped at the second it is 0.0325."""
-    for logs, kept, capped in (
-        ([0.1, 0.2, 0.25, 0.5], (0.0625 + 0.25) / 2, (0.04 + 0.0625) / 2),
-        ([0.1, 0.2, 0.3], (0.04 + 0.09) / 2, (0.04 + 0.09) / 2),
-        ([0.1, 0.22, 0.23], math.inf, math.inf),
-    ):
-        tokens = tokens_of([(1.0, log) for log in logs])
-        assert second_moment_limit(tokens, LIMITS)[0] == pytest.approx(kept)
-        assert second_moment_limit(tokens, CAPPED)[0] == pytest.approx(capped)
-    assert second_moment_limit(tokens_of([(1.0, 0.5)] * 3), CAPPED)[0] == pytest.approx(0.125)  # none is kept
 
 
 def test_m2po_keeps_all_or_none_of_equal_tokens():
@@ -268,6 +233,5 @@ def test_gradients_are_finite_differences(name, found):
 
 def test_an_empty_batch_has_statistics():
     empty = BatchTokens(torch.zeros(0), torch.zeros(0))
-    assert second_moment_limit(empty, CAPPED) == (math.inf,)
     assert second_moment_limit(empty, LIMITS) == (math.inf,)
     assert balanced_bounds(empty, LIMITS) == (0.6, 1.2)

@@ -15,7 +15,7 @@ from engine.config.recipe import HOME, load_config
         ({"algorithm": {"kl_estimator": "k1"}}, 'algorithm.kl_estimator = "k1" has no effect: algorithm.kl_coef = 0'),
         ({"algorithm": {"gac_high": 0.5}}, "algorithm.gac_high = 0.5 has no effect"),
         ({"algorithm": {"overlong_penalty": 0.5}}, "algorithm.overlong_penalty = 0.5 has no effect"),
-        ({"cluster": {"wait_s": 5}}, 'cluster.wait_s = 5.0 has no effect: cluster.engine = "pools"'),
+        ({"cluster": {"least_nodes": 1}}, 'cluster.least_nodes = 1 has no effect: cluster.engine = "pools"'),
         ({"queue": {"address": "auto"}}, 'queue.address = "auto" has no effect: queue.store = "orchestrator"'),
     ],
 )
@@ -34,7 +34,7 @@ def test_a_key_without_effect_is_named(settings, said):
         {"algorithm": {"kl_estimator": "k1", "kl_coef": 0.1}},
         {"algorithm": {"gac_high": 0.5, "gradient_control": "gac"}},
         {"algorithm": {"overlong_penalty": 0.5, "overlong_buffer": 4}},
-        {"cluster": {"engine": "ray", "wait_s": 5}},
+        {"cluster": {"engine": "ray", "least_nodes": 1}},
         {"queue": {"store": "transferqueue", "unauthenticated": True}},
         {"stages": {"judge": {"gives": ["quality"], "reward_weight": 0.5}}},
     ],

@@ -65,19 +65,18 @@ def test_pass_curve_rises_from_avg_to_pass(values):
 
 
 @pytest.mark.parametrize(
-    ("score", "threshold", "right"),
+    ("score", "right"),
     [
-        (Score(0.7 + 0.2 + 0.1), 1.0, True),  # 0.9999999999999999
-        (Score(0.999), 1.0, False),
-        (Score(0.6), 0.6, True),
-        (Score(0.6, correct=False), 0.5, False),
-        (Score(0.3, correct=True), 1.0, True),
-        (Score(0.0, "timeout"), 0.0, False),
-        (Score(0.0, excluded=True), 0.0, False),
+        (Score(0.7 + 0.2 + 0.1), True),  # 0.9999999999999999
+        (Score(0.999), False),
+        (Score(1.0, correct=False), False),
+        (Score(0.3, correct=True), True),
+        (Score(0.0, "timeout"), False),
+        (Score(0.0, excluded=True), False),
     ],
 )
-def test_the_reward_says_which_response_is_right_or_else_the_threshold(score, threshold, right):
-    assert is_right(score, threshold) == right
+def test_the_reward_says_which_response_is_right_or_else_its_score(score, right):
+    assert is_right(score) == right
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 16))

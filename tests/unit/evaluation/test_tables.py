@@ -48,7 +48,7 @@ def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_c
 def recorded(tmp_path):
     """A function that records an evaluation of a version: of a response for each (number of tokens, finish_reason), or
     for each score."""
-    config = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4, "pass_threshold": 0.6})
+    config = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4})
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
 
@@ -79,9 +79,9 @@ def test_a_response_that_max_new_tokens_cut_is_not_one_that_the_context_cut(reco
     assert (row["response_length_mean"], row["truncated"], row["context_cut"]) == (3.0, 2, 1)
 
 
-def test_pass_at_k_has_a_threshold_of_its_own_and_the_metrics_of_the_scores_have_means(recorded):
-    whole = Score(0.5 + 0.1, metrics={"form": 0.25})
-    row, folder = recorded(0, scores=(whole, Score(0.5), Score(0.9, correct=False), Score(0.0, metrics={"form": 0.75})))
+def test_pass_at_k_counts_whole_scores_and_the_metrics_of_the_scores_have_means(recorded):
+    whole = Score(0.7 + 0.2 + 0.1, metrics={"form": 0.25})
+    row, folder = recorded(0, scores=(whole, Score(0.5), Score(0.5, correct=False), Score(0.0, metrics={"form": 0.75})))
     assert (row["avg_at_k"], row["pass_curve"]["1"], row["pass_at_k"]) == (0.5, 0.25, 1.0)
     assert row["reward/form"] == 0.5
     (problem,) = read_lines(folder.path / row["table"])

@@ -228,7 +228,7 @@ async def test_prompts_of_a_program_are_here_as_they_were_there_and_count_until_
     prompt = Prompt(
         id=prompt_id("1+1=", "2"), problem="1+1=", answer="2", token_ids=(5, 6), columns={"n": 1}, text="1+1=<think>"
     )
-    plane = made(train__prompts_per_step=1, service__max_mib=1)
+    plane = made(train__prompts_per_step=1)
     own = PutPrompts(step=0, prompts=(_prompt_data(prompt),))
     assert [(await plane.answer(own)).new for _ in range(2)] == [True, False]
     await asyncio.sleep(0.01)
@@ -241,10 +241,11 @@ async def test_prompts_of_a_program_are_here_as_they_were_there_and_count_until_
         await plane.answer(PutPrompts(step=0))
 
 
-async def test_prompts_for_which_there_is_no_room_are_refused_without_effect(made):
-    plane = made(train__prompts_per_step=1, service__max_mib=1)
+async def test_prompts_for_which_there_is_no_room_are_refused_without_effect(made, monkeypatch):
+    monkeypatch.setattr("engine.orchestrator.batches.MOST_BYTES", 2**20)
+    plane = made(train__prompts_per_step=1)
     large = PromptData("1+1=", "x" * 2**20, pack_ids([5]))
-    with pytest.raises(ServiceFull, match=r"service\.max_mib"):
+    with pytest.raises(ServiceFull, match="more would exceed 1,048,576"):
         await plane.answer(PutPrompts(step=0, prompts=(large,)))
     assert plane.steps.numbers == []
 

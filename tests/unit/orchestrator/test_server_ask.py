@@ -55,10 +55,10 @@ class Plane:
 
 
 @contextlib.asynccontextmanager
-async def asked(folder, plane=None, **service):
+async def asked(folder, plane=None):
     """(server, ask): `ask` sends a body with the right headers, but for those given, and returns status and message.
     All go over one connection as long as the server keeps it."""
-    server = Server(Config(run={"output": str(folder.parent), "name": folder.name}, service=service))
+    server = Server(Config(run={"output": str(folder.parent), "name": folder.name}))
     if plane is not None:
         server.serve(plane)
     async with server.listening(folder) as address, aiohttp.ClientSession() as session:
@@ -116,7 +116,7 @@ REFUSED = {
     "no protocol": ({"headers": {PROTOCOL_HEADER: None}}, 400, "speaks version none"),
     "another type": ({"headers": {"Content-Type": "application/json"}}, 415, "'application/json', expected"),
     "no length": ({"body": None, "data": "pieces"}, 411, "needs a Content-Length"),
-    "too large": ({"body": bytes(2**20 + 1)}, 413, r"1,048,577 bytes, expected at most 1,048,576 \(service.max_mib\)"),
+    "too large": ({"body": bytes(2**20 + 1)}, 413, r"1,048,577 bytes, expected at most 1,048,576"),
     "no message": ({"body": b"\xc1"}, 400, "is not a request of the plane"),
     "nothing": ({"body": b""}, 400, "is not a request of the plane"),
     "a reply": ({"body": pack(Done())}, 400, "is not a request of the plane"),
@@ -126,11 +126,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_is_refused_never_reaches_the_plane_and_the_server_lives_on(tmp_path, name):
+async def test_what_is_refused_never_reaches_the_plane_and_the_server_lives_on(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("engine.orchestrator.server.MOST_BYTES", 2**20)
     given, status, said = REFUSED[name]
     if given.pop("data", None):
         given = given | {"body": pieces(BEAT)}
-    async with asked(tmp_path, plane := Plane(), max_mib=1) as (_, ask):
+    async with asked(tmp_path, plane := Plane()) as (_, ask):
         found, message = await ask(**given)
         assert (found, message.kind) == (status, "BadInput")
         assert re.search(said, message.message)

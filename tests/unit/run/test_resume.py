@@ -21,9 +21,9 @@ BY_MARK = {
     ),
     "plan": (
         "rollout.max_new_tokens stages train.mode train.micro_batch_tokens train.learning_rate train.min_learning_rate "
-        "train.warmup_steps train.weight_decay train.epsilon train.max_grad_norm train.dtype train.router_dtype "
+        "train.warmup_steps train.weight_decay train.max_grad_norm train.dtype train.router_dtype "
         "train.recompute train.distributed_optimizer algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
-        "algorithm.m2po.threshold algorithm.m2po.mean algorithm.bapo.share algorithm.bapo.low algorithm.bapo.high "
+        "algorithm.m2po.threshold algorithm.bapo.share algorithm.bapo.low algorithm.bapo.high "
         "algorithm.routing_replay algorithm.kl_estimator algorithm.entropy_coef algorithm.overlong_buffer "
         "algorithm.overlong_penalty algorithm.gradient_control"
     ),

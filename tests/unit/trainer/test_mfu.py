@@ -9,8 +9,9 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_mfu_is_the_operations_of_the_step_over_its_training_time_and_the_peak(settings, shared):
-    policy = a_policy(settings, attention__shared_prompt=shared, platform__peak_tflops=0.5)
+def test_mfu_is_the_operations_of_the_step_over_its_training_time_and_the_peak(settings, monkeypatch, shared):
+    monkeypatch.setattr("engine.trainer.policy.peak_of", lambda name: 0.5e12)
+    policy = a_policy(settings, attention__shared_prompt=shared)
     shape = policy.models.shape
     policy.start_step()
     policy.accumulate([a_group(lengths=(6, 6, 6, 6), prompt=9), a_group(lengths=(4, 4, 4, 4), prompt=9, index=1)])

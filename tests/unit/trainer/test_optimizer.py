@@ -43,9 +43,8 @@ def test_the_norm_is_read_once_and_is_megatrons_to_the_bit(settings):
     assert all(torch.equal(parameter.grad, one * factor) for parameter, one in zip(parameters, whole, strict=True))
 
 
-def test_epsilon_and_the_lowest_rate_are_those_of_the_config(settings):
-    keys = {"train__epsilon": 1e-3, "train__schedule": "linear", "train__min_learning_rate": 1e-4}
+def test_the_lowest_rate_is_that_of_the_config(settings):
+    keys = {"train__schedule": "linear", "train__min_learning_rate": 1e-4}
     policy = a_policy(settings, **keys)
-    assert {group["eps"] for group in policy.optimizer.param_groups} == {1e-3}
     policy.scheduler.step(increment=10**6)
     assert {group["lr"] for group in policy.optimizer.param_groups} == {1e-4}

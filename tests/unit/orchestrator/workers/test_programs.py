@@ -219,17 +219,9 @@ async def test_sampled_tokens_stay_where_the_template_rewrites_a_turn_and_the_ru
         tmp_path, thinking_model, monkeypatch, *([list(first), [50]] for first in firsts)
     )
     assert found == [([*first, *between, 50], [1] * len(first) + [0] * len(between) + [1]) for first in firsts]
-    (line,) = [line for line in told if "rollout.template_rewrites" in line]
+    (line,) = [line for line in told if "would write an earlier turn" in line]
     assert "'<think>\ufffd</think> 2</s>" in line
     assert "as '2</s><tool>" in line
-
-
-@pytest.mark.nightly
-async def test_a_template_that_rewrites_a_turn_is_refused_on_demand(tmp_path, thinking_model, monkeypatch):
-    with pytest.raises(RewardError, match=r"would rewrite what was sampled.*rollout\.template_rewrites"):
-        await sampled_with_tool(
-            tmp_path, thinking_model, monkeypatch, [list(THOUGHT), [50]], template_rewrites="refuse"
-        )
 
 
 @pytest.mark.nightly
@@ -241,9 +233,8 @@ async def test_a_conversation_in_smollm2s_own_template(tmp_path, monkeypatch):
     whole = tokenizer.encode(text.split("<|im_start|>assistant\n", 1)[1].removesuffix("\n"))
     first = tokenizer.encode("calculator: 2+2<|im_end|>")
     last = tokenizer.encode("It is 4.<|im_end|>")
-    (found,), told = await sampled_with_tool(
-        tmp_path, ROOT / "data/smollm2", monkeypatch, [first, last], template_rewrites="refuse"
-    )
+    (found,), told = await sampled_with_tool(tmp_path, ROOT / "data/smollm2", monkeypatch, [first, last])
+    assert not any("would write an earlier turn" in line for line in told)
     between = [0] * (len(whole) - len(first) - len(last))
     assert found == (whole, [1] * len(first) + between + [1] * len(last))
 

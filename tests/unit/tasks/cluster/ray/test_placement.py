@@ -230,7 +230,7 @@ def test_a_process_that_fails_is_said_and_starts_again_and_the_others_go_on(ray,
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (GetTimeoutError(), DeadlineError, r"Ray has not started instance-0 within 5 s \(cluster.wait_s\)"),
+        (GetTimeoutError(), DeadlineError, r"Ray has not started instance-0 within 5 s \(rollout.timeout_s\)"),
         (RayError("the actor died"), BadInput, "Ray can't start instance-0: the actor died"),
         (RayError("ray::", OSError("no space")), BadInput, "Ray can't start instance-0: no space$"),
         (RayError("ray::", DeadlineError("nothing was sent")), DeadlineError, "instance-0: nothing was sent$"),
@@ -296,8 +296,8 @@ def test_a_run_goes_on_with_fewer_trainer_nodes_and_asks_for_all_again(ray, monk
 
 def test_a_run_that_may_not_shrink_waits_and_names_the_node(ray, tmp_path):
     part = PlacedPart("trainer node 1", {}, RANKS)
-    with pytest.raises(DeadlineError, match=r"not started trainer node 1 again within 0\.1 s \(cluster\.wait_s\)"):
-        followed([part], tmp_path, **TWO, **{"cluster.wait_s": 0.1}).await_nodes()
+    with pytest.raises(DeadlineError, match=r"not started trainer node 1 again within 0\.1 s \(rollout\.timeout_s\)"):
+        followed([part], tmp_path, **TWO, **{"rollout.timeout_s": 0.1}).await_nodes()
 
 
 # room ----------------------------------------------------------------------------------------------
@@ -328,7 +328,9 @@ def test_without_room_the_run_says_what_it_lacks(ray):
     with pytest.raises(DeadlineError) as error:
         ray_room.take_room(nodes, [instance(0), instance(1)], 0.3, HERE, run="run")
     wants = "instance-0 (1 CPU), instance-1 (1 CPU)"
-    said = f"Ray has no room for {wants}; free are no devices; room is held by another; waited 0.3 s (cluster.wait_s)"
+    said = (
+        f"Ray has no room for {wants}; free are no devices; room is held by another; waited 0.3 s (rollout.timeout_s)"
+    )
     assert str(error.value) == said
     assert ray.groups == []
 
