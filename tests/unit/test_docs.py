@@ -15,6 +15,9 @@ from engine.config.table import NAME, is_value, keys_in, tables_in
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+CHINESE = sorted((ROOT / "docs/zh").glob("*.md"))
+ALL_PAGES = [*PAGES, *CHINESE]
+ALL_NAMES = [str(page.relative_to(ROOT)) for page in ALL_PAGES]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = ("engine", "tasks", "flows", "infra", "docs", "tests", "benchmarks", "data")
@@ -55,7 +58,7 @@ def command_lines(text):
             yield words[1:]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=ALL_NAMES)
 def test_links_lead_somewhere(page):
     for target in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", target):
@@ -87,6 +90,12 @@ def test_the_readme_lists_every_command():
     assert set(re.findall(r"^metronome ([a-z-]+)", usage, re.MULTILINE)) == set(typer.main.get_command(app).commands)
 
 
+@pytest.mark.parametrize("page", CHINESE, ids=[page.name for page in CHINESE])
+def test_a_translation_has_the_code_blocks_of_the_english_page(page):
+    english = ROOT / "README.md" if page.name == "README.md" else ROOT / "docs" / page.name
+    assert fences(page) == fences(english)
+
+
 NEEDED = {
     "rollouts.md": ["rollout.engine=vllm"],
     "training.md": ["algorithm.kl_coef=0.001", "stages.reference.devices=[0]"],
@@ -97,10 +106,9 @@ ELSEWHERE = {
     "serving.md": "asks a server that runs",
 }
 """Pages whose Python can only be compiled, by the reason."""
-ALL_PAGES = [*PAGES, *sorted((ROOT / "docs/zh").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=[str(page.relative_to(ROOT)) for page in ALL_PAGES])
+@pytest.mark.parametrize("page", ALL_PAGES, ids=ALL_NAMES)
 def test_code_blocks_run(page, tmp_path):
     """TOML is a recipe that the loader takes, Python runs, and the files that commands name are there."""
     from engine.config.recipe import load_config

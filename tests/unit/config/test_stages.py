@@ -12,8 +12,6 @@ from engine.errors import BadInput
 from engine.run.folder import dump_config
 from engine.wire import columns, routes
 
-QUALITY = {"gives": ["quality"]}
-KL = {"kl_coef": 0.1}
 RECIPE = """
 [algorithm]
 kl_coef = 0.1
@@ -87,83 +85,6 @@ def test_an_idle_instances_cores_are_borrowed_unless_a_runs_bits_are_a_function_
         ).most_trainer_threads
         == 2
     )
-    with pytest.raises(ValueError, match=r'borrow_cores = "on" needs train.devices = \[\]'):
-        Config(train={"devices": [0], "borrow_cores": "on"})
-
-
-@pytest.mark.parametrize(
-    ("stages", "said"),
-    [
-        ({"Judge": QUALITY}, r"\[stages.Judge\]: a stage name is a lowercase letter"),
-        ({"reward": QUALITY}, r"every run has a stage of this name \(generate, reward, train\)"),
-        ({"judge": {}}, 'stages.judge.gives must name at least one column, for example gives = ."judge"'),
-        ({"judge": {**QUALITY, "needs": []}}, 'stages.judge.needs must name .* needs = ."responses"'),
-        ({"judge": {"gives": ["Quality"]}}, "stages.judge.gives: 'Quality': a column name is a lowercase letter"),
-        ({"judge": {"gives": ["scores"]}}, "stages.judge.gives: scores is a column of Metronome's own"),
-        ({"judge": {"gives": ["reference_logprobs"]}}, "reference_logprobs is a column of Metronome's own"),
-        (
-            {"judge": {"gives": ["a", "b"], "reward_weight": 1}},
-            "needs exactly one column, and stages.judge.gives has 2",
-        ),
-        ({"judge": {**QUALITY, "tensor": 2}}, r"stages.judge.tensor only applies to \[stages.reference\];"),
-        ({"judge": {**QUALITY, "restarts": 0}}, "stages.judge.restarts only applies to"),
-        ({"a": QUALITY, "b": QUALITY}, "column quality is given twice, by stages.a and stages.b"),
-        ({"a": {"gives": ["x", "x"]}}, "column x is given twice, by stages.a and stages.a"),
-        (
-            {"judge": {**QUALITY, "needs": ["text"]}},
-            "stages.judge.needs: no stage gives text; there are prompt, responses, logprobs, scores, quality",
-        ),
-        (
-            {"judge": {**QUALITY, "needs": ["reference_logprobs"]}},
-            r"no stage gives reference_logprobs; .* needs a table \[stages.reference\]",
-        ),
-        (
-            {
-                "a": {"gives": ["x"], "needs": ["y"]},
-                "b": {"gives": ["y"], "needs": ["scores", "z"]},
-                "c": {"gives": ["z"], "needs": ["x"]},
-            },
-            "in a cycle: (a → b → c → a|b → c → a → b|c → a → b → c) ",
-        ),
-        ({"a": {"gives": ["x"], "needs": ["x"]}}, "in a cycle: a → a "),
-        ({"reference": {}}, "set algorithm.kl_coef above 0, or remove the stage"),
-    ],
-)
-def test_a_stage_that_can_not_be_is_refused_with_what_would_be_right(stages, said):
-    with pytest.raises(ValueError, match=said):
-        Config(stages=stages)
-
-
-@pytest.mark.parametrize(
-    ("stage", "said"),
-    [
-        (QUALITY, "stages.reference.gives can't be changed: .* gives reference_logprobs"),
-        ({"reward_weight": 1}, "stages.reference.reward_weight can't be changed"),
-        ({"needs": ["responses"]}, "stages.reference.needs can't be changed"),
-        ({"devices": [4096]}, r"stages.reference.devices names cores \[4096\]"),
-        ({"devices": [0], "data": 2}, "names 1 cores or devices, which 2 ranks can't share evenly"),
-    ],
-)
-def test_the_references_stage_has_columns_and_cores_of_its_own(stage, said):
-    with pytest.raises(ValueError, match=said):
-        Config(algorithm=KL, stages={"reference": stage})
-    assert Config(algorithm=KL, stages={"reference": {"devices": [0]}}).reference_stage.devices == [0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (
-            {"stages": {"judge": {**QUALITY, "reward_weight": 1}}},
-            "with stages.judge.reward_weight: it selects groups by the scores of reward.function alone",
-        ),
-    ],
-)
-def test_dynamic_sampling_needs_groups_and_rewards_of_the_runs_own(settings, said):
-    with pytest.raises(ValueError, match=said):
-        Config(algorithm={"dynamic_sampling": True}, **settings)
-    Config(**settings, evaluate={"every": 1})
-    assert Config(algorithm={"dynamic_sampling": True}, stages={"judge": QUALITY}).reward_weights == {}
 
 
 @pytest.mark.parametrize(
