@@ -148,6 +148,21 @@ def none_left(processes):
     return [f"left behind: process {pid}, {line[:200]}" for pid, line in processes.items()]
 
 
+def all_happened(given, skipped, spoiled):
+    """Every fault of the schedule was given: `given` has (fault, moment), `skipped` what `Nemesis.skipped` says. A
+    target may be absent while the run recovers from an earlier fault, but not while it trains. Faults of replies have
+    spoiled some (`spoiled`)."""
+    problems = [
+        f"{fault.kind}, {fault.target} did not happen, although {steps} steps were finished meanwhile: {why}"
+        for fault, why, steps in skipped
+        if steps > 1  # the first may have been complete when an earlier fault struck
+    ]
+    asked = [fault for fault, _ in given if fault.target == "reply"]
+    if asked and not spoiled:
+        problems.append(f"no reply was spoiled, although {len(asked)} faults were to")
+    return problems
+
+
 def few_wasted(wasted, faults, every):
     """Steps that were trained again: at most those since the last checkpoint, for each fault."""
     limit = faults * every

@@ -88,6 +88,11 @@ class Guest:
             self._links[0].stdin.write(f"{mode}\n")
             self._links[0].stdin.flush()
 
+    def spoiled(self):
+        """How many of its replies were spoiled so far."""
+        self.set("count")
+        return int(self._links[0].stdout.readline())
+
     def keep(self):
         """Start it, again if it has ended: what the node of an instance does."""
         if self.process is not None and self.process.poll() is None:

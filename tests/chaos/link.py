@@ -1,7 +1,8 @@
 """The link between orchestrator and guest: a proxy process that passes bytes on, late, or not, or spoils replies.
 
 `python -m chaos.link LISTEN=TARGET ... [--replace OLD=NEW]`. Reads its mode from standard input, one a line, and ends
-when that closes. A leading `!` on a pair marks one whose clients are the guest's.
+when that closes; to "count" it says how many replies it has spoiled. A leading `!` on a pair marks one whose clients
+are the guest's.
 """
 
 import argparse
@@ -36,7 +37,9 @@ class State:
 
     def set(self, line: str) -> None:
         """A line of standard input."""
-        if line.startswith(("flip", "garbage")):
+        if line == "count":
+            print(self.spoiled, flush=True)
+        elif line.startswith(("flip", "garbage")):
             self.spoil = line
             self.left = SPOILED
         else:

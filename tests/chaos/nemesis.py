@@ -36,7 +36,7 @@ class Nemesis:
         self.given = []
         """(fault, moment) of those that were given."""
         self.skipped = []
-        """(fault, why)."""
+        """(fault, why, steps that were finished while it waited for its target)."""
 
     def play(self, faults, began):
         """Give each fault at its time after the moment `began`."""
@@ -49,6 +49,7 @@ class Nemesis:
     def give(self, fault):
         """One fault, now."""
         deadline = time.monotonic() + TARGET_S
+        before = self._run.progress.finished
         while True:
             moment = time.monotonic()
             try:
@@ -56,7 +57,7 @@ class Nemesis:
                 break
             except (NoTarget, psutil.Error, FileNotFoundError) as error:  # it may go while we look at it
                 if time.monotonic() > deadline:
-                    self.skipped.append((fault, str(error)))
+                    self.skipped.append((fault, str(error), self._run.progress.finished - before))
                     self._say(f"skipped: {fault.kind}, {fault.target}: {error}")
                     return
             time.sleep(0.2)

@@ -46,6 +46,11 @@ class Progress:
         return max(list(self.first), default=-1)
 
     @property
+    def finished(self):
+        """How many steps were finished so far; one that was trained again counts again."""
+        return self.seen.total()
+
+    @property
     def wasted(self):
         """Steps that were trained again."""
         return self.seen.total() - len(self.seen)

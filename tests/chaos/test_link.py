@@ -1,6 +1,5 @@
 """The proxy between orchestrator and guest, with real sockets: what it does to bytes in each mode."""
 
-import contextlib
 import socket
 import socketserver
 import subprocess
@@ -41,10 +40,10 @@ def target():
 
 @pytest.fixture
 def link(target):
-    """(tells the link its mode, opens a connection through it)."""
+    """(tells the link its mode, a connection through it, reads a line that it says)."""
     port = free_port()
     pair = f"127.0.0.1:{port}=127.0.0.1:{target.server_address[1]}"
-    command = [sys.executable, "-m", "chaos.link", pair, "--replace", "before=behind"]
+    command = [sys.executable, "-m", "chaos.link", pair]
     process = subprocess.Popen(command, cwd=ROOT / "tests", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "serves\n"
 
@@ -53,8 +52,8 @@ def link(target):
         process.stdin.flush()
         time.sleep(0.1)
 
-    with contextlib.ExitStack() as sockets:
-        yield tell, lambda: sockets.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        yield tell, connection, process.stdout.readline
     process.stdin.close()
     assert process.wait(10) == 0  # it ends with the one who holds its standard input
 
@@ -72,8 +71,7 @@ def answered(connection, within_s):
     ("mode", "arrives"), [("hold to the guest", False), ("hold from the guest", True), ("hold both ways", False)]
 )
 def test_a_link_that_holds_goes_on_when_it_heals(link, target, mode, arrives):
-    tell, connect = link
-    connection = connect()
+    tell, connection, _ = link
     connection.sendall(b"first")
     assert answered(connection, 5) == REPLY
     tell(mode)
@@ -85,13 +83,14 @@ def test_a_link_that_holds_goes_on_when_it_heals(link, target, mode, arrives):
     assert answered(connection, 5) == REPLY
 
 
-def test_one_bit_of_some_replies_is_flipped(link):
-    tell, connect = link
+def test_one_bit_of_some_replies_is_flipped_and_they_are_counted(link):
+    tell, connection, said = link
     tell("flip 0.5")
-    connection = connect()
     different = []
     for _ in range(SPOILED + 1):
         connection.sendall(REQUEST)
         reply = answered(connection, 5)
         different.append(sum(bin(a ^ b).count("1") for a, b in zip(reply, REPLY, strict=True)))
     assert different == [1] * SPOILED + [0]
+    tell("count")
+    assert said() == f"{SPOILED}\n"

@@ -111,11 +111,13 @@ def run_one(world, seed, minutes, undisturbed, say):
         run.wait(run.look_after, "the end of the run", 60 * max(15.0, minutes))
         run.progress.look()
         say("the run is complete")
+        spoiled = run.guest.spoiled()
         left = left_after(run, END_S)
     moments = [moment for _, moment in nemesis.given]
     recoveries = run.progress.recoveries(moments, time.monotonic(), ORDINARY * pace)
     throughput = (reached - CALM_STEPS + 1) / seconds * pace
     problems = list(run.unexpected)
+    problems += checker.all_happened(nemesis.given, nemesis.skipped, spoiled)
     problems += checker.same_weights(run.folder, weights)
     problems += checker.each_step_once(run.folder, steps)
     problems += checker.each_figure_once(world.services["mlflow"].url, run.folder)
@@ -135,7 +137,7 @@ def run_one(world, seed, minutes, undisturbed, say):
         "steps": steps,
         "seconds": round(seconds),
         "faults": len(nemesis.given),
-        "skipped": [f"{fault.kind}, {fault.target}: {why}" for fault, why in nemesis.skipped],
+        "skipped": [f"{fault.kind}, {fault.target}: {why}" for fault, why, _ in nemesis.skipped],
         "recovery_p50_s": round(checker.percentile(recoveries, 0.5), 1),
         "recovery_p99_s": round(checker.percentile(recoveries, 0.99), 1),
         "wasted_steps": run.progress.wasted,
