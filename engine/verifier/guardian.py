@@ -19,7 +19,6 @@ import resource
 import signal
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,11 +61,9 @@ def _outlive(worker: int, limit: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     too_many = False
     while (status := _reap(worker)) is None and not too_many and os.getppid() == orchestrator:
-        too_many = bool(limit) and _count(worker) > limit
+        too_many = bool(limit) and len(_descendants()) > limit + 1  # and the worker
         if not too_many:
             signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
-    if too_many:
-        _stop()
     _end()
     if status is None:
         os._exit(TOO_MANY_PROCESSES)
@@ -88,20 +85,10 @@ def _reap(worker: int) -> int | None:
     return status
 
 
-def _stop() -> None:
-    """Stop all descendants, so that none starts another."""
-    deadline = time.monotonic() + END_S
-    stopped: set[int] = set()
-    while (fresh := set(list_descendants(os.getpid())) - stopped) and time.monotonic() < deadline:
-        for process in fresh:
-            _send(process, signal.SIGSTOP)
-        stopped |= fresh
-
-
 def _end() -> None:
-    """End all descendants."""
+    """End all descendants, again and again while there are new ones."""
     deadline = time.monotonic() + END_S
-    while (left := list_descendants(os.getpid())) and time.monotonic() < deadline:
+    while (left := _descendants()) and time.monotonic() < deadline:
         for process in left:
             _send(process, signal.SIGKILL)
         _reap(0)
@@ -113,37 +100,24 @@ def _send(process: int, number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-def _count(worker: int) -> int:
-    """Return roughly how many processes the worker has started. One that ends during the count may hide others.
+def _descendants() -> list[int]:
+    """Return the ids of all descendants, including those that have ended and were not waited for.
 
-    This reads only the worker's own tree and the orphans. `list_descendants` reads all of /proc, which takes long on a
-    large machine.
+    One that ends meanwhile may hide others. These then are this process's own children, which the next look finds.
     """
-    found = [worker, *(child for child in _children(os.getpid()) if child != worker)]
+    found = _children(os.getpid())
     for process in found:
         found += _children(process)
-    return len(found) - 1
+    return found
 
 
 def _children(process: int) -> list[int]:
-    """Return the children of all threads of a process; none where the kernel does not list them."""
+    """Return the children of all threads of a process (Linux 3.5, CONFIG_PROC_CHILDREN). All of /proc would take long
+    on a large machine."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
-    return found
-
-
-def list_descendants(root: int) -> list[int]:
-    """Return the ids of all descendants of a process, including those that have ended and were not waited for."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended
-            _, _, after_name = stat.read_text(errors="replace").rpartition(")")
-            children[int(after_name.split()[1])].append(int(stat.parent.name))
-    found = list(children[root])
-    for process in found:
-        found += children[process]
     return found
 
 

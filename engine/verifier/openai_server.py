@@ -6,17 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 from aiohttp import web
 
 from engine.errors import BadInput, OutOfRoom
-from engine.wire.access_token import is_authorized, refuse_source
+from engine.wire.access_token import is_authorized
 from engine.wire.connections import SERVER_LOG
 
 MAX_BODY = 16 * 2**20
@@ -31,26 +31,28 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
 }
 """Keys that would change what is sampled or answered, and their values that do not. Each may also be null."""
-KINDS: Mapping[str, tuple[type, ...]] = {
-    "model": (str,),
-    "tools": (list,),
-    "chat_template_kwargs": (dict,),
-    "stop": (str, list),
-    "stream": (bool,),
-    "stream_options": (dict,),
-    "parallel_tool_calls": (bool,),
-    **dict.fromkeys(("max_completion_tokens", "max_tokens", "seed"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), (int, float)),
-}
-"""Other keys, and the types that JSON must give them, where true is no number. Each may also be null."""
-SPELLED: Mapping[type, str] = {
-    str: "a text",
-    list: "a list",
-    dict: "an object",
-    bool: "true or false",
-    int: "an integer",
-    float: "a finite number",
-}
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream has besides its turn."""
+
+    include_usage: bool | None = None
+
+
+class Request(msgspec.Struct):
+    """The keys of a request that are read. What is sampled is up to the recipe: temperature and such are not read."""
+
+    messages: list[Any]
+    model: str | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A tool call as models of the Hermes format write it."""
 
@@ -119,13 +121,10 @@ class _ConversationServer:
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401
         """Refuse strangers before the body is read."""
-        refused = refuse_source(request.headers)
         given = request.headers.getall("Authorization", [])
-        if refused is None and not (len(given) == 1 and is_authorized(given[0], self.key)):
-            refused = 401, "missing or wrong API key; this conversation has one of its own"
-        if refused is None:
+        if len(given) == 1 and is_authorized(given[0], self.key):
             return await handler(request)  # type: ignore[no-any-return]
-        reply = _failed(*refused)
+        reply = _failed(401, "missing or wrong API key; this conversation has one of its own")
         reply.force_close()
         return reply
 
@@ -137,24 +136,24 @@ class _ConversationServer:
             # if the client has gone, nobody reads this
             return _failed(400, str(error))
         try:
-            reply = await self._reply_to(body)
+            asked = read_request(body)
+            reply = await self._reply_to(body, asked)
         except OutOfRoom as error:
             self.out_of_room = error
             return _failed(400, str(error), "context_length_exceeded")
         except (BadInput, ValueError, TypeError, RuntimeError) as error:  # of tokenizer, template and `Chat`
             return _failed(400, str(error))
-        if not body.get("stream"):
+        if not asked.stream:
             return web.json_response(reply)
-        return await _stream(request, reply, bool((body.get("stream_options") or {}).get("include_usage")))
+        return await _stream(request, reply, bool(asked.stream_options and asked.stream_options.include_usage))
 
-    async def _reply_to(self, body: Any) -> dict[str, Any]:  # noqa: ANN401
-        check_request(body)
+    async def _reply_to(self, body: Any, request: Request) -> dict[str, Any]:  # noqa: ANN401
         before = self._asked, self._reply
         if self._reply is None or body != self._asked:
             if self._reply is not None and not self._reply.done():
                 raise BadInput("the turn before is still being sampled; a conversation has one turn at a time")
             self._asked = body
-            self._reply = asyncio.create_task(self._answer(body))
+            self._reply = asyncio.create_task(self._answer(request))
         asked = self._reply
         try:
             return await asyncio.shield(asked)
@@ -163,15 +162,14 @@ class _ConversationServer:
                 self._asked, self._reply = before
             raise
 
-    async def _answer(self, body: Any) -> dict[str, Any]:  # noqa: ANN401
-        tools = body.get("tools") or None
-        stop = body.get("stop") or ()
-        limits = [body[key] for key in ("max_completion_tokens", "max_tokens") if body.get(key) is not None]
-        limit = limits[0] if limits else 0
+    async def _answer(self, request: Request) -> dict[str, Any]:
+        tools = request.tools or None
+        stop = request.stop or ()
+        limit = request.max_completion_tokens or request.max_tokens or 0
         self._chat.check_limits(stop, limit)  # a request that is refused must not have continued the conversation
         self._continue(
-            [_plain(place, message) for place, message in enumerate(body["messages"])],
-            {**(body.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})},
+            [_plain(place, message) for place, message in enumerate(request.messages)],
+            {**(request.chat_template_kwargs or {}), **({"tools": tools} if tools else {})},
         )
         turn = await self._chat.complete(stop=stop, max_new_tokens=limit)
         text = turn.text
@@ -180,7 +178,7 @@ class _ConversationServer:
         message = {"role": "assistant", **(self._split_calls(text) if tools else {"content": text})}
         self._said.append(_plain(len(self._said), message))
         self._turns += 1
-        return self._completion(str(body.get("model", "")), turn, message)
+        return self._completion(request.model or "", turn, message)
 
     def _continue(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
         """Append the messages that are new. Raises BadInput if those before are not what was said."""
@@ -239,31 +237,18 @@ class _ConversationServer:
         }
 
 
-def check_request(body: Any) -> None:  # noqa: ANN401
+def read_request(body: Any) -> Request:  # noqa: ANN401
     """Check all of a request but its messages. Raises BadInput, which names a key that is wrong."""
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise BadInput('expected an object with a list "messages"')
-    given = {key: value for key, value in body.items() if value is not None}
-    for key in ONLY.keys() & given.keys():
-        if not any(type(given[key]) is type(one) and given[key] == one for one in ONLY[key]):  # 1 is True in Python
-            raise BadInput(f"{key}: {given[key]!r:.80}; only {json.dumps(ONLY[key][0])} is served here")
-    for key in KINDS.keys() & given.keys():
-        _check_kind(key, given[key], KINDS[key])
-    stop = given.get("stop", ())
-    if not all(isinstance(one, str) for one in stop):
-        raise BadInput(f"stop: {stop!r:.80}; expected texts")
-    for key in ("max_completion_tokens", "max_tokens"):
-        if given.get(key, 1) < 1:
-            raise BadInput(f"{key}: {given[key]!r:.80}; expected at least 1")
-    usage = given.get("stream_options", {}).get("include_usage")
-    if usage is not None:
-        _check_kind("stream_options.include_usage", usage, (bool,))
-
-
-def _check_kind(key: str, value: Any, kinds: tuple[type, ...]) -> None:  # noqa: ANN401
-    if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
-        expected = SPELLED[float] if float in kinds else " or ".join(SPELLED[kind] for kind in kinds)
-        raise BadInput(f"{key}: {value!r:.80}; expected {expected}")
+    try:
+        request = msgspec.convert(body, Request)
+    except msgspec.ValidationError as error:
+        told, _, key = str(error).partition(" - at `$.")
+        raise BadInput(f"{key.rstrip('`')}: {told}" if key else told) from None
+    for key in ONLY.keys() & body.keys():
+        given = body[key]
+        if given is not None and not any(type(given) is type(one) and given == one for one in ONLY[key]):  # True is 1
+            raise BadInput(f"{key}: {given!r:.80}; only {json.dumps(ONLY[key][0])} is served here")
+    return request
 
 
 def _plain(place: int, message: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -76,7 +76,6 @@ reward."""
 
 
 REWARD_KEY = "reward.function"
-WROTE = "wrote something other than its"
 
 NO_TOKENIZER = LoadTokenizer()
 """Used if each response to be scored comes with its text."""
@@ -89,7 +88,10 @@ Result = TypeVar("Result")
 
 
 class WorkerDied(RewardError):
-    """A verifier process ended before it answered; the message says how."""
+    """A verifier process ended before it answered, or wrote something else; the message says how."""
+
+    is_last = False
+    """Whether what ended it would end the next one too."""
 
 
 class VerifierPool:
@@ -190,21 +192,20 @@ class VerifierPool:
 
     async def _ask_until_answered(self, call: ScoreCall) -> list[Score]:
         """Ask idle workers one after the other until one survives, at most DEATHS times."""
-        for _ in range(DEATHS - 1):
-            with contextlib.suppress(WorkerDied):
-                return await self._ask_idle_worker(call)
-        try:
-            return await self._ask_idle_worker(call)
-        except WorkerDied as error:
-            raise RewardError(f"{DEATHS} processes died of it; last error: {error}") from None
-
-    async def _ask_idle_worker(self, call: ScoreCall) -> list[Score]:
-        # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
-        worker = await self._idle.get()
-        try:
-            return await worker.ask(call, self._reward.timeout_s)
-        finally:
-            self._idle.put_nowait(worker)
+        deaths = 0
+        while True:
+            # This wait needs no deadline: every call ahead of this one ends within its limit, and so does each restart.
+            worker = await self._idle.get()
+            try:
+                return await worker.ask(call, self._reward.timeout_s)
+            except WorkerDied as error:
+                if error.is_last:
+                    raise
+                deaths += 1
+                if deaths == DEATHS:
+                    raise RewardError(f"{DEATHS} processes died of it; last error: {error}") from None
+            finally:
+                self._idle.put_nowait(worker)
 
 
 class VerifierProcess:
@@ -271,18 +272,12 @@ class VerifierProcess:
         call = msgspec.structs.replace(call, number=self._calls)
         answer = None
         try:
-            answer = _checked_answer(call, await AwakeTimer(timeout_s).wait(self._send_and_receive(call)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._check_open()
-            how = self._how_it_ended()
-            raise (RewardError if self._had_too_many() else WorkerDied)(f"its process {how}") from None
-        except ValueError as error:
-            raise WorkerDied(f"its process {WROTE} scores to the orchestrator's socket: {error!s:.200}") from None
+            self.send(call)
+            answer = _checked_answer(call, await AwakeTimer(timeout_s).wait(self.receive()))
         finally:
-            if answer is None and not self._closed:
+            if answer is None:
                 # It timed out, died or was cancelled: a late answer would be mistaken for the answer to the next call.
-                self._kill()
-                self.launch()
+                self.restart()
         if isinstance(answer, RewardFailed):
             raise RewardError(answer.message)
         return answer
@@ -297,13 +292,17 @@ class VerifierProcess:
 
         Raises WorkerDied if the process ends or sends something else, ProcessDied if it was closed.
         """
+        assert self._reader is not None, "`ready` comes first"
         try:
-            return await self._receive()
+            size = verifier_messages.body_size(await self._reader.readexactly(HEADER.size))
+            if size > MOST_ANSWER:
+                raise ValueError(f"a message of {size:,} bytes")
+            return verifier_messages.read_message(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            raise WorkerDied(f"its process {self._how_it_ended()}") from None
+            raise self._how_it_died() from None
         except ValueError as error:
-            raise WorkerDied(f"its process {WROTE} messages to the orchestrator's socket: {error!s:.200}") from None
+            raise _wrong_message(error) from None
 
     def restart(self) -> None:
         """Kill the process and start another in its place, unless it was closed."""
@@ -340,16 +339,16 @@ class VerifierProcess:
 
     async def _load(self, connection: socket.socket) -> None:
         """Wait until the process has loaded the reward. If it is killed while loading, it is restarted."""
-        for _ in range(DEATHS - 1):
-            with contextlib.suppress(WorkerDied):
+        deaths = 0
+        while True:
+            try:
                 return await self._wait_until_loaded(connection)
-            self._check_open()
+            except WorkerDied as error:
+                deaths += 1
+                if self._child is None or not self._child.was_killed or deaths == DEATHS:
+                    raise BadInput(f"{_shown(self._functions)}: while loading it, {error}") from None
             self._kill()
             connection = self._start_process()
-        try:
-            await self._wait_until_loaded(connection)
-        except WorkerDied as error:
-            raise BadInput(str(error)) from None
 
     async def _wait_until_loaded(self, connection: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
@@ -357,44 +356,21 @@ class VerifierProcess:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 self._writer.write(self._tokenizer)
-                await self._writer.drain()
-                hello = await self._receive()
-                if not isinstance(hello, RewardLoaded | RewardRefused):
-                    raise ValueError(f"it sent {type(hello).__name__}")
+                hello = await self.receive()
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name}: {_shown(self._functions)} was not loaded within {self._start_timeout_s:g} s"
             ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._check_open()
-            what = f"{_shown(self._functions)}: while loading it, its process {self._how_it_ended()}"
-            assert self._child is not None, "it is set until `_kill`"
-            raise (WorkerDied if self._child.was_killed else BadInput)(what) from None
-        except ValueError as error:
-            what = f"{_shown(self._functions)}: while loading it, its process {WROTE} RewardLoaded"
-            raise BadInput(f"{what} to the orchestrator's socket: {error!s:.200}") from None
         if isinstance(hello, RewardRefused):
             raise BadInput(hello.message)
+        if not isinstance(hello, RewardLoaded):
+            raise _wrong_message(f"it sent {type(hello).__name__}")
         if hello.protocol != PROTOCOL:
             raise BadInput(
                 f"{self._name} speaks version {hello.protocol} of the verifiers' protocol, the orchestrator version "
                 f"{PROTOCOL}: both must come from the same release of Metronome"
             )
         self.per_response = hello.per_response
-
-    async def _send_and_receive(self, call: ScoreCall) -> VerifierMessage:
-        assert self._writer is not None, "`ready` comes first"
-        self._writer.write(verifier_messages.frame_message(call))
-        await self._writer.drain()
-        return await self._receive()
-
-    async def _receive(self) -> VerifierMessage:
-        """Return the process's next message. Raises ValueError for anything else."""
-        assert self._reader is not None, "`_wait_until_loaded` opens it"
-        size = verifier_messages.body_size(await self._reader.readexactly(HEADER.size))
-        if size > MOST_ANSWER:
-            raise ValueError(f"a message of {size:,} bytes")
-        return verifier_messages.read_message(await self._reader.readexactly(size))
 
     def _kill(self) -> None:
         child = self._child
@@ -408,28 +384,32 @@ class VerifierProcess:
         if self._closed:
             raise ProcessDied(f"{self._name} was closed with its pool before the response was scored")
 
-    def _how_it_ended(self) -> str:
-        """Say how the process ended, for messages. Its connection is closed, so it has ended or will within moments."""
-        assert self._child is not None, "`ask` and `_wait_until_loaded` call this while there is a process"
+    def _how_it_died(self) -> WorkerDied:
+        """Say how the process ended. Its connection is closed, so it has ended or will within moments."""
+        assert self._child is not None, "`receive` calls this while there is a process"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.process.wait(max(1.0, END_S))
-        if self._had_too_many():
-            return f"was ended with all that it had started: they were more than {MOST_PROCESSES} at once"
-        return self._child.how_it_ended()
+        if self._child.process.poll() != TOO_MANY_PROCESSES:
+            return WorkerDied(f"its process {self._child.how_it_ended()}")
+        died = WorkerDied(
+            f"its process was ended with all that it had started: they were more than {MOST_PROCESSES} at once"
+        )
+        died.is_last = True
+        return died
 
-    def _had_too_many(self) -> bool:
-        """Return whether the guardian ended the process because it had started too many processes."""
-        return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
+
+def _wrong_message(what: object) -> WorkerDied:
+    return WorkerDied(f"its process wrote something other than its answers to the orchestrator's socket: {what!s:.200}")
 
 
 def _checked_answer(call: ScoreCall, answer: VerifierMessage) -> RewardFailed | list[Score]:
-    """Return the answer to a call. Raises ValueError if it is no answer, or the answer to another call."""
+    """Return the answer to a call. Raises WorkerDied if it is no answer, or the answer to another call."""
     if not isinstance(answer, Scores | RewardFailed) or answer.number != call.number:
-        raise ValueError(f"{type(answer).__name__} is not the answer to call {call.number}")
+        raise _wrong_message(f"{type(answer).__name__} is not the answer to call {call.number}")
     if isinstance(answer, RewardFailed):
         return answer
     if len(answer.scores) != len(call.responses):
-        raise ValueError(f"{len(answer.scores)} scores for {len(call.responses)} responses")
+        raise _wrong_message(f"{len(answer.scores)} scores for {len(call.responses)} responses")
     return answer.opened()
 
 

@@ -39,64 +39,31 @@ def test_exact(answer, text, value):
     assert exact(prompt(answer), response(text)).value == value
 
 
-SPELLINGS = [
-    ("142.0", r"so \boxed{142}"),
-    ("142.0", "The answer is 142."),
-    ("142", r"\boxed{142.0}"),
-    ("025", r"\boxed{25}"),
-    ("25", "The final answer is $25$."),
-    (r"\frac{14}{3}", r"\boxed{14/3}"),
-    (r"$\frac{14}{3}$", r"\boxed{\dfrac{14}{3}}"),
-    (r"\frac{14}{3}", r"\boxed{4\frac{2}{3}}"),
-    ("0.5", r"\boxed{\frac12}"),
-    (r"\boxed{60}", "Therefore the answer is 60"),
-    (r"so it is \boxed{(1,2)}, as was to be shown", r"\boxed{(1, 2)}"),
-    (r"\boxed{\text{two lines}}", r"\boxed{\text{two lines}}"),
-    (r"\boxed{1, 2}", r"\boxed{2, 1}"),
-    (r"\(7\)", r"\boxed{$7$}"),
-    (r"90^\circ", r"\boxed{90}"),
-    (r"\$42409", r"\boxed{42409}"),
-    ("1,234", r"\boxed{1234}"),
-    ("p - q", r"\boxed{-q + p}"),
-    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}"),
-    ("[0,3)", r"$\boxed{[0, 3)}$"),
-    (r"3\sqrt{13}", r"\boxed{\sqrt{117}}"),
-    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}"),
-    (r"k = \frac{-33}{2}", r"\boxed{-16.5}"),
-    ("5", r"First \boxed{4}, but on second thought \boxed{5}."),
-    ("5", r"\boxed{5} and then an unfinished \boxed{4"),
-    ("5", r"\boxed{\boxed{5}}"),
-]
-
-
-@pytest.mark.parametrize(("answer", "text"), SPELLINGS)
-def test_math_accepts_spellings(answer, text):
-    assert math(prompt(answer), response(text)).value == 1.0
-
-
 @pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("142.0", r"\boxed{143}"),
-        ("142.0", r"\boxed{14.2}"),
-        ("25", r"\boxed{25}, no: \boxed{26}"),
-        ("25", r"25 is it: \boxed{}"),
-        ("25", r"\boxed{24, 25}"),
-        ("25", r"\boxed{24 \text{ or } 25}"),
-        ("25", r"\boxed{-25}"),
-        (r"\frac{14}{3}", r"\boxed{\frac{3}{14}}"),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\frac{\pi}{2}, 3)}"),
-        ("[0,3)", r"\boxed{(0,3]}"),
-        ("p - q", r"\boxed{q - p}"),
-        (r"3\sqrt{13}", r"\boxed{13\sqrt{3}}"),
-        (r"\text{Evelyn}", r"\boxed{\text{Carla}}"),
-        ("7", "I don't know."),
-        ("7", ""),
-        ("7", "\\boxed{"),
+    ("answer", "text", "value"),
+    [  # what is taken for the answer; which answers are equal is tested with pairs, in reward/math
+        ("142.0", r"so \boxed{142}", 1.0),
+        ("142.0", "The answer is 142.", 1.0),
+        ("25", "The final answer is $25$.", 1.0),
+        (r"\boxed{60}", "Therefore the answer is 60", 1.0),
+        (r"so it is \boxed{(1,2)}, as was to be shown", r"\boxed{(1, 2)}", 1.0),
+        (r"\boxed{\text{two lines}}", r"\boxed{\text{two lines}}", 1.0),
+        (r"\boxed{1, 2}", r"\boxed{2, 1}", 1.0),
+        ("5", r"First \boxed{4}, but on second thought \boxed{5}.", 1.0),
+        ("5", r"\boxed{5} and then an unfinished \boxed{4", 1.0),
+        ("5", r"\boxed{\boxed{5}}", 1.0),
+        ("142.0", r"\boxed{143}", 0.0),
+        ("25", r"\boxed{25}, no: \boxed{26}", 0.0),
+        ("25", r"25 is it: \boxed{}", 0.0),
+        ("25", r"\boxed{24, 25}", 0.0),
+        ("25", r"\boxed{24 \text{ or } 25}", 0.0),
+        ("7", "I don't know.", 0.0),
+        ("7", "", 0.0),
+        ("7", "\\boxed{", 0.0),
     ],
 )
-def test_math_rejects_other_answers(answer, text):
-    assert math(prompt(answer), response(text)).value == 0.0
+def test_math_takes_the_last_box_or_the_final_expression(answer, text, value):
+    assert math(prompt(answer), response(text)).value == value
 
 
 @pytest.mark.parametrize(

@@ -62,29 +62,21 @@ async def judge(monkeypatch):
     await runner.cleanup()
 
 
-async def test_a_judge_that_fails_twice_and_is_slow_once_still_grades(judge):
-    judge.faults = [503, 429, 5.0]
-    async with VerifierPool(REWARD) as pool:
-        (score,) = await pool.score(PROMPT, [response("it is 2")])
-    assert (score.value, score.metrics, score.detail) == (0.7, {"judge_tries": 4.0}, "Right. GRADE: 7")
-    assert judge.keys == {"Bearer secret-key"}
-    assert "Problem: 1+1=" in judge.asked[0]
-    assert "Answer to grade: it is 2" in judge.asked[0]
-
-
-async def test_a_group_has_no_more_requests_at_a_time_than_the_limit(judge):
+async def test_a_judge_that_fails_at_times_still_grades_and_has_no_more_requests_at_a_time_than_the_limit(judge):
     async with VerifierPool(REWARD) as pool:
         scores = await pool.score(PROMPT, [replace(response(), text=str(number)) for number in range(20)])
-    assert [score.value for score in scores] == [0.7] * 20
-    assert 1 < judge.most <= 8
-
-
-async def test_without_a_grade_the_response_is_excluded_and_a_wrong_key_stops_the_run(judge):
-    async with VerifierPool(REWARD) as pool:
+        assert [score.value for score in scores] == [0.7] * 20
+        assert 1 < judge.most <= 8
+        judge.faults = [503, 429, 5.0]
+        (score,) = await pool.score(PROMPT, [response("it is 2")])
+        assert (score.value, score.metrics, score.detail) == (0.7, {"judge_tries": 4.0}, "Right. GRADE: 7")
+        assert judge.keys == {"Bearer secret-key"}
+        assert "Problem: 1+1=" in judge.asked[-1]
+        assert "Answer to grade: it is 2" in judge.asked[-1]
         judge.faults = ["I can't say."] * 4
         (score,) = await pool.score(PROMPT, [response()])
         assert (score.status, score.excluded) == ("error", True)
         assert 'no grade in 4 tries: no grade in "I can\'t say."' in score.detail
-        judge.faults = [401]
+        judge.faults = [401]  # a wrong key stops the run
         with pytest.raises(RewardError, match="raised ClientResponseError: 401"):
             await pool.score(PROMPT, [response()])

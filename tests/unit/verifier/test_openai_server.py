@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import re
 import shutil
 
@@ -10,17 +9,13 @@ import aiohttp
 import msgspec
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, OutOfRoom
 from engine.types import Prompt
-from engine.verifier.openai_server import KINDS, ONLY, check_request
 from engine.verifier.program import Chat, ProgramTokenizer
 from engine.wire.columns import open_ids, pack_ids
 from engine.wire.verifier_messages import TurnSampled
-from support.fuzz_requests import values
 
 TEMPLATE = """{%- if tools %}<|im_start|>tools
 {{ tools | tojson }}<|im_end|>
@@ -117,16 +112,15 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
 
         await ask(401, "wrong API key", headers={})
         await ask(401, "wrong API key", headers={"Authorization": "Bearer no"})
-        await ask(403, "web page", headers={**trusted, "Origin": "http://x.test"})
-        await ask(403, "IP address", headers={**trusted, "Host": "x.test"})
         await ask(
             400, "does not begin with the prompt '<.im_start.>user.*1'", [{"role": "system", "content": "x"}, USER]
         )
         await ask(400, "n: 2; only 1", n=2)
         await ask(400, "message 0 is .*image_url", [{"role": "user", "content": [{"type": "image_url"}]}])
+        await ask(400, "message 0 is .*expected a role and a text", [{"role": "user", "content": True}])
         await ask(400, "stop 'no one token' is 12 tokens", stop="no one token")
         await ask(400, "must be str", [{**USER, "content": "1\ud800"}])  # no tokenizer takes it
-        await ask(400, "max_tokens: -1; expected at least 1", max_tokens=-1, max_completion_tokens=5)
+        await ask(400, "max_tokens: Expected `int` >= 1", max_tokens=-1, max_completion_tokens=5)
         await asyncio.gather(ask(200, '"content": "1"'), ask(400, "still being sampled", max_tokens=5))
         await ask(400, "no message after the last answer", [USER, one])
         await ask(400, "message 1 is .*'one'.*has .*'1'} there", [USER, {**one, "content": "one"}, USER])
@@ -159,7 +153,7 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
     chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"]])
     wrong = {
         **{"max_tokens": [1], "stop": [5], "stream_options": 1, "chat_template_kwargs": ["x"], "tools": "add"},
-        **{"n": True, "temperature": "0.5", "seed": True, "logprobs": 0, "stream": "false"},
+        **{"n": True, "logprobs": 0, "stream": "false", "max_completion_tokens": True, "model": 1},
     }
     for said, refused in (([], [{key: value} for key, value in wrong.items()]), ([USER], [{}])):
         async with chat.openai() as (base_url, key):
@@ -170,41 +164,6 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
                     await ask(model="", messages=[USER], extra_body=body)
             if not said:
                 await ask(model="", messages=[USER])
-    assert len(orchestrator.appended) == 1
-
-
-NUMBERS = [key for key, kinds in KINDS.items() if int in kinds]
-
-
-@pytest.mark.parametrize("key", ["n", "top_logprobs", *NUMBERS])
-@pytest.mark.parametrize("value", [True, False, "1", "nan", [1], {}, math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_none_where_one_is_asked(key, value):
-    with pytest.raises(BadInput, match=f"^{key}: "):
-        check_request({"messages": [USER], key: value})
-
-
-@given(wrong=st.dictionaries(st.sampled_from(sorted({*KINDS, *ONLY})), values, min_size=1))
-def test_any_value_of_any_key_is_of_its_kind_or_refused_by_name(wrong):
-    said = ""
-    try:
-        check_request({"messages": [USER], **wrong})
-    except BadInput as refused:
-        said = str(refused)
-    assert not said or said.partition(":")[0].removesuffix(".include_usage") in wrong
-    for key, value in () if said else wrong.items():
-        assert value is None or type(value) in (KINDS[key] if key in KINDS else map(type, ONLY[key]))
-        assert not isinstance(value, float) or math.isfinite(value)
-
-
-async def test_what_equals_the_last_request_in_python_only_is_refused(tokenizer):
-    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"]])
-    async with chat.openai() as (base_url, key):
-        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
-        await ask(model="", messages=[USER], max_tokens=1)
-        with pytest.raises(openai.BadRequestError, match="max_tokens: True; expected an integer"):
-            await ask(model="", messages=[USER], max_tokens=True)
-        with pytest.raises(openai.BadRequestError, match="message 0 is .*expected a role and a text"):
-            await ask(model="", messages=[{"role": "user", "content": True}])
     assert len(orchestrator.appended) == 1
 
 

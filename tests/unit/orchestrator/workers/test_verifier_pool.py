@@ -355,6 +355,6 @@ async def test_a_reward_that_writes_to_its_socket_again_and_again_is_an_error_by
     )
     async with verifiers(spec) as pool:
         with pytest.raises(
-            RewardError, match="3 processes died of it; .*its process wrote something other than its scores"
+            RewardError, match="3 processes died of it; .*its process wrote something other than its answers"
         ):
             await pool.score(PROMPT, [response()])
