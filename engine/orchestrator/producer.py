@@ -14,7 +14,6 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.dynamic_sampling import DynamicSampling
 from engine.orchestrator.pool.instance import Instance, Place
 from engine.orchestrator.pool.instance_client import (
-    BrokenReply,
     Busy,
     InstanceFault,
     InstanceGone,
@@ -418,16 +417,14 @@ class Producer:
             return None
         except (InstanceGone, InstanceFault, DeadlineError) as error:
             work.count_failure(number, error)
-            if isinstance(error, BrokenReply):
-                self._pool.record_wrong_reply(instance, str(error))
-            elif self._deadlines_count or not isinstance(error, DeadlineError):
-                self._pool.record_failure(place, str(error))
+            if self._deadlines_count or not isinstance(error, DeadlineError):
+                self._pool.record_failure(place, error)
             work.failed_on = (instance,)
             work.refused_since = None
             return None
         except Refused as error:
             raise Refused(f"{work.where(number)}: {error}") from error
-        self._pool.record_success(instance)
+        instance.record_success()
         work.refused_since = None
         before = work.so_far.get(number)
         self._trace.add_span(

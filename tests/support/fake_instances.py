@@ -85,7 +85,7 @@ class FakeInstance:
     async def pause(self, body, query):
         self.paused = True
         self.aborts += query == "mode=abort"
-        while self.running:
+        while self.running > 0:  # a start resets it while earlier requests end
             await asyncio.sleep(0.01)
         return 200, {}
 

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.pool.health import HealthMonitor
+from engine.orchestrator.pool.instance import FAILURES
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.publish.sync import WeightSync
@@ -262,10 +263,10 @@ class PoolMachine(RuleBasedStateMachine):
             response = await one.client.complete(Prompt("p", "", "", (1, 2)), SAMPLING, seed)
         except Busy:
             pass
-        except (InstanceGone, InstanceFault, DeadlineError):
-            self.pool.record_failure(place)
+        except (InstanceGone, InstanceFault, DeadlineError) as error:
+            self.pool.record_failure(place, error)
         else:
-            self.pool.record_success(one)
+            one.record_success()
             ((_, version),) = response.versions
             if open_ids(response.token_ids) != (version,) or response.seed != seed:
                 self.mistakes.append(f"a response of weights that are not the trainer's: {response}")
@@ -369,6 +370,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert one.groups == held, f"{one.name}: {one.groups} places given, {held} held"
             assert one.responses >= self.sent.count(one)
             assert one.responses <= CONCURRENCY * GROUP_SIZE
+            assert one.failures < FAILURES or one.state == "gone", f"{one.name} has failed {one.failures} times"
+            assert one._times_out < FAILURES or one.state == "gone", f"{one.name} was out {one._times_out} times"
             assert not (one.leaving and one.takes_prompts), f"{one.name} asked to leave, and takes prompts"
             assert not held or one.state not in ("out", "gone"), f"{one.name} is {one.state} and was not cut"
             assert one.version is None or one.state not in ("out", "starting") or not self.pool.synced
@@ -394,9 +397,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     async def come_to_rest(self):
         """All instances are well again: everything that was begun ends, and whoever lives serves."""
-        for fake in self.session.instances.values():
-            await self.make(fake, "answer")
-        await self.ends(self.publishing)
+        for work in (None, self.publishing):  # a publish under way may still spoil one
+            await self.ends(work)
+            for fake in self.session.instances.values():
+                await self.make(fake, "answer")
         if self.pool.synced and self.pool.failure is None:
             await self.ends(asyncio.create_task(self.send(self.published + 1, [0.0] * 4, fails=False, spoils=None)))
         serving = asyncio.create_task(self.all_serve())  # groups may wait for one that waits for weights

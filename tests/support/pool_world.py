@@ -27,20 +27,24 @@ class World:
         config = Config(rollout=ROLLOUT | rollout)
         self.trace = Trace(folder / "trace", "orchestrator")
         self.pool = Pool(config=config, model=folder, folder=folder, trace=self.trace, synced=synced)
-        self.score_with(Scores())
+        self.produce()
         self.stack = stack
+        self.epoch = 0
         self.groups = []
         self.finished = []
 
-    def score_with(self, verifier):
-        """A producer whose responses `verifier` scores."""
+    def produce(self, verifier=None, group_size=4, sampling=None, **more):
+        """Have a producer of this verifier, by default `Scores`. `sampling`: settings that differ."""
+        self.group_size = group_size
+        settings = {"max_new_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "vocabulary": 1000}
         self.producer = Producer(
             pool=self.pool,
-            verifier=verifier,
-            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
-            group_size=4,
+            verifier=verifier or Scores(),
+            sampling=SamplingSettings(**settings | (sampling or {})),
+            group_size=group_size,
             seed=0,
             trace=self.trace,
+            **more,
         )
 
     async def join(self, name, scripted=None):
@@ -56,17 +60,18 @@ class World:
             self.finished.append((group, number))
 
         async with asyncio.timeout(within_s):
-            await self.producer.run(3, [(0, prompt) for prompt in prompts], put, on_finished)
+            await self.producer.run(3, [(self.epoch, prompt) for prompt in prompts], put, on_finished)
 
     def check_complete(self, prompts=PROMPTS):
         """Every response exactly once, each what its prompt and seed make it."""
         assert sorted(group.index for group in self.groups) == list(range(len(prompts)))
         for group in self.groups:
-            seeds = [sampling_seed(0, 0, group.prompt.id, number) for number in range(4)]
+            seeds = [sampling_seed(0, self.epoch, group.prompt.id, number) for number in range(self.group_size)]
             expected = [tokens_of(list(group.prompt.token_ids), seed) for seed in seeds]
             assert [list(response.token_ids) for response in group.responses] == expected
             assert [score.value for score in group.scores] == [float(len(tokens)) for tokens in expected]
-        assert Counter(self.finished) == Counter({(g, n): 1 for g in range(len(prompts)) for n in range(4)})
+        each = [(group, number) for group in range(len(prompts)) for number in range(self.group_size)]
+        assert Counter(self.finished) == Counter(each)
 
 
 def worlds(folder, monkeypatch):

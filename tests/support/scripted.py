@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from types import SimpleNamespace
 
 from aiohttp import web
 
@@ -53,8 +54,8 @@ class Scripted:
         self.seeds = []
         self.asked = []  # the bodies of the completions
         self.running = self.most = 0
-        self.probed = None  # log-probabilities of the tokens of a probe, whatever these are
         self.updates = []  # the calls of weight updates
+        self.probed = None  # log-probabilities of the tokens of a probe, whatever these are
 
     async def completions(self, request):
         body = await request.json()
@@ -147,44 +148,36 @@ class Scripted:
             await runner.cleanup()
 
 
-@contextlib.asynccontextmanager
-async def publishing(pool, version, check=None):
-    """A trainer that gives each instance of a training the version, as soon as it waits for it. Gives what it gave, as
-    (name, version); `given.version` may change."""
-    given = Given(version)
+async def accept(instance):
+    """The check of an instance that arrives finds nothing."""
 
-    async def accept(instance):
-        pass
+
+@contextlib.asynccontextmanager
+async def publishing(pool, version, check=accept):
+    """A trainer that gives each instance of a training the version, as soon as it waits for it. Gives an object whose
+    `version` may change."""
+    given = SimpleNamespace(version=version)
 
     async def publish():
         while True:
-            for one in [one for one in pool.members() if given.version is not None and one.version != given.version]:
+            for one in [one for one in pool.members() if one.version != given.version]:
                 one.begin_update()
                 try:
                     await one.client.call(FinishUpdate(given.version))
                 except MetronomeError as error:
-                    pool.leave_out(one, str(error))
+                    pool.leave_out(one, error)
                 else:
-                    given.append((one.name, given.version))
                     one.record_version(given.version)
                     pool.admit_instance(one)
             await asyncio.sleep(0.01)
 
-    pool.check_arrivals(check or accept)
+    pool.check_arrivals(check)
     task = asyncio.create_task(publish())
     try:
         yield given
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-class Given(list):
-    """What a scripted trainer gave, and the version that it gives next; None: none yet."""
-
-    def __init__(self, version):
-        super().__init__()
-        self.version = version
 
 
 class Scores:

@@ -184,9 +184,10 @@ class Pool:
     async def wait_for_checks(self):
         pass
 
-    def leave_out(self, instance, reason):
-        instance.exclude(reason)
-        self.reasons[instance.name] = reason
+    def leave_out(self, instance, error):
+        if instance.state != "out":
+            instance.exclude(str(error))
+            self.reasons[instance.name] = str(error)
 
     def admit_instance(self, instance):
         if instance.lives:
@@ -229,7 +230,7 @@ class Orchestrator:
             try:
                 await self.sync.self_test(one)
             except MetronomeError as error:
-                self.pool.leave_out(one, str(error))
+                self.pool.leave_out(one, error)
         return await self.sync.open_sync(request)
 
     async def verify(self, request):

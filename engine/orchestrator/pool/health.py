@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
-from engine.errors import BadInput, MetronomeError, TooManyFiles
+from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.orchestrator.pool.pool import Pool
@@ -141,8 +141,6 @@ class HealthMonitor:
         asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)
         load, health = await asyncio.gather(asked_load, asked_health, return_exceptions=True)
         for result in (load, health):
-            if isinstance(result, TooManyFiles):
-                raise result  # no instance is to blame
             if isinstance(result, BaseException) and not isinstance(result, MetronomeError):
                 raise result
         if isinstance(health, Health) and health.protocol != ROLLOUT_PROTOCOL:
@@ -184,7 +182,7 @@ class HealthMonitor:
             async with instance.client.until_cut("the check of an instance that arrives"):
                 await pool.check_instance(instance)
         except MetronomeError as error:
-            pool.leave_out(instance, str(error))
+            pool.leave_out(instance, error)
         else:
             if not pool.synced:
                 pool.admit_instance(instance)

@@ -28,7 +28,7 @@ NEXT = {
     "updating": ("updating", "serving", "out", "gone"),
     "serving": ("updating", "draining", "out", "gone"),
     "draining": ("gone",),
-    "out": ("starting", "out", "gone"),
+    "out": ("starting", "gone"),
     "gone": (),
 }
 """Every allowed transition. `Instance` explains the states."""
@@ -97,7 +97,7 @@ class Instance:
     | updating | a publish gives it weights | no | yes | yes | updating, serving, out, gone |
     | serving | takes prompts | yes | yes | yes | updating, draining, out, gone |
     | draining | asked to leave; finishes what it holds | no | no | no | gone |
-    | out | excluded; may come back | no | no | no | starting, out, gone |
+    | out | excluded; may come back | no | no | no | starting, gone |
     | gone | never comes back as this object | no | no | no | |
 
     The methods `admit` to `depart` change the state. Any other transition is a bug and raises RuntimeError.
@@ -224,7 +224,7 @@ class Instance:
         self.client.end_calls("it waits for weights")
 
     def exclude(self, reason: str) -> None:
-        """Stop sending prompts to the instance. Every call to it in progress ends with InstanceGone."""
+        """Stop sending prompts to the instance. Every call to it in progress ends with Abandoned."""
         self._go("out")
         self.reason = reason
         self.excluded = True
@@ -239,7 +239,8 @@ class Instance:
             self._go("draining")
 
     def depart(self, reason: str) -> None:
-        """Retire this object for good. Every call to the instance in progress ends with InstanceGone."""
+        """Retire this object for good. Every call to the instance in progress ends with
+        Abandoned."""
         self._go("gone")
         self.reason = self.child.how_it_ended() if self.child is not None and self.dead else reason
         self.client.end_calls(self.reason)

@@ -13,10 +13,9 @@ import aiohttp
 import msgspec
 
 from engine.config import Evaluate, Rollout
-from engine.errors import DeadlineError, MetronomeError, TooManyFiles
+from engine.errors import DeadlineError, MetronomeError
 from engine.model.shape import Experts, end_of_sequence_ids, read_shape
 from engine.orchestrator.pool.reply_check import Asked, BrokenRule, check_reply
-from engine.run.disk import NO_FILE, open_limit
 from engine.types import Prompt
 from engine.wire.access_token import authorization_headers
 from engine.wire.columns import PackedResponse, open_ids
@@ -27,7 +26,11 @@ Reply = TypeVar("Reply")
 
 
 class InstanceGone(MetronomeError):
-    """The connection to the instance failed, or the pool gave the instance up. Its requests go to another instance."""
+    """The connection to the instance failed. Its requests go to another instance."""
+
+
+class Abandoned(InstanceGone):
+    """The pool ended the call, because it has excluded the instance. This is no further failure of the instance."""
 
 
 class InstanceFault(MetronomeError):
@@ -46,8 +49,6 @@ class Busy(Refused):
     """The instance can't take the request now (BUSY), or an update interrupted it. It can be sent again later."""
 
 
-NO_FILE_PAUSE_S = 0.2
-"""Seconds until a request is sent again, if this process could not open a connection (NO_FILE)."""
 BUSY = (408, 409, 429)
 """408: it waited too long for the request's body. 409: it is paused or updating. 429: it holds too many requests."""
 
@@ -127,7 +128,6 @@ class InstanceClient:
         self._timeout_s = timeout_s
         self._under_way: set[asyncio.Timeout] = set()
         self._cut: dict[asyncio.Timeout, str] = {}
-        self._cuts = 0
         self._trusted = asyncio.Event()
         self._trusted.set()
 
@@ -139,32 +139,14 @@ class InstanceClient:
         """Send a request and wait for its reply. `timeout_s` defaults to rollout.timeout_s. The reply may have
         `more_bytes` than the request says.
 
-        While this process can open no file for the connection, the call waits. Raises InstanceGone (connection broken,
-        or cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …), Refused (other 4xx) and TooManyFiles;
-        each names instance and route.
+        Raises InstanceGone (connection broken), Abandoned (cut), InstanceFault (5xx), BrokenReply, DeadlineError,
+        Busy (409 …) and Refused (other 4xx); each names instance and route.
         """
         what = f"{request.method} {request.path}"
         data = msgspec.json.encode(request) if request.method == "POST" else None
-        no_file: str | None = None
         try:
             async with self._limited(what, self._timeout_s if timeout_s is None else timeout_s):
-                while True:
-                    no_file = None
-                    try:
-                        status, form, raw = await self._answer(request, data, more_bytes)
-                        break
-                    except OSError as error:
-                        if error.errno not in NO_FILE:
-                            raise
-                        no_file = error.strerror
-                    await asyncio.sleep(NO_FILE_PAUSE_S)
-        except DeadlineError:
-            if no_file is None:
-                raise
-            raise TooManyFiles(
-                f"{self.name}: {what} could not be sent: {no_file} in this process, whose limit is {open_limit()}; "
-                "raise it (ulimit -Hn), or lower rollout.concurrency"
-            ) from None
+                status, form, raw = await self._answer(request, data, more_bytes)
         except aiohttp.ClientResponseError as error:
             raise InstanceFault(f"{self.name}: {what}: no HTTP answer: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -186,22 +168,24 @@ class InstanceClient:
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
-        """Run the body until the deadline (None: there is none) or a `end_calls`."""
+        """Run the body until the deadline (None: there is none) or a `end_calls`. What is complete just when the calls
+        end is lost too."""
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
                 self._under_way.add(scope)
                 yield
         except TimeoutError:
-            if reason := self._cut.pop(scope, None):
-                raise InstanceGone(f"{self.name}: {what} was abandoned: {reason}") from None
-            raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
+            if scope not in self._cut:
+                raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
         finally:
             self._under_way.discard(scope)
-            self._cut.pop(scope, None)
+            reason = self._cut.pop(scope, None)
+        if reason is not None:
+            raise Abandoned(f"{self.name}: {what} was abandoned: {reason}")
 
     def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
-        """Run work on the instance that has its own deadlines. A `end_calls` ends it with InstanceGone."""
+        """Run work on the instance that has its own deadlines. A `end_calls` ends it with Abandoned."""
         return self._limited(what, None)
 
     def hold_responses(self) -> None:
@@ -212,19 +196,15 @@ class InstanceClient:
         """Release the instance's responses, since it computes with the trainer's weights."""
         self._trusted.set()
 
-    async def _until_released(self, cuts: int) -> None:
-        """Wait until the response may be released. `cuts`: number of cuts when it was requested. Raises InstanceGone if
-        there was a cut since, and DeadlineError."""
-        if cuts == self._cuts and not self._trusted.is_set():
+    async def _until_released(self) -> None:
+        """Wait until responses may be released. Raises Abandoned and DeadlineError."""
+        if not self._trusted.is_set():
             what = "POST /v1/completions, whose weights were to be compared with the trainer's"
             async with self._limited(what, self._timeout_s):
                 await self._trusted.wait()
-        if cuts != self._cuts:
-            raise InstanceGone(f"{self.name}: POST /v1/completions was abandoned while it waited for that comparison")
 
     def end_calls(self, reason: str) -> None:
-        """End every call in progress with InstanceGone, so that the callers continue without this instance."""
-        self._cuts += 1
+        """End every call in progress with Abandoned, so that the callers continue without this instance."""
         now = asyncio.get_running_loop().time()
         for scope in self._under_way - self._cut.keys():
             if not scope.expired():  # else its own deadline has just ended it
@@ -240,7 +220,6 @@ class InstanceClient:
         `sampling.partial`, a response that a pause interrupted has finish_reason "abort".
         """
         begun = open_ids(so_far.token_ids) if so_far is not None else ()
-        cuts = self._cuts
         reply = await self.call(
             Complete(
                 prompt=[*prompt.token_ids, *begun],
@@ -256,7 +235,7 @@ class InstanceClient:
             more_bytes=sampling.routes_bytes(len(prompt.token_ids)),
         )
         response = self._checked(reply, sampling, len(prompt.token_ids), len(begun), seed=seed)
-        await self._until_released(cuts)
+        await self._until_released()
         if response.finish_reason == "abort" and not (sampling.partial and response.length):
             raise Busy(f"{self.name}: a pause cut the response short after {response.length} tokens")
         return join_responses(so_far, response)

@@ -22,7 +22,7 @@ import aiohttp
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError, ProcessDied, counted
 from engine.orchestrator.pool.instance import FAILURES, WORKING, Instance, Place, soonest_instance
-from engine.orchestrator.pool.instance_client import InstanceClient
+from engine.orchestrator.pool.instance_client import Abandoned, BrokenReply, InstanceClient
 from engine.orchestrator.run_events import RunEvents
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
@@ -167,7 +167,7 @@ class Pool:
             if isinstance(error, BadInput) or not left:
                 raise error
         for one, error in failed:
-            self.note(one.name, str(error))
+            self._ends[one.name] = str(error)
             self._say("fails", f"{one.name} could not start, the run goes on with {counted(left, 'other')}: {error}")
             self.failed_starts.put_nowait(one)
         self.connected.set()
@@ -262,17 +262,19 @@ class Pool:
         gone."""
         if instance.leaving or instance.dead:
             self.remove_instance(instance, reason)
-        elif instance.state != "gone":
+        elif instance.state not in ("out", "gone"):
             self._say("fails", f"{instance.name} gets no prompts for now: {reason}")
             instance.exclude(reason)
             self.changed()
 
-    def leave_out(self, instance: Instance, reason: str) -> None:
+    def leave_out(self, instance: Instance, error: MetronomeError) -> None:
         """Exclude an instance that has failed. It is given up when this happens FAILURES times without a good response
-        in between."""
-        self.exclude_instance(instance, reason)
+        in between. An instance that the pool has excluded itself, because it was silent, has not failed."""
+        if isinstance(error, Abandoned) or instance.state == "out":
+            return
+        self.exclude_instance(instance, str(error))
         if instance.state != "gone" and instance.record_left_out():
-            self.remove_instance(instance, f"given up after it was left out {FAILURES} times in a row: {reason}")
+            self.remove_instance(instance, f"given up after it was left out {FAILURES} times in a row: {error}")
 
     def remove_instance(self, instance: Instance, reason: str) -> None:
         """Remove an instance for good. The health monitor may restart a declared instance as a new object."""
@@ -360,27 +362,21 @@ class Pool:
         self._changed.set()
         self._hand_out()
 
-    def record_failure(self, place: Place, reason: str = "reason unknown") -> None:
+    def record_failure(self, place: Place, error: MetronomeError) -> None:
         """Record that a request of a group failed on its instance. Several requests of the group count once. After
-        FAILURES in a row the instance is left out."""
+        FAILURES in a row the instance is left out; after one reply that breaks the protocol, at once."""
         instance = place.instance
         if instance.state in ("serving", "draining"):  # else the pool itself interrupted the request
-            text = f"{instance.name} failed a request, which is sent again: {reason}"
-            self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
-            if not place.failed and instance.record_failure():
-                self.leave_out(instance, f"{FAILURES} failures in a row: {reason}")
+            if isinstance(error, BrokenReply):
+                self.leave_out(instance, error)
+            else:
+                text = f"{instance.name} failed a request, which is sent again: {error}"
+                self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
+                if not place.failed and instance.record_failure():
+                    self.leave_out(instance, MetronomeError(f"{FAILURES} failures in a row: {error}"))
             place.failed = True
         if instance.dead:
             self.remove_instance(instance, "its process ended")
-
-    def record_wrong_reply(self, instance: Instance, reason: str) -> None:
-        """Leave out an instance whose reply breaks the protocol. Replies to requests from before do not count again."""
-        if instance.state in ("serving", "draining"):
-            self.leave_out(instance, reason)
-
-    def record_success(self, instance: Instance) -> None:
-        """Record that an instance gave a good response."""
-        instance.record_success()
 
     # the end --------------------------------------------------------------------------------------
 
@@ -438,13 +434,9 @@ class Pool:
         command = f"; start one with: {self.how_to_join}" if self.how_to_join else ""
         return ProcessDied(f"no rollout instance has joined: waited {limit:g} s for the first ({key}); {how}{command}")
 
-    def note(self, name: str, end: str) -> None:
-        """Record how an instance ended that is not in the pool (a restart that failed)."""
-        self._ends[name] = end
-
     def failed_restart(self, name: str, end: str) -> None:
         """Record that a restarted declared instance could not serve."""
-        self.note(name, end)
+        self._ends[name] = end
         self._say("fails", f"{name} could not be restarted: {end}")
 
     def _say(self, kind: str, text: str) -> None:

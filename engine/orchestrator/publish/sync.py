@@ -58,7 +58,7 @@ class SyncPool(Protocol):
     async def wait_for_checks(self) -> None:
         """Wait until every instance that has answered has passed its first check or has failed it."""
 
-    def leave_out(self, instance: Instance, reason: str) -> None:
+    def leave_out(self, instance: Instance, error: MetronomeError) -> None:
         """Send a failed instance no prompts until it has received the weights again."""
 
     def admit_instance(self, instance: Instance) -> None:
@@ -158,7 +158,7 @@ class Participants:
         for instance, error in failed.items():
             if not isinstance(error, MetronomeError):
                 raise error
-            self._pool.leave_out(instance, str(error))
+            self._pool.leave_out(instance, error)
             self.connected = []
         self.failed.update(failed)
         self.members = [instance for instance in self.members if instance not in failed]

@@ -1,22 +1,21 @@
-"""Where groups go: pool and producer over real sockets; the instances are scripted."""
+"""Where groups go: pool and producer over real sockets; the instances are scripted. Random sequences of events are in
+test_pool_states.py."""
 
 import asyncio
 import itertools
 
 import pytest
+from aiohttp import web
 
 from engine.config import Config
 from engine.data.loader import sampling_seed
-from engine.errors import MetronomeError
+from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.dynamic_sampling import DynamicSampling
-from engine.orchestrator.pool.instance_client import Refused, SamplingSettings
-from engine.orchestrator.producer import Producer
+from engine.orchestrator.pool.instance_client import InstanceFault, Refused
 from engine.types import Prompt, Score
 from engine.wire.columns import open_group
 from support.pool_world import PROMPTS, ROLLOUT, worlds
-from support.scripted import Scores, Scripted, tokens_of, until
-
-PARTIAL = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000, partial=True)
+from support.scripted import Scores, Scripted, until
 
 
 @pytest.fixture
@@ -24,165 +23,44 @@ def world(tmp_path, monkeypatch):
     return worlds(tmp_path, monkeypatch)
 
 
-async def test_every_response_comes_exactly_once_within_the_limits(world):
-    async with world() as w:
-        a, one = await w.join("a")
-        b, _ = await w.join("b")
-        a.delay_s = b.delay_s = 0.01
-        await w.run()
-        w.check_complete()
-        assert max(a.most, b.most) <= 2 * 4
-        assert min(len(a.seeds), len(b.seeds)) >= 8
-        assert one.groups == 0
+def wrong_token(found):
+    found["choices"][0]["token_ids"][0] = -1
+    return found
 
 
-async def test_a_slot_is_free_when_a_response_ends_and_a_group_is_sent_once_it_has_one_for_each_of_its_own(world):
-    """Two groups of four fill it. Three of each group end soon, and the fourth much later."""
-    async with world() as w:
-        a, one = await w.join("a")
-        slow = {sampling_seed(0, 0, prompt.id, 0) for prompt in PROMPTS[:2]}
-        a.takes = lambda body: 60.0 if body["seed"] in slow else 0.01
-        running = asyncio.create_task(w.run(PROMPTS[:5]))
-        try:
-            await until(lambda: len(w.groups) == 3, "the three groups that do not wait for the slow responses")
-            assert sorted(group.index for group in w.groups) == [2, 3, 4]
-            assert (one.groups, one.responses, a.running) == (2, 2, 2)
-            assert a.most <= 8
-            sent = [tuple(body["prompt"]) for body in a.asked]
-            assert [sent.count(prompt.token_ids) for prompt in PROMPTS[:5]] == [4] * 5
-            assert [len(set(sent[at : at + 4])) for at in range(0, 20, 4)] == [1] * 5  # each group at once
-        finally:
-            running.cancel()
-
-
-async def test_a_group_with_more_responses_than_slots_does_not_wait_for_the_slowest_of_the_one_before(world):
-    """As an evaluation with many samples has them: eight slots, eleven responses, of which one takes very long."""
-    async with world() as w:
-        w.producer = Producer(
-            pool=w.pool,
-            verifier=Scores(),
-            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
-            group_size=11,
-            seed=0,
-            trace=w.trace,
-        )
-        a, one = await w.join("a")
-        slow = sampling_seed(0, 0, PROMPTS[0].id, 0)
-        a.takes = lambda body: 60.0 if body["seed"] == slow else 0.01
-        running = asyncio.create_task(w.run(PROMPTS[:4]))
-        try:
-            await until(lambda: len(w.groups) == 3, "the groups that do not wait for the slow response")
-            assert (one.groups, one.responses) == (1, 1)
-            assert a.most <= 7 + 11
-            for group in w.groups:
-                seeds = [sampling_seed(0, 0, group.prompt.id, number) for number in range(11)]
-                expected = [tokens_of(list(group.prompt.token_ids), seed) for seed in seeds]
-                assert [list(response.token_ids) for response in group.responses] == expected
-        finally:
-            running.cancel()
-
-
-async def test_who_stops_waiting_makes_way_for_those_who_need_fewer_slots(world):
-    async with world() as w:
-        _, one = await w.join("a")
-
-        async def borrow(size):
-            async with w.pool.borrow(size=size):
-                await asyncio.Event().wait()
-
-        async with w.pool.borrow(size=6):
-            large = asyncio.create_task(borrow(4))
-            await asyncio.sleep(0)
-            async with asyncio.TaskGroup() as tasks:
-                small = tasks.create_task(borrow(2))
-                await asyncio.sleep(0)
-                large.cancel()
-                for _ in range(5):
-                    await asyncio.sleep(0)  # at once, and not by another event of the pool
-                assert one.responses == 8
-                small.cancel()
-
-
-async def test_groups_that_are_scored_as_a_whole(world):
-    async with world() as w:
-        scores = Scores(per_response=False)
-        w.producer = Producer(
-            pool=w.pool,
-            verifier=scores,
-            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
-            group_size=4,
-            seed=0,
-            trace=w.trace,
-        )
-        bad, _ = await w.join("a")
-        await w.join("b")
-        bad.status = 500
-        await w.run()
-        w.check_complete()
-        assert scores.calls == [4] * len(PROMPTS)
-
-
-async def test_a_slow_instance_gets_less(world):
-    async with world() as w:
-        slow, _ = await w.join("a")
-        fast, _ = await w.join("b")
-        slow.delay_s = 0.3
-        fast.delay_s = 0.02
-        await w.run([*PROMPTS, *[Prompt(f"q{n}", "", "", (4, n)) for n in range(16)]])
-        assert len(slow.seeds) < len(fast.seeds) / 2
-
-
-async def test_a_place_on_an_instance_that_is_excluded_as_it_is_given_is_not_used(world):
-    """What is sent after the exclusion would be cut by nobody."""
-    async with world() as w:
-        _, one = await w.join("a")
-        begun = [w.pool.borrow() for _ in range(2)]
-        for group in begun:
-            await group.__aenter__()
-        entered = asyncio.Event()
-
-        async def wait():
-            async with w.pool.borrow() as place:
-                assert place.instance.state == "serving"
-                entered.set()
-
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        await begun[0].__aexit__(None, None, None)  # the place is given, and its task has not gone on yet
-        w.pool.exclude_instance(one, "out")
-        await asyncio.sleep(0)
-        assert not entered.is_set()
-        assert one.groups == 1
-        await asyncio.wait_for(waiting, 5)  # it answers, and serves again
-        await begun[1].__aexit__(None, None, None)
-        assert one.groups == 0
-
-
-async def test_the_instance_that_failed_last_is_avoided_if_another_one_serves(world):
-    async with world(heartbeat_s=30) as w:  # a busy machine makes neither silent
-        _, a = await w.join("a")
-        _, b = await w.join("b")
-        for failed, other in ((a, b), (b, a)):
-            async with w.pool.borrow(avoid=(failed,)) as place, w.pool.borrow(avoid=(failed,)) as second:
-                assert place.instance is second.instance is other
-                with pytest.raises(TimeoutError):  # it is full, and waited for
-                    await asyncio.wait_for(w.pool.borrow(avoid=(failed,)).__aenter__(), 0.05)
-                async with w.pool.borrow(avoid=(a, b)):
-                    assert failed.groups == 1
-        w.pool.remove_instance(b, "it died")
-        async with w.pool.borrow(avoid=(a,)) as place:
-            assert place.instance is a
-
-
-async def test_requests_that_fail_are_sent_again_elsewhere_and_three_in_a_row_leave_the_instance_out(world):
+@pytest.mark.parametrize(
+    ("fault", "reason", "per_response"),
+    [
+        ({}, "", True),
+        ({"status": 500}, "3 failures in a row: a: POST /v1/completions answered 500", True),
+        ({"status": 500}, "3 failures in a row: a: POST /v1/completions answered 500", False),
+        ({"drop": True}, "3 failures in a row: a: POST /v1/completions: ", True),
+        ({"body": "<html>welcome</html>"}, "a: POST /v1/completions answered 200 with an invalid reply", True),
+        ({"spoil": wrong_token}, "a: its reply to POST /v1/completions breaks the protocol: token 0 is -1", True),
+    ],
+)
+async def test_whatever_an_instance_does_every_response_comes_once_from_its_prompt_and_seed(
+    world, fault, reason, per_response
+):
+    """And nothing of one that breaks the protocol is used."""
     async with world(heartbeat_s=30) as w:
+        scores = Scores(per_response)
+        w.produce(scores)
+        w.epoch = 3
         bad, one = await w.join("a")
-        await w.join("b")
-        bad.status = 500
+        good, _ = await w.join("b")
+        good.delay_s = 0.01
+        vars(bad).update(fault)
         await w.run()
         w.check_complete()
-        assert (one.state, one.reason[:23]) == ("out", "3 failures in a row: a:")
-        assert len(bad.seeds) <= 16  # three groups, and the one beside; then no more
+        assert max(bad.most, good.most) <= 2 * 4
+        assert set(scores.calls) == {1 if per_response else 4}
+        assert one.reason.startswith(reason)
+        assert (one.state == "out") == bool(fault)
+        assert one.groups == 0
+        if fault:
+            assert len(bad.seeds) <= 16  # three groups, and the one beside; then no more
+            assert {response.instance for group in w.groups for response in group.responses} == {"b"}
 
 
 async def test_requests_that_take_too_long_are_failures(world):
@@ -200,67 +78,17 @@ async def test_a_group_counts_once_a_good_response_resets_the_count_and_the_thir
         _, one = await w.join("a")
         for times in (1, 1, 2, 3):  # the good response between the first two forgets the first
             if times == 1:
-                w.pool.record_success(one)
+                one.record_success()
             for failures in range(3):
                 assert one.failures == failures
                 async with w.pool.borrow() as place:
                     for _ in range(4):
-                        w.pool.record_failure(place, "500")
+                        w.pool.record_failure(place, InstanceFault("500"))
             assert (one.state, one.failures) == ("gone" if times == 3 else "out", 0 if times < 3 else one.failures)
             if times < 3:
                 one.wait_for_weights()
                 w.pool.admit_instance(one)
         assert one.reason == "given up after it was left out 3 times in a row: 3 failures in a row: 500"
-
-
-async def test_an_instance_that_breaks_the_protocol_is_excluded_by_name_and_nothing_of_it_is_trained(world):
-    """Its requests go elsewhere with the same seeds."""
-    async with world() as w:
-        bad, one = await w.join("a")
-        good, _ = await w.join("b")
-
-        def corrupt(found):
-            found["choices"][0]["token_ids"][0] = -1
-            return found
-
-        bad.spoil = corrupt
-        good.delay_s = 0.01
-        await w.run()
-        w.check_complete()
-        assert {response.instance for group in w.groups for response in group.responses} == {"b"}
-        assert "a: its reply to POST /v1/completions breaks the protocol: token 0 is -1" in one.reason
-
-
-async def test_an_instance_that_breaks_the_protocol_again_and_again_is_given_up(world):
-    async with world(heartbeat_s=0.1) as w:
-        bad, one = await w.join("a")
-        good, _ = await w.join("b")
-        bad.spoil = lambda found: found | {"weight_versions": []}
-        good.delay_s = 0.3
-        many = [Prompt(f"q{n}", "", "", (4, n)) for n in range(16)]
-        await w.run(many)
-        w.check_complete(many)
-        assert one.state == "gone"
-        assert one.reason.startswith("given up after it was left out 3 times in a row: a: its reply")
-
-
-async def test_a_reply_that_is_none_excludes_its_instance(world):
-    async with world() as w:
-        bad, one = await w.join("a")
-        await w.join("b")
-        bad.body = "<html>welcome</html>"
-        await w.run()
-        w.check_complete()
-        assert "a: POST /v1/completions answered 200 with an invalid reply" in one.reason
-
-
-async def test_dropped_connections_are_sent_again(world):
-    async with world() as w:
-        bad, _ = await w.join("a")
-        await w.join("b")
-        bad.drop = True
-        await w.run()
-        w.check_complete()
 
 
 async def test_a_response_that_fails_everywhere_ends_the_run_by_name(world):
@@ -284,23 +112,70 @@ async def test_a_refused_request_ends_the_run_at_once_by_name(world):
         assert len(bad.seeds) <= 16  # not all 32
 
 
-async def test_a_paused_instance_is_asked_again(world):
-    async with world() as w:
+async def test_a_paused_instance_is_asked_again_until_the_group_has_met_nothing_else_for_too_long(world):
+    """The wait for a place, here of two other groups, does not count."""
+    refused = 8  # the first group, twice
+
+    def takes(body):
+        nonlocal refused
+        if refused and body["prompt"] == [1, 2, 3]:
+            refused -= 1
+            raise web.HTTPConflict
+        return 0.6
+
+    async with world(timeout_s=1.0, concurrency=1, heartbeat_s=30) as w:
         paused, one = await w.join("a")
-        paused.status = 409
-        running = asyncio.create_task(w.run(PROMPTS[:1]))
-        await until(lambda: len(paused.seeds) >= 12, "asking again")
-        paused.status = 200
-        await running
-        w.check_complete(PROMPTS[:1])
-        assert one.failures == 0
+        paused.takes = takes
+        await w.run(PROMPTS[:3])
+        w.check_complete(PROMPTS[:3])
+        assert (refused, one.failures) == (0, 0)
+        refused = 10**6
+        with pytest.raises(DeadlineError, match=r"response \d to prompt p0 found no instance that takes it in 1 s: "):
+            await w.run(PROMPTS[:1])
+
+
+async def test_a_slot_is_free_when_a_response_ends_and_a_group_is_sent_once_it_has_one_for_each_of_its_own(world):
+    """Two groups of four fill it. Three of each group end soon, and the fourth much later."""
+    async with world() as w:
+        a, one = await w.join("a")
+        slow = {sampling_seed(0, 0, prompt.id, 0) for prompt in PROMPTS[:2]}
+        a.takes = lambda body: 60.0 if body["seed"] in slow else 0.01
+        running = asyncio.create_task(w.run(PROMPTS[:5]))
+        try:
+            await until(lambda: len(w.groups) == 3, "the three groups that do not wait for the slow responses")
+            assert sorted(group.index for group in w.groups) == [2, 3, 4]
+            assert (one.groups, one.responses, a.running) == (2, 2, 2)
+            assert a.most <= 8
+            sent = [tuple(body["prompt"]) for body in a.asked]
+            assert [sent.count(prompt.token_ids) for prompt in PROMPTS[:5]] == [4] * 5
+            assert [len(set(sent[at : at + 4])) for at in range(0, 20, 4)] == [1] * 5  # each group at once
+        finally:
+            running.cancel()
+
+
+async def test_one_that_stops_waiting_makes_way_for_those_who_need_fewer_slots(world):
+    async with world() as w:
+        _, one = await w.join("a")
+
+        async def borrow(size):
+            async with w.pool.borrow(size=size):
+                await asyncio.Event().wait()
+
+        async with w.pool.borrow(size=6):
+            large, small = (asyncio.create_task(borrow(size)) for size in (4, 2))
+            await asyncio.sleep(0)
+            large.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)  # at once, and not by another event of the pool
+            assert one.responses == 8
+            small.cancel()
 
 
 async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(world):
     """rollout.partial: the tokens so far go along, the group is first in line,
     and nothing is sampled or verified twice."""
     async with world() as w:
-        w.producer = Producer(pool=w.pool, verifier=Scores(), sampling=PARTIAL, group_size=4, seed=0, trace=w.trace)
+        w.produce(sampling={"partial": True})
         a, _ = await w.join("a", Scripted(version=1))
         b, _ = await w.join("b", Scripted(version=2))
         a.cuts = 9
@@ -313,14 +188,22 @@ async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(worl
         assert a.cuts + b.cuts == 0
 
 
-async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobody_needs(world):
-    class Odd(Scores):
-        async def score(self, prompt, responses):
-            """Problems 0, 2, 4 … have equal scores."""
-            return [Score(float(prompt.id[1:]) % 2 * response.seed) for response in responses]
+class ScoredBy(Scores):
+    def __init__(self, score_of):
+        super().__init__()
+        self.score_of = score_of
 
+    async def score(self, prompt, responses):
+        return [Score(float(self.score_of(int(prompt.id[1:])) * response.seed)) for response in responses]
+
+
+def endless():
+    return ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+
+
+async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobody_needs(world):
     async with world() as w:
-        w.score_with(Odd())
+        w.produce(ScoredBy(lambda number: number % 2))
         (a, _) = await w.join("a")
         (b, _) = await w.join("b")
         a.delay_s = 0.03
@@ -330,12 +213,12 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
         async def put(group):
             w.groups.extend(map(open_group, selection.add_group(group)))
 
-        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+        prompts = endless()
         async with asyncio.timeout(10):
-            await w.producer.run_until(3, endless, put, selection)
+            await w.producer.run_until(3, prompts, put, selection)
         assert [(group.index, group.prompt.id) for group in w.groups] == [(0, "p1"), (1, "p3"), (2, "p5")]
         assert selection.used == 6
-        assert next(endless)[1].id in {"p6", "p7", "p8", "p9"}  # as many more as two instances hold
+        assert next(prompts)[1].id in {"p6", "p7", "p8", "p9"}  # as many more as two instances hold
         await until(lambda: a.running + b.running == 0, "what was called off")
         assert all(one.groups == 0 for one in w.pool.instances)
 
@@ -343,13 +226,8 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
 async def test_dynamic_sampling_tries_a_prompt_when_responses_end_and_not_only_when_their_group_does(world):
     """Two groups of four fill the instance. A response of each of the first two takes for ever; groups of equal scores
     make more prompts necessary, and the one that is kept is the last."""
-
-    class Last(Scores):
-        async def score(self, prompt, responses):
-            return [Score(response.seed if prompt.id == "p5" else 0.0) for response in responses]
-
     async with world() as w:
-        w.score_with(Last())
+        w.produce(ScoredBy(lambda number: number == 5))
         a, one = await w.join("a")
         slow = {sampling_seed(0, 0, f"p{n}", 0) for n in (0, 1)}
         a.takes = lambda body: 60.0 if body["seed"] in slow else 0.01
@@ -360,8 +238,7 @@ async def test_dynamic_sampling_tries_a_prompt_when_responses_end_and_not_only_w
             arrived.append(group.index)
             w.groups.extend(map(open_group, selection.add_group(group)))
 
-        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
-        running = asyncio.create_task(w.producer.run_until(3, endless, put, selection))
+        running = asyncio.create_task(w.producer.run_until(3, endless(), put, selection))
         try:
             await until(lambda: 5 in arrived, "the prompt that is kept, while two responses still run")
             assert set(arrived).isdisjoint({0, 1})
@@ -385,9 +262,8 @@ async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(w
             await asyncio.sleep(0.05)
             w.groups.extend(due)
 
-        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
         async with asyncio.timeout(10):
-            await w.producer.run_until(3, endless, put, selection)
+            await w.producer.run_until(3, endless(), put, selection)
         assert len(w.groups) == 1
 
 

@@ -92,19 +92,6 @@ async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_
         assert len(started) == 2
 
 
-async def test_an_instance_that_ran_for_long_has_all_its_restarts_again(declare, monkeypatch):
-    monkeypatch.setattr(instance_process, "REFILL_S", 0.5)
-    async with declare([SERVES], restarts=1) as (pool, started):
-        await pool.connect_instances()
-        for _ in range(3):
-            await until(lambda: pool.serving == 1, "it")
-            await asyncio.sleep(0.6)
-            kill(pool)
-            await until(lambda: pool.serving == 0, "its death")
-        await until(lambda: pool.serving == 1, "its return")
-        assert len(started) == 4
-
-
 def test_only_a_life_that_was_long_gives_the_restarts_back(tmp_path, monkeypatch):
     now = 0.0
     for module in (instance_process, pool_module):
@@ -126,11 +113,32 @@ def test_only_a_life_that_was_long_gives_the_restarts_back(tmp_path, monkeypatch
     assert one.restarts == 6
 
 
-async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(declare):
-    async with declare([FAILS]) as (pool, started):
-        with pytest.raises(ProcessDied, match=r"(?s)instance-0 exited with 1; its log .*the device is busy"):
+@pytest.mark.parametrize(
+    ("program", "limits", "error", "said", "starts"),
+    [
+        (FAILS, {}, ProcessDied, r"(?s)instance-0 exited with 1; its log .*the device is busy", 1),
+        (REFUSES, {}, BadInput, r"^instance-0: the model is bad \(its log: .*/logs/instance-0.log\)$", 1),
+        (REFUSES.replace("instance-0: ", ""), {}, BadInput, r"(?s)exited with 2; its log .*the model is bad", 1),
+        (KILLED, {"restarts": 1}, ProcessDied, "instance-0 was ended by SIGKILL", 2),
+        (
+            HANGS,
+            {"timeout_s": 0.3},
+            DeadlineError,
+            r"instance-0 was not ready after 0\.3 s \(rollout.timeout_s.* is running; its",
+            1,
+        ),
+    ],
+)
+async def test_an_instance_that_can_not_start_fails_the_run_by_name_and_one_that_was_killed_is_started_again(
+    declare, program, limits, error, said, starts
+):
+    """A run whose input is refused is not resumed: bad input is not among the errors that need not occur again."""
+    async with declare([program], **limits) as (pool, started):
+        with pytest.raises(error, match=said):
             await pool.connect_instances()
-        assert len(started) == 1
+        await asyncio.sleep(0.2)
+        assert pool.failed_starts.empty()
+        assert len(started) == starts
 
 
 async def test_a_run_whose_own_instances_can_not_start_goes_on_while_one_that_joined_is_left(declare):
@@ -159,17 +167,6 @@ async def test_one_that_joined_and_never_answered_does_not_keep_a_run_whose_own_
             await pool.connect_instances()
 
 
-async def test_one_that_refuses_its_input_fails_the_run_with_its_own_words_and_is_not_started_again(declare, tmp_path):
-    """The run is not resumed either: bad input is not among the errors that need not occur again."""
-    message = re.escape(f"instance-0: the model is bad (its log: {tmp_path}/logs/instance-0.log)")
-    async with declare([REFUSES, SERVES], instances=2) as (pool, started):
-        with pytest.raises(BadInput, match=f"^{message}$"):
-            await pool.connect_instances()
-        assert pool.failed_starts.empty()
-        await asyncio.sleep(0.3)
-        assert started == ["instance-0", "instance-1"]
-
-
 async def test_a_restart_that_refuses_its_input_is_the_last(declare):
     async with declare([SERVES, REFUSES, SERVES], wait_s=0.5) as (pool, started):
         await pool.connect_instances()
@@ -181,59 +178,16 @@ async def test_a_restart_that_refuses_its_input_is_the_last(declare):
         assert len(started) == 2
 
 
-async def test_one_that_refuses_its_input_without_a_word_of_its_own_shows_the_end_of_its_log(declare):
-    async with declare([REFUSES.replace("instance-0: ", "")]) as (pool, _):
-        with pytest.raises(BadInput, match=r"(?s)instance-0 exited with 2; its log .*the model is bad"):
-            await pool.connect_instances()
-
-
 async def test_one_that_can_not_start_with_the_others_is_started_again_and_the_run_begins_without_it(declare):
+    async with declare([KILLED, SERVES]) as (pool, started):
+        await pool.connect_instances()
+        await until(lambda: pool.serving == 1 and len(started) == 2, "one that was killed while it started")
     async with declare([FAILS, SERVES, FAILS, SERVES], instances=2) as (pool, started):
         await pool.connect_instances()
         assert pool.find_instance("instance-1") is not None
         await until(lambda: pool.serving == 2, "the second restart")
         assert started == ["instance-0", "instance-1", "instance-0", "instance-0"]
         assert pool.find_instance("instance-0").restarts == 2
-
-
-async def test_one_that_is_killed_while_it_starts_is_started_again(declare):
-    async with declare([KILLED, SERVES]) as (pool, started):
-        await pool.connect_instances()
-        await until(lambda: pool.serving == 1, "it")
-        assert len(started) == 2
-    async with declare([KILLED], restarts=1) as (pool, started):
-        with pytest.raises(ProcessDied, match="instance-0 was ended by SIGKILL"):
-            await pool.connect_instances()
-        assert len(started) == 2
-
-
-async def test_an_instance_that_never_serves_is_named(declare):
-    async with declare([HANGS], timeout_s=0.3) as (pool, _):
-        with pytest.raises(
-            DeadlineError, match=r"instance-0 was not ready after 0\.3 s \(rollout.timeout_s.* is running; its"
-        ):
-            await pool.connect_instances()
-
-
-async def test_a_restart_that_fails_is_tried_again(declare):
-    async with declare([SERVES, FAILS, SERVES]) as (pool, started):
-        await pool.connect_instances()
-        await until(lambda: pool.serving == 1, "it")
-        kill(pool)
-        await until(lambda: pool.serving == 1 and len(started) == 3, "the second restart")
-        assert pool.find_instance("instance-0").restarts == 2
-
-
-async def test_a_hung_instance_comes_back_when_it_goes_on(declare):
-    async with declare([SERVES]) as (pool, started):
-        await pool.connect_instances()
-        await until(lambda: pool.serving == 1, "it")
-        hung = pool.find_instance("instance-0")
-        kill(pool, number=signal.SIGSTOP)
-        await until(lambda: hung.state == "out", "its silence")
-        kill(pool, number=signal.SIGCONT)
-        await until(lambda: hung.state == "serving", "its return")
-        assert len(started) == 1
 
 
 async def test_an_instance_that_hangs_for_too_long_is_replaced_before_the_run_gives_up(declare):

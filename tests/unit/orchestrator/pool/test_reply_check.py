@@ -4,21 +4,15 @@ import copy
 import json
 import math
 import random
-import sys
-import time
 
-import aiohttp
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
 from engine.orchestrator.pool.reply_check import ROUNDING, Asked, BrokenRule, check_reply
-from engine.types import Prompt
 from engine.wire.rollout_messages import CompletionReply
 from support.replies import reply
-from support.scripted import Scripted
 
 VOCABULARY = 50
 STOPS = frozenset({48})
@@ -52,15 +46,10 @@ def wrong(found):
 
 
 @given(good_replies())
+@example(reply([], [], "abort", []))  # an aborted response may be empty
+@example(reply([1], [ROUNDING / 2], "length", [(0, 0)]))
 def test_a_good_reply_is_taken(found):
     assert wrong(found) == ""
-
-
-@pytest.mark.parametrize("count", [1, MOST - 1, MOST])
-@pytest.mark.parametrize("finish", ["stop", "length", "abort"])
-def test_a_reply_of_every_length_up_to_the_one_that_was_asked_for_is_taken(count, finish):
-    row = [0] * (count - 1) + [49 if finish == "stop" else VOCABULARY - 3]
-    assert wrong(reply(row, [-1.0] * count, finish, [(0, 3), (count - 1, 4)][: min(2, count)])) == ""
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -68,10 +57,6 @@ def test_a_log_probability_is_a_finite_number_also_where_a_decoder_lets_others_p
     read = msgspec.convert(reply([1], [value], "length", [(0, 0)]), CompletionReply)
     with pytest.raises(BrokenRule, match="log-probability 0 is"):
         check_reply(read, ASKED, 0, "instance-0")
-
-
-def test_an_aborted_response_may_be_empty():
-    assert wrong(reply([], [], "abort", [])) == ""
 
 
 def tokens(change):
@@ -171,44 +156,3 @@ CHANGES = {
 def test_each_change_of_meaning_is_refused(what, found, seed):
     CHANGES[what](found, random.Random(seed))
     assert wrong(found), found
-
-
-def test_a_log_probability_may_exceed_0_by_rounding():
-    assert wrong(reply([1], [ROUNDING / 2], "length", [(0, 0)])) == ""
-
-
-@pytest.mark.parametrize("what", ["token -7", "logprob nan", "no versions", "another length"])
-async def test_the_client_names_the_instance_and_what_is_wrong(what):
-    scripted = Scripted(version=7)
-    scripted.spoil = lambda found: (CHANGES[what](found, random.Random(0)), found)[1]
-    async with scripted.serving() as url, aiohttp.ClientSession() as session:
-        client = InstanceClient("instance-3", url, session, 5.0)
-        with pytest.raises(BrokenReply, match="instance-3"):
-            await client.complete(
-                Prompt("id", "1+1=", "2", (1, 2, 3)),
-                SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=VOCABULARY),
-                4,
-            )
-
-
-def test_the_check_costs_less_than_to_read_the_reply():
-    draw = random.Random(0)
-    count = 8192
-    row = [draw.randrange(150_000) for _ in range(count)]
-    found = reply(row, [-draw.expovariate(1) for _ in range(count)], "length", [(0, 3)])
-    raw = json.dumps(found).encode()
-    decoder = msgspec.json.Decoder(CompletionReply)
-    asked = Asked(count, 151_936, frozenset({151_643}), frozenset({151_643, 151_645}))
-
-    def fastest(call):
-        best = math.inf
-        for _ in range(30):
-            began = time.perf_counter()
-            call()
-            best = min(best, time.perf_counter() - began)
-        return best
-
-    parse_s = fastest(lambda: decoder.decode(raw))
-    check_s = fastest(lambda: check_reply(decoder.decode(raw), asked, 0, "instance-0")) - parse_s
-    print(f"8192 tokens: read {1e3 * parse_s:.2f} ms, check {1e3 * check_s:.2f} ms", file=sys.stderr)
-    assert check_s < parse_s

@@ -11,13 +11,12 @@ import torch
 
 from engine.model.shape import Experts
 from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
-from engine.orchestrator.producer import Producer
 from engine.trainer.ranks.packing import Packing
 from engine.types import Prompt
 from engine.wire.columns import open_group
 from engine.wire.routes import open_routes, pack_routes
 from support.pool_world import PROMPTS, worlds
-from support.scripted import Scores, Scripted, tokens_of
+from support.scripted import Scripted, tokens_of
 
 EXPERTS = Experts(count=6, per_token=2, intermediate=8, normalised=True, layers=(1, 2, 4))
 SAMPLING = SamplingSettings(
@@ -47,7 +46,7 @@ async def instance():
 
 async def test_a_group_gets_the_column_of_the_routes_that_its_instance_returned(world):
     async with world() as w:
-        w.producer = Producer(pool=w.pool, verifier=Scores(), sampling=SAMPLING, group_size=4, seed=0, trace=w.trace)
+        w.produce(sampling={"experts": EXPERTS})
         scripted, _ = await w.join("a")
         scripted.route = route
         await w.run()
@@ -83,41 +82,29 @@ async def test_a_continued_response_keeps_the_routes_that_each_token_was_sampled
     assert whole.routes == expected.tobytes()
 
 
-def spoil(change):
-    """An instance whose routes are changed before they are sent."""
-
-    def changed(tokens, version):
-        return change(route(tokens, version).copy())
-
-    return changed
-
-
-def put(value, at=(1, 2, 0)):
+def with_expert(value):
     def change(routes):
-        routes[at] = value
+        routes[1, 2, 0] = routes[1, 2, 1] if value is None else value
         return routes
 
     return change
 
 
-WRONG = {
-    "none": (None, "no routes, although they were requested"),
-    "a token less": (spoil(lambda routes: routes[1:]), r"routes uint8 \[\d, 3, 2\], expected uint8 \[\d, 3, 2\]"),
-    "a layer more": (spoil(lambda routes: np.concatenate([routes, routes], axis=1)), r"routes uint8 \[\d, 6, 2\]"),
-    "another type": (spoil(lambda routes: routes.astype(np.uint16)), "routes uint16"),
-    "an expert that is not there": (spoil(put(6)), "routes to expert 6, but the model has 6 in a layer"),
-    "no expert": (spoil(put(255)), "routes to expert 255"),
-    "one expert twice": (
-        spoil(lambda routes: put(routes[1, 2, 1])(routes)),
-        "routes that send a token to one expert twice",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-async def test_wrong_routes_break_the_protocol_by_name(instance, what):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, "no routes, although they were requested"),
+        (lambda routes: routes[1:], r"routes uint8 \[\d, 3, 2\], expected uint8 \[\d, 3, 2\]"),
+        (lambda routes: np.concatenate([routes, routes], axis=1), r"routes uint8 \[\d, 6, 2\]"),
+        (lambda routes: routes.astype(np.uint16), "routes uint16"),
+        (with_expert(6), "routes to expert 6, but the model has 6 in a layer"),
+        (with_expert(255), "routes to expert 255"),
+        (with_expert(None), "routes that send a token to one expert twice"),
+    ],
+)
+async def test_wrong_routes_break_the_protocol_by_name(instance, change, said):
     scripted, client = instance
-    scripted.route, said = WRONG[what]
+    scripted.route = change and (lambda tokens, version: change(route(tokens, version).copy()))
     with pytest.raises(BrokenReply, match=f"instance-3: .*breaks the protocol: {said}"):
         await client.complete(PROMPT, SAMPLING, 4)
 
