@@ -245,7 +245,8 @@ async def measured_step(arguments: argparse.Namespace, plane: Any, step: int) ->
     from engine.wire.messages import PutPrompts
 
     before = cpu_seconds()
-    plane._publishing.version = step  # as if it had been published: a step has the weights of its number
+    publishes = getattr(plane, "publishes", None) or plane._publishing  # of an older checkout
+    publishes.version = step  # as if it had been published: a step has the weights of its number
     await plane.answer(PutPrompts(step=step))
     steps = getattr(plane, "steps", None)
     batch = steps.find(step) if steps is not None else plane._batches.get_batch(step)  # of an older checkout

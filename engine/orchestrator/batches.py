@@ -24,7 +24,7 @@ from engine.orchestrator.dynamic_sampling import MOST_BATCHES, DynamicSampling
 from engine.orchestrator.leases import Leases
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.reply_check import problem_of_tokens
-from engine.orchestrator.publish.publish_requests import PublishRequests
+from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import SIGN_OF_LIFE_S, RunState
 from engine.orchestrator.steps import Step, Steps
@@ -99,7 +99,7 @@ class Batches:
         service: RolloutService,
         run_state: RunState,
         steps: Steps,
-        publishing: PublishRequests,
+        publishes: Publishes,
         leases: Leases,
         evaluation: InRunEvaluation | None = None,
         trains: bool = True,
@@ -110,7 +110,7 @@ class Batches:
         self._service = service
         self._run_state = run_state
         self._steps = steps
-        self._publishing = publishing
+        self._publishes = publishes
         self._leases = leases
         self._evaluation = evaluation
         self._trains = trains
@@ -185,7 +185,7 @@ class Batches:
 
     def _check_step(self, step: int) -> None:
         """Raise ServiceConflict unless the schedule lets the newest version sample the step."""
-        version = self._publishing.version
+        version = self._publishes.version
         if version is None:
             raise ServiceConflict(f"step {step}: no weight version has been published yet")
         last = version + self._schedule.ahead
@@ -236,7 +236,7 @@ class Batches:
     async def sample_responses(self, request: SampleResponses) -> Sampled:
         """Sample responses to a prompt. Raises ServiceFull while too many programs wait for this."""
         self._run_state.check_failure()
-        version = self._publishing.version
+        version = self._publishes.version
         if version is None:
             raise ServiceConflict("no weight version has been published yet, so no instance samples")
         prompt = Prompt("outside", "", "", _ids(request.prompt))
@@ -261,9 +261,9 @@ class Batches:
 
     def _check_weights(self) -> None:
         """Raise WeightsLost if no instance holds weights and the program that trains must publish them again."""
-        if self._publishing.is_lost:
+        if self._publishes.is_lost:
             raise WeightsLost(
-                f"no instance holds weight version {self._publishing.version} any more: publish it again "
+                f"no instance holds weight version {self._publishes.version} any more: publish it again "
                 "(weight_sync_notify), if the weights are still this version's"
             )
 
@@ -277,8 +277,8 @@ class Batches:
         exception but a full disk is a bug: it ends our own run, too, but in a service only the step.
         """
         try:
-            if self._publishing.swap is not None and (self._schedule.exact or self._config.rollout.partial):
-                await asyncio.wait([self._publishing.swap])  # the batch needs the new version from its first token on
+            if self._publishes.swap is not None and (self._schedule.exact or self._config.rollout.partial):
+                await asyncio.wait([self._publishes.swap])  # the batch needs the new version from its first token on
             if before is not None and before.task is not None:
                 await asyncio.wait([before.task])
                 if before.next_position is None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine.config import Config
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput, ServiceConflict, StoreError
-from engine.orchestrator.publish.publish_requests import PublishRequests
+from engine.orchestrator.publish.publishes import Publishes, State
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import check_columns, scorer_log
 from engine.orchestrator.steps import Held, StageRules, Steps
@@ -36,14 +36,14 @@ class Leases:
     """
 
     def __init__(
-        self, config: Config, run_state: RunState, steps: Steps, folder: RunFolder, publishing: PublishRequests | None
+        self, config: Config, run_state: RunState, steps: Steps, folder: RunFolder, publishes: Publishes | None
     ) -> None:
-        """`publishing`: None in a replay, which leases nothing."""
+        """`publishes`: None in a replay, which leases nothing."""
         self._config = config
         self._run_state = run_state
         self._steps = steps
         self._folder = folder
-        self._publishing = publishing
+        self._publishes = publishes
         self._recorder: RecordWriter | None = None
         """Records what the trainer's replica groups are given (train.record)."""
         self.is_over = False
@@ -69,7 +69,7 @@ class Leases:
     async def begin_run(self, start: int) -> None:
         """Note that the trainer begins with step `start`, and open the record."""
         self.is_over = start >= self._config.train.steps
-        if self._config.train.record and self._publishing is not None and self._recorder is None:
+        if self._config.train.record and self._publishes is not None and self._recorder is None:
             self._recorder = await asyncio.to_thread(RecordWriter, self._folder.path / FILE, self._config, start)
 
     def flush_record(self) -> None:
@@ -126,28 +126,28 @@ class Leases:
 
     def _next_reply(self, request: messages.Lease, restarts: int) -> messages.Work | None:
         """Return the next work, or tell the trainer to publish the step's version again, or None."""
-        publishing = self._publishing
-        if request.stage != TRAIN or publishing is None:
+        publishes = self._publishes
+        if request.stage != TRAIN or publishes is None:
             return self._next_work(request, restarts)
-        if publishing.goes_again:  # from now on no replica group gets a window
+        if publishes.state is State.AGAIN:  # from now on no replica group gets a window
             self._run_state.check_failure()
         elif (work := self._next_work(request, restarts)) is not None:
             self._idle_since = None
             return work
-        elif not self._decides_again(publishing, request.step):
+        elif not self._decides_again(publishes, request.step):
             return None
-        assert publishing.verified is not None
-        return messages.PublishAgain(publishing.verified)
+        assert publishes.verified is not None
+        return messages.PublishAgain(publishes.verified)
 
-    def _decides_again(self, publishing: PublishRequests, step: int | None) -> bool:
+    def _decides_again(self, publishes: Publishes, step: int | None) -> bool:
         """Return whether the step's version goes again. It does so only while the whole trainer waits: a replica group
         that still trains would meet the others in a collective of another kind."""
-        if step not in (None, publishing.verified) or self._steps.oldest_lease(TRAIN) is not None:
+        if step not in (None, publishes.verified) or self._steps.oldest_lease(TRAIN) is not None:
             self._idle_since = None
             return False
         now = time.monotonic()
         self._idle_since = self._idle_since or now
-        return publishing.decide_again(now - self._idle_since)
+        return publishes.decide_again(now - self._idle_since)
 
     def _next_work(self, request: messages.Lease, restarts: int) -> messages.Work | None:
         """Return the end of step or run, else a window, else None.
@@ -181,7 +181,7 @@ class Leases:
         last = self._steps.last
         if last is not None and last.number == request.step:
             return EndOfStep(last.next_position)
-        version = self._publishing.version if self._publishing is not None else None
+        version = self._publishes.version if self._publishes is not None else None
         return EndOfStep() if version is not None and request.step < version else None
 
     def _window(self, held: Held, columns: tuple[str, ...]) -> messages.Window:

@@ -13,10 +13,12 @@ from engine.algorithm.alignment import WARM_UP, upper_end
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError, ServiceConflict
+from engine.model.shape import read_shape
 from engine.orchestrator.batches import Batches
 from engine.orchestrator.column_store import ColumnStore
 from engine.orchestrator.leases import Leases
-from engine.orchestrator.publish.publish_requests import PublishRequests
+from engine.orchestrator.publish.probe import make_probe
+from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import stages_of
@@ -74,26 +76,27 @@ class Plane:
         self._is_ready = False
         self._replayed_by: dict[int, set[int]] = {}
         self._evaluation: InRunEvaluation | None = None
-        self._publishing: PublishRequests | None = None
+        self.publishes: Publishes | None = None
+        """The publishes of weights; None in a replay."""
         self._batches: Batches | None = None
         if service is not None and loader is not None:
             self._evaluation = self._make_evaluation(service)
-            self._publishing = self._make_publishing(service, loader)
+            self.publishes = self._make_publishes(service, loader)
         self.leases = Leases(
             config=config,
             run_state=self._run_state,
             steps=self.steps,
             folder=folder,
-            publishing=self._publishing,
+            publishes=self.publishes,
         )
-        if service is not None and loader is not None and self._publishing is not None:
+        if service is not None and loader is not None and self.publishes is not None:
             self._batches = Batches(
                 config=config,
                 loader=loader,
                 service=service,
                 run_state=self._run_state,
                 steps=self.steps,
-                publishing=self._publishing,
+                publishes=self.publishes,
                 leases=self.leases,
                 evaluation=self._evaluation,
                 trains=trains,
@@ -107,18 +110,26 @@ class Plane:
 
         return InRunEvaluation(self.config, self.folder, service, self._run_state.notify)
 
-    def _make_publishing(self, service: RolloutService, loader: PromptLoader) -> PublishRequests:
-        return PublishRequests(
-            config=self.config,
-            service=service,
-            trace=self.trace,
-            run_state=self._run_state,
-            steps=self.steps,
-            allows_publish=self._allows_publish,
-            served=self._served,
-            trains=self._trains,
+    def _make_publishes(self, service: RolloutService, loader: PromptLoader) -> Publishes:
+        config = self.config
+        probe = make_probe(
+            vocabulary=read_shape(Path(config.model.path)).vocabulary,
+            count=config.weights.check_tokens,
+            max_context=config.rollout.max_context,
+            dtype=config.compared_dtype,
             text=loader.tokens(),
             recorded=next(iter(self.folder.first_figures("sync_difference")), 0.0),
+        )
+        return Publishes(
+            config=config,
+            pool=service.pool,
+            probe=probe,
+            steps=self.steps,
+            run_state=self._run_state,
+            trace=self.trace,
+            allows_publish=self._allows_publish,
+            on_verified=self._begin_version,
+            trains=self._trains,
         )
 
     def answers(self) -> Answers:
@@ -130,9 +141,9 @@ class Plane:
             messages.Report: self._report,
             messages.StageFailed: self._stage_failed,
         }
-        publishing = self._publishing
+        publishes = self.publishes
         batches = self._batches
-        if publishing is None or batches is None:
+        if publishes is None or batches is None:
             return always
         return {
             **always,
@@ -141,14 +152,14 @@ class Plane:
             messages.SampleResponses: batches.sample_responses,
             messages.Lease: self.leases.lease_window,
             messages.WriteColumns: self.leases.write_columns,
-            messages.AwaitVersion: publishing.await_version,
-            messages.MayPublish: publishing.may_publish,
-            messages.OpenSync: publishing.open_sync,
-            messages.ConnectSync: publishing.connect_sync,
-            messages.SendBucket: publishing.send_bucket,
-            messages.AbortSync: publishing.abort_sync,
-            messages.FinishSync: publishing.finish_sync,
-            messages.VerifySync: publishing.verify_sync,
+            messages.AwaitVersion: publishes.await_version,
+            messages.MayPublish: publishes.may_publish,
+            messages.OpenSync: publishes.open,
+            messages.ConnectSync: publishes.connect,
+            messages.SendBucket: publishes.send,
+            messages.AbortSync: publishes.abort,
+            messages.FinishSync: publishes.finish,
+            messages.VerifySync: publishes.verify,
         }
 
     async def answer(self, request: Request[Any], ours: bool = True) -> Message:
@@ -203,8 +214,8 @@ class Plane:
         """
         if self._batches is not None:
             await self._batches.check_generation()
-        if self._publishing is not None:
-            self._publishing.check_swap()
+        if self.publishes is not None:
+            self.publishes.check_swap()
         if self._evaluation is not None:
             self._evaluation.check_evaluations()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
@@ -251,14 +262,14 @@ class Plane:
 
     @property
     def _verified(self) -> int | None:
-        return self._publishing.verified if self._publishing is not None else None
+        return self.publishes.verified if self.publishes is not None else None
 
     async def close(self) -> None:
         """Cancel the batches in progress, the publishing and the evaluation, and write the timeline."""
         if self._batches is not None:
             await self._batches.close()
-        if self._publishing is not None:
-            await self._publishing.close()
+        if self.publishes is not None:
+            await self.publishes.close()
         if self._evaluation is not None:
             await self._evaluation.close()
         self.trace.flush()
@@ -271,7 +282,7 @@ class Plane:
             self.folder.add_notice("resume", text)
         if self._batches is not None:
             self.steps.replica_groups = request.replica_groups
-            if self._trains or self._publishing is None or self._publishing.version is None:
+            if self._trains or self.publishes is None or self.publishes.version is None:
                 self._batches.resume_at(request.start, request.prompt_position, request.prompts)
         if self._trains:
             self.folder.cut_steps(request.start)
@@ -308,7 +319,7 @@ class Plane:
 
     # steps ----------------------------------------------------------------------------------------
 
-    def _served(self, version: int) -> None:
+    def _begin_version(self, version: int) -> None:
         """Handle that all instances hold a version that the trainer has published: the steps before it are over."""
         if self._evaluation is not None and self._schedule.ahead:
             self._evaluation.evaluate_version(version)
@@ -330,7 +341,7 @@ class Plane:
             rollout_s=ended.rollout_s if ended is not None else 0.0,
             reward_tried=ended.reward_tried if ended is not None else None,
             prompts_used=ended.prompts_used if ended is not None else None,
-            sync_difference=self._publishing.sync.difference if self._publishing is not None else None,
+            sync_difference=self.publishes.difference if self.publishes is not None else None,
             tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
             **figures,
         )

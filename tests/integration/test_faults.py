@@ -13,7 +13,7 @@ import pytest
 from engine.errors import RatioGapError, RewardError, StaleRolloutError, TransferError, WeightSyncError
 from engine.orchestrator.launch import launch_run as launch_here
 from engine.orchestrator.pool.instance_client import InstanceClient
-from engine.orchestrator.publish.sync import WeightSync
+from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.steps import Steps
 from engine.run.files import read_lines
 from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
@@ -26,7 +26,7 @@ from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_co
 def test_a_skipped_publish_is_caught(settings, monkeypatch):
     skip(monkeypatch, version=1)
     with pytest.raises(StaleRolloutError, match=r"step 1.*version 0.*accepts only 1"):
-        launch_here(config_of(settings))
+        launch_here(config_of(settings | {"weights.staged": True}))
     folder = config_of(settings).folder
     assert [line["step"] for line in read_lines(folder / "steps.jsonl")] == [0]
     assert step_of(latest_checkpoint(folder / "checkpoints")) == 1  # the weights before the failed step are kept
@@ -87,13 +87,14 @@ def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, m
         put.append((row.step, {version for response in open_group(row).responses for _, version in response.versions}))
         return kept(table, row)
 
-    expect = WeightSync.expect_logprobs
+    verify = Publishes.verify
 
-    def late(sync, expected):
-        asyncio.get_running_loop().call_later(1.0, expect, sync, expected)
+    async def late(publishes, request):
+        await asyncio.sleep(1.0)
+        return await verify(publishes, request)
 
     monkeypatch.setattr(Steps, "add_row", note)
-    monkeypatch.setattr(WeightSync, "expect_logprobs", late)
+    monkeypatch.setattr(Publishes, "verify", late)
     corrupt(monkeypatch, version=1, in_transit=False)
     sampled = []
     seen = InstanceClient._until_released

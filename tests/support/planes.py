@@ -1,4 +1,5 @@
-"""A plane of a trainer of two replica groups whose rows come when the test puts them."""
+"""Planes in this process: the real pool and publishes over instances that take any weights; groups come when the test
+puts them."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,63 +9,115 @@ import pytest
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.orchestrator.plane import Plane
+from engine.orchestrator.pool.instance import Instance
+from engine.orchestrator.pool.pool import Pool
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.types import Prompt
 from engine.wire.columns import pack_group
-from engine.wire.messages import EndOfStep, Lease, PutPrompts, Ready, StillWaiting, Window
+from engine.wire.messages import (
+    EndOfStep,
+    FinishSync,
+    Lease,
+    OpenSync,
+    PutPrompts,
+    Ready,
+    StillWaiting,
+    VerifySync,
+    Window,
+)
 from support.groups import numbered_group
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
 LIMIT_S = 0.4
 
 
-def row(index):
-    return pack_group(numbered_group(index))
+def row(index, step=0):
+    return pack_group(numbered_group(index, step))
+
+
+class Answers:
+    """An instance behind the calls of InstanceClient, which takes any weights."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, name):
+        self.name = name
+        self.delay_s = 0.0
+
+    async def call(self, request, timeout_s=None):
+        await asyncio.sleep(self.delay_s)
+        return SimpleNamespace(weight_version=getattr(request, "weight_version", 0), logprobs=[], world_size=1)
+
+    def nothing(self, *given):
+        pass
+
+    hold_responses = release_responses = end_calls = nothing
+
+
+def enter(plane, name):
+    """An instance that has come, and waits for weights."""
+    instance = Instance(Answers(name))
+    instance.met = instance.checked = True
+    plane.service.pool.instances.append(instance)
+    plane.service.pool.changed()
+    return instance
 
 
 class Rollouts:
-    """What a plane needs of a service: rows come when the test puts them."""
+    """A producer whose rows come when the test puts them."""
 
     def __init__(self):
-        self.pool = SimpleNamespace(size=1, serving=1, failure=None, members=list, check_arrivals=lambda check: None)
-        self.producer = self
         self.come = asyncio.Queue()
 
     async def run(self, step, prompts, put, sampled=None):
         for _ in prompts:
             if (index := await self.come.get()) is None:
                 return  # a mistake of ours: it ends with groups missing
-            await put(row(index))
+            await put(row(index, step))
+
+
+def plane_of(config, folder, producer, loader, **more):
+    """A plane with one instance, which has no weights yet."""
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"check_tokens": 0})})
+    plane = Plane(
+        config=config,
+        folder=RunFolder(folder),
+        trace=Trace(folder / "trace", "orchestrator"),
+        loader=loader,
+        service=SimpleNamespace(pool=Pool(config, folder, folder, synced=True), producer=producer),
+        **more,
+    )
+    enter(plane, "first")
+    return plane
+
+
+async def publish(plane, version, again=False):
+    """As the trainer does it."""
+    await plane.answer(OpenSync(version=version, again=again))
+    await plane.answer(FinishSync(version=version))
+    await plane.answer(VerifySync(expected=()))
 
 
 @pytest.fixture
 def conduct(tmp_path, tiny_model):
-    """A plane of a trainer of two replica groups whose step of so many groups has begun, and where its groups come
-    from."""
+    """A plane of a trainer of two replica groups, whose version 0 is published and whose step of so many groups has
+    begun, and where its groups come from."""
 
-    async def begin(groups, store=None, stages=None, trains=True, weights=None, **train):
+    async def begin(groups, stages=None, weights=None, **more):
+        for_plane = {key: more.pop(key) for key in ("store", "trains") if key in more}
         config = Config(
             model={"path": str(tiny_model)},
             parallel={"data": 2},
             rollout={"timeout_s": 1.2},
             stages=stages or {},
             weights=weights or {},
-            train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train},
+            train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **more},
         )
-        loader = PromptLoader([PROMPT] * groups, 0, groups)
         rollouts = Rollouts()
-        plane = Plane(
-            config=config,
-            folder=RunFolder(tmp_path),
-            trace=Trace(tmp_path / "trace", "orchestrator"),
-            loader=loader,
-            service=rollouts,
-            store=store,
-            trains=trains,
-        )
+        plane = plane_of(config, tmp_path, rollouts, PromptLoader([PROMPT] * groups, 0, groups), **for_plane)
         await plane.answer(ready(0))
-        plane._publishing.version = 0
+        await publish(plane, 0)
         await plane.answer(PutPrompts(step=0))
         return plane, rollouts.come
 

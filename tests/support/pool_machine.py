@@ -18,11 +18,22 @@ from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.instance import FAILURES
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
 from engine.orchestrator.pool.pool import Pool
-from engine.orchestrator.publish.sync import WeightSync
+from engine.orchestrator.publish.publishes import Publishes
+from engine.orchestrator.run_state import RunState
 from engine.orchestrator.server import Server
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.steps import Steps
 from engine.types import Prompt
 from engine.wire.columns import open_ids
-from engine.wire.messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
+from engine.wire.messages import (
+    AbortSync,
+    BucketInfo,
+    ConnectSync,
+    FinishSync,
+    OpenSync,
+    SendBucket,
+    VerifySync,
+)
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeProcess, FakeProcesses, FakeSession, logprobs
 from support.virtual_time import VirtualLoop
@@ -106,18 +117,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.chance = random.Random(seed)
         self.transport = transport
         self.session = FakeSession()
-        self.pool = Pool(Config(rollout=LIMITS), self.folder, self.folder, synced=synced)
+        config = Config(
+            rollout=LIMITS | {"partial": cut},
+            weights={"staged": staged},
+            train={"mode": "bounded", "max_staleness": 1} if in_turn or cut else {},
+        )
+        self.pool = Pool(config, self.folder, self.folder, synced=synced)
         self.pool._session = self.session
-        self.sync = WeightSync(
+        self.run_state = RunState()
+        self.publishes = synced and Publishes(
+            config=config,
             pool=self.pool,
             probe=PROBE,
-            timeout_s=LIMITS["timeout_s"],
-            staged=staged,
-            cut=cut,
-            in_turn=in_turn,
+            steps=Steps(stages_of(config, None)),
+            run_state=self.run_state,
+            trace=SimpleNamespace(add_span=lambda *given, **more: None),
         )
-        if synced:
-            self.pool.check_arrivals(self.sync.self_test)
         self.monitor = HealthMonitor(self.pool)
         self.do(self.connect(declared))
         if published and synced and declared:
@@ -201,7 +216,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(first=st.booleans(), current=st.booleans(), count=st.sampled_from([2, 6, 12]))
     def borrow(self, first, current, count):
         async def begin():
-            least = self.sync.version if current and self.pool.synced else None
+            least = self.publishes.version if current and self.pool.synced else None
             for _ in range(count):
                 self.groups.append(asyncio.create_task(self.group(first, least)))
 
@@ -299,15 +314,15 @@ class PoolMachine(RuleBasedStateMachine):
         if spoils is not None:
             self.borrow(first=False, current=False, count=6)
 
-    @precondition(lambda self: self.pool.synced and self.pool.failure is None and self.sync.version is not None)
+    @precondition(lambda self: self.pool.synced and self.pool.failure is None and self.publishes.verified is not None)
     @precondition(lambda self: self.publishing is None or self.publishing.done())
     @rule(pauses=st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0]), min_size=4, max_size=4), fails=st.booleans())
     def publish_again(self, pauses, fails):
         """As the trainer does when it waits for rows, and an instance for weights."""
 
         async def begin():
-            if self.sync.is_awaited:
-                work = self.send(self.sync.version, pauses, fails, None, again=True)
+            if self.publishes.is_awaited:
+                work = self.send(self.publishes.version, pauses, fails, None, again=True)
                 self.publishing = asyncio.create_task(work)
 
         self.do(begin())
@@ -319,35 +334,33 @@ class PoolMachine(RuleBasedStateMachine):
                 fails = False
             if spoils is not None and self.several:
                 self.session.instances[self.one(spoils).client.url].spoils = True
-            swap = asyncio.create_task(self.finish(version))
+            await self.publishes.finish(FinishSync(version=version))
             await asyncio.sleep(pauses[3])
-            self.sync.expect_logprobs(logprobs(version))
-            await swap
+            await self.publishes.verify(VerifySync(expected=tuple(logprobs(version))))
+            if self.publishes.swap is not None:
+                await self.publishes.swap
+            self.run_state.check_failure()
         except MetronomeError as error:
             self.pool.give_up(error)  # the run ends
 
     async def transfer(self, version, pauses, fails, again):
-        opened = await self.sync.open_sync(OpenSync(version=version, again=again))
+        opened = await self.publishes.open(OpenSync(version=version, again=again))
         await asyncio.sleep(pauses[0])
         connect = ConnectSync(version=version, transport="gloo", stages=())
         if (
             self.transport == "gloo"
             and opened.connect
             and opened.members
-            and (await self.sync.connect_sync(connect)).retry
+            and (await self.publishes.connect(connect)).retry
         ):
             return False
         for number in range(BUCKETS):
-            if (await self.sync.send_bucket(SendBucket(info=bucket(self.transport, version, number)))).retry:
+            if (await self.publishes.send(SendBucket(info=bucket(self.transport, version, number)))).retry:
                 return False
             await asyncio.sleep(pauses[1 + number])
         if fails:
-            await self.sync.abort_sync(AbortSync(version=version, reason="a sender could not send"))
+            await self.publishes.abort(AbortSync(version=version, reason="a sender could not send"))
         return not fails
-
-    async def finish(self, version):
-        await self.sync.finish_sync(FinishSync(version=version))
-        await self.sync.wait_until_checked()
 
     # time -----------------------------------------------------------------------------------------
 
@@ -413,12 +426,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert not stuck, f"{len(stuck)} of {len(pending)} never end: {at}, {self.states()}"
 
     async def all_serve(self):
-        target = self.sync.version if self.pool.synced else None
+        target = self.publishes.version if self.pool.synced else None
         while self.pool.failure is None and not (
             all(one.state == "serving" and one.version == target for one in self.pool.instances)
             and all(group.done() for group in self.groups)
         ):
-            if self.pool.synced and self.sync.is_awaited:
+            if self.pool.synced and self.publishes.is_awaited:
                 await self.send(target, [0.0] * 4, fails=False, spoils=None, again=True)
             await asyncio.sleep(0.1)
 
@@ -431,5 +444,6 @@ class PoolMachine(RuleBasedStateMachine):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.monitor.__aexit__()
-        await self.sync.close()
+        if self.publishes:
+            await self.publishes.close()
         await self.pool.close()

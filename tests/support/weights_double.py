@@ -10,11 +10,16 @@ from safetensors.torch import save_file
 
 from engine.client.publish.publisher import Publisher
 from engine.client.publish.transports import open_transport
+from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
-from engine.orchestrator.publish.sync import WeightSync, make_probe
+from engine.orchestrator.publish.probe import make_probe
+from engine.orchestrator.publish.publishes import Publishes
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.steps import Steps
 from engine.wire import messages
 from engine.wire.messages import pack
 from support.replies import reply
@@ -162,27 +167,35 @@ class Client:
 
 
 class Pool:
-    """What WeightSync asks of a pool."""
+    """What Publishes asks of a pool."""
 
     def __init__(self, clients):
         self.instances = [Instance(client) for client in clients]
         self.reasons = {}
-        self.late = set()
 
     @property
     def serving(self):
         return sum(one.takes_prompts for one in self.instances)
 
     def members(self):
-        return [one for one in self.instances if one.lives and one not in self.late]
+        return [one for one in self.instances if one.lives]
 
     async def wait_for(self, find):
         if (found := find()) is None:
             raise ProcessDied("no rollout instance is left")
         return found
 
+    def check_arrivals(self, check):
+        self.check = check
+
     async def wait_for_checks(self):
-        pass
+        """Instances are tested when they arrive, as the health monitor does it."""
+        for one in [one for one in self.instances if not one.checked]:
+            one.checked = True
+            try:
+                await self.check(one)
+            except MetronomeError as error:
+                self.leave_out(one, error)
 
     def leave_out(self, instance, error):
         if instance.state != "out":
@@ -200,13 +213,25 @@ class Pool:
 class Orchestrator:
     """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
 
-    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False):
+    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False, timeout_s=TIMEOUT_S):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.clients = clients
         self.pool = Pool(clients)
-        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn)
+        config = Config(
+            rollout={"timeout_s": timeout_s},
+            weights={"staged": staged},
+            train={"mode": "bounded", "max_staleness": 1} if in_turn else {},
+        )
+        self.publishes = Publishes(
+            config=config,
+            pool=self.pool,
+            probe=fixed,
+            steps=Steps(stages_of(config, None)),
+            run_state=RunState(),
+            trace=SimpleNamespace(add_span=lambda *given, **more: None),
+        )
 
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -214,28 +239,23 @@ class Orchestrator:
     def ask(self, request):
         answers = {
             messages.OpenSync: self.open,
-            messages.ConnectSync: self.sync.connect_sync,
-            messages.SendBucket: self.sync.send_bucket,
-            messages.AbortSync: self.sync.abort_sync,
-            messages.FinishSync: self.sync.finish_sync,
+            messages.ConnectSync: self.publishes.connect,
+            messages.SendBucket: self.publishes.send,
+            messages.AbortSync: self.publishes.abort,
+            messages.FinishSync: self.publishes.finish,
             messages.VerifySync: self.verify,
         }
-        reply = self.run(answers[type(request)](messages.read_request(pack(request))))
-        return messages.Done() if reply is None else reply
+        return self.run(answers[type(request)](messages.read_request(pack(request))))
 
     async def open(self, request):
-        """Instances are tested when they arrive, as the health monitor does it."""
-        for one in [one for one in self.pool.instances if not one.checked and one not in self.pool.late]:
-            one.checked = True
-            try:
-                await self.sync.self_test(one)
-            except MetronomeError as error:
-                self.pool.leave_out(one, error)
-        return await self.sync.open_sync(request)
+        await self.pool.wait_for_checks()
+        return await self.publishes.open(request)
 
     async def verify(self, request):
-        self.sync.expect_logprobs(request.expected)
-        await self.sync.wait_until_checked()
+        reply = await self.publishes.verify(request)
+        if self.publishes.swap is not None:
+            await self.publishes.swap
+        return reply
 
     def late(self, fault=None):
         """An instance that has come since the last publish."""
@@ -246,7 +266,7 @@ class Orchestrator:
     def close(self):
         for client in self.clients:
             client.receiver.close()
-        self.run(self.sync.close())
+        self.run(self.publishes.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -291,9 +311,9 @@ def starting(base):
     """For a fixture: a function that starts an orchestrator with instances called a, b, …; `faults` by name."""
     started = []
 
-    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, timeout_s=TIMEOUT_S, **faults):
         clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Orchestrator(clients, staged, fixed, in_turn))
+        started.append(Orchestrator(clients, staged, fixed, in_turn, timeout_s))
         return started[-1]
 
     yield begin

@@ -39,7 +39,7 @@ class UpdateCalls:
         """`timeout_s`: deadline of every call."""
         self.probe = probe
         self.timeout_s = timeout_s
-        self.noise: float | None = None
+        self._noise: float | None = None
         """The largest difference between instances and trainer under the first version that was compared. Correct
         engines differ by this much."""
         self._base: dict[Instance, list[float]] = {}
@@ -84,7 +84,7 @@ class UpdateCalls:
             return 0.0
         apart = self.probe.difference(expected, found)
         base = self._base.pop(instance, None)
-        noise = self.noise
+        noise = self._noise
         if noise is None and base is not None and version == 0:  # version 0 has these weights
             noise = self.probe.difference(expected, base)
         limit = self.probe.limit(noise)
@@ -96,6 +96,10 @@ class UpdateCalls:
             f"fixed tokens differ from the trainer's: {self.probe.which} difference {apart:.3g}, limit "
             f"{limit:.3g}{measured}; its weights or its numerics differ"
         )
+
+    def keep_noise(self, difference: float) -> None:
+        """Keep the difference between instances and trainer under the first version that was compared."""
+        self._noise = difference if self._noise is None else self._noise
 
     async def self_test(self, instance: Instance) -> None:
         """Load a perturbed copy of the instance's start weights and check that its log-probabilities move. An instance

@@ -17,19 +17,17 @@ from engine.data.loader import PromptLoader
 from engine.data.prompts import prompt_id
 from engine.errors import BadInput, ServiceConflict, ServiceFull
 from engine.orchestrator.batches import SAMPLED_AT_ONCE, RolloutProfile
-from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.steps import Steps
-from engine.run.folder import RunFolder
-from engine.run.trace import Trace
 from engine.trainer.group_advantages import GroupAdvantages
 from engine.types import Prompt, Score
 from engine.wire import messages
 from engine.wire.columns import open_group, open_prompt, pack_group, pack_ids
 from engine.wire.messages import PromptData, PutPrompts, Ready, SampleResponses
 from support.groups import group, numbered_group
+from support.planes import plane_of, publish
 from support.runs import config_of
 from support.scripted import Scripted
 
@@ -67,22 +65,14 @@ class Producer:
 
 @pytest.fixture
 def made(settings, tmp_path):
-    """Makes a plane after a weight version, for a program's trainer; `.producer` is its producer."""
+    """Makes a plane after a weight version, for a program's trainer."""
 
-    def make(version=0, producer=None, **keys):
+    async def make(version=0, producer=None, **keys):
         config = config_of(settings | {"rollout.concurrency": 1} | {key.replace("__", "."): keys[key] for key in keys})
-        producer = producer or Producer()
-        pool = SimpleNamespace(size=1, serving=1, failure=None, members=list, check_arrivals=lambda check: None)
-        plane = Plane(
-            config=config,
-            folder=RunFolder(tmp_path),
-            trace=Trace(tmp_path / "trace", "orchestrator"),
-            loader=PromptLoader(PROMPTS, 0, config.train.prompts_per_step),
-            service=SimpleNamespace(pool=pool, producer=producer),
-            trains=False,
-        )
-        plane.producer = producer
-        plane._publishing.version = version
+        loader = PromptLoader(PROMPTS, 0, config.train.prompts_per_step)
+        plane = plane_of(config, tmp_path, producer or Producer(), loader, trains=False)
+        if version is not None:
+            await publish(plane, version)
         return plane
 
     return make
@@ -111,11 +101,11 @@ async def generate(plane, numbers):
 
 
 async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_over_a_resume(made):
-    plane = made(**SELECTED)
+    plane = await made(**SELECTED)
     steps = await generate(plane, range(4))
     loader = PromptLoader(PROMPTS, 0, 2)
     stream = [loader.at(position) for position in range(steps[-1].next_position)]
-    tried = plane.producer.tried
+    tried = plane.service.producer.tried
     assert [(epoch, identity) for _, epoch, identity in tried] == [(epoch, prompt.id) for epoch, prompt in stream]
     assert steps[-1].next_position > len(PROMPTS)
     kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
@@ -124,24 +114,24 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
     kept = [open_prompt(row).id for step in steps for row in leased(plane.steps, step.number)]
     assert kept == [prompt.id for _, prompt in stream if int(prompt.problem) % 3 == 0]
 
-    resumed = made(version=None, **SELECTED)
+    resumed = await made(version=None, **SELECTED)
     await resumed.answer(Ready(start=2, prompt_position=steps[1].next_position, prompts=None))
-    resumed._publishing.version = 2
+    await publish(resumed, 2)
     later = await generate(resumed, range(2, 4))
-    assert resumed.producer.tried == [one for one in tried if one[0] >= 2]
+    assert resumed.service.producer.tried == [one for one in tried if one[0] >= 2]
     assert [step.next_position for step in later] == [step.next_position for step in steps[2:]]
 
 
 async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin(made):
-    plane = made(producer=Producer(lambda prompt: False), **SELECTED)
+    plane = await made(producer=Producer(lambda prompt: False), **SELECTED)
     await generate(plane, range(2))
     assert "step 0: only 0 of 20 prompts have" in str(plane.failure)
-    assert {step for step, *_ in plane.producer.tried} == {0}
+    assert {step for step, *_ in plane.service.producer.tried} == {0}
 
 
 async def test_a_checkpoint_without_a_position_is_refused(made):
     with pytest.raises(BadInput, match="the checkpoint before step 3 does not say how many prompts were used"):
-        await made(version=None, **SELECTED).answer(Ready(start=3, prompt_position=None, prompts=None))
+        await (await made(version=None, **SELECTED)).answer(Ready(start=3, prompt_position=None, prompts=None))
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "bounded"])
@@ -171,19 +161,19 @@ OWN = PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5])),))
 
 @pytest.mark.parametrize("request_", [SAMPLE, OWN])
 async def test_nothing_is_sampled_or_started_before_the_first_version(made, request_):
-    plane = made(version=None)
+    plane = await made(version=None)
     with pytest.raises(ServiceConflict, match="no weight version has been published yet"):
         await plane.answer(request_, ours=False)
     assert plane.steps.numbers == []
 
 
 async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
-    plane = made()
+    plane = await made()
     waiting = [asyncio.create_task(plane.answer(SAMPLE)) for _ in range(SAMPLED_AT_ONCE)]
     await asyncio.sleep(0)
     with pytest.raises(ServiceFull, match=f"{SAMPLED_AT_ONCE} groups are being sampled"):
         await plane.answer(SAMPLE)
-    plane.producer.may.set()
+    plane.service.producer.may.set()
     await asyncio.gather(*waiting)
     await plane.answer(SAMPLE)
 
@@ -200,21 +190,21 @@ async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
 )
 async def test_a_prompt_or_seeds_that_are_none_are_refused(made, prompt, seeds, said):
     with pytest.raises(BadInput, match=said):
-        await made().answer(SampleResponses(prompt=prompt, seeds=seeds))
+        await (await made()).answer(SampleResponses(prompt=prompt, seeds=seeds))
 
 
 @pytest.mark.parametrize(
     "columns", [b"", b"[]", b"7", b"{", b'{"a": NaN}', b'{"a": \xff}x', msgspec.msgpack.encode({"a": b"\x00"})]
 )
 async def test_columns_that_are_no_json_object_are_refused_without_effect(made, columns):
-    plane = made(train__prompts_per_step=1)
+    plane = await made(train__prompts_per_step=1)
     with pytest.raises(BadInput, match="columns"):
         await plane.answer(PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5]), columns=columns),)))
     assert (plane.steps.numbers, plane.status()["held_bytes"]) == ([], 0)
 
 
 async def test_a_step_is_started_once_whatever_is_sent_again(made):
-    plane = made()
+    plane = await made()
     assert [(await plane.answer(PutPrompts(step=0))).new for _ in range(2)] == [True, False]
     with pytest.raises(ServiceConflict, match="step 0 already has other prompts"):
         await plane.answer(OWN)
@@ -228,11 +218,11 @@ async def test_prompts_of_a_program_are_here_as_they_were_there_and_count_until_
     prompt = Prompt(
         id=prompt_id("1+1=", "2"), problem="1+1=", answer="2", token_ids=(5, 6), columns={"n": 1}, text="1+1=<think>"
     )
-    plane = made(train__prompts_per_step=1)
+    plane = await made(train__prompts_per_step=1)
     own = PutPrompts(step=0, prompts=(_prompt_data(prompt),))
     assert [(await plane.answer(own)).new for _ in range(2)] == [True, False]
     await asyncio.sleep(0.01)
-    ((_, found),) = plane.producer.given
+    ((_, found),) = plane.service.producer.given
     assert replace(found, columns=dict(found.columns)) == prompt
     assert plane.status()["held_bytes"] > 0
     plane.steps.end(0)
@@ -243,7 +233,7 @@ async def test_prompts_of_a_program_are_here_as_they_were_there_and_count_until_
 
 async def test_prompts_for_which_there_is_no_room_are_refused_without_effect(made, monkeypatch):
     monkeypatch.setattr("engine.orchestrator.batches.MOST_BYTES", 2**20)
-    plane = made(train__prompts_per_step=1)
+    plane = await made(train__prompts_per_step=1)
     large = PromptData("1+1=", "x" * 2**20, pack_ids([5]))
     with pytest.raises(ServiceFull, match="more would exceed 1,048,576"):
         await plane.answer(PutPrompts(step=0, prompts=(large,)))
@@ -262,7 +252,7 @@ async def test_prompts_for_which_there_is_no_room_are_refused_without_effect(mad
     ],
 )
 async def test_a_part_of_a_publish_out_of_turn_is_refused(made, request_):
-    plane = made(version=None)
+    plane = await made(version=None)
     with pytest.raises(ServiceConflict):
         await plane.answer(request_)
     assert plane.status()["version"] is None

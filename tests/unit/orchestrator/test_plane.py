@@ -26,14 +26,14 @@ from engine.wire.messages import (
     Failure,
     Heartbeat,
     Lease,
+    OpenSync,
     Prompts,
     Report,
     StageFailed,
-    VerifySync,
     WriteColumns,
     Written,
 )
-from support.planes import LIMIT_S, PROMPT, leased, ready, watch, work
+from support.planes import LIMIT_S, PROMPT, Rollouts, leased, plane_of, publish, ready, watch, work
 from support.run_folders import FIGURES
 
 DISAGREE = Failure.of(RatioGapError("they disagree"))
@@ -93,9 +93,9 @@ async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, mon
     await plane.close()
 
 
-async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(conduct, tmp_path):
-    plane, _ = await conduct(2)
-    plane._publishing.version = None  # as it is until the trainer has begun
+async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(tiny_model, tmp_path):
+    config = Config(model={"path": str(tiny_model)}, parallel={"data": 2}, train={"prompts_per_step": 2})
+    plane = plane_of(config, tmp_path, Rollouts(), PromptLoader([PROMPT] * 2, 0, 2))
     ours = (await plane.answer(ready(0))).fingerprint
     other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
     (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
@@ -119,29 +119,13 @@ async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_late
             raise await watch(plane)
 
 
-async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
+async def test_a_publish_is_no_silence_of_the_units_that_wait_for_it(conduct):
     """They have something to do from the start of the batch on;
-    the first rank asks for the comparison for all of them."""
+    the first rank asks for all of them."""
     plane, come = await conduct(2)
-
-    class Slow:
-        is_awaited = False
-
-        def expect_logprobs(self, expected):
-            pass
-
-        async def wait_until_checked(self):
-            await asyncio.sleep(3 * LIMIT_S)
-
-        async def close(self):
-            pass
-
-    plane._publishing.sync = Slow()
-    plane._publishing._offered = 0
-    plane._publishing._unverified = True
+    plane.service.pool.instances[0].client.delay_s = 3 * LIMIT_S
     watching = asyncio.create_task(watch(plane))
-    async with asyncio.timeout(5):
-        assert await plane.answer(VerifySync(expected=())) == Done()
+    await plane.answer(OpenSync(version=0))
     await plane.check_run()
     assert not watching.done()
     come.put_nowait(0)
@@ -177,19 +161,6 @@ async def test_a_mistake_of_ours_in_a_generation_ends_the_run_by_name_as_every_o
     with pytest.raises(type(failure), match="unexpected TypeError"):
         await work(plane, 0)
     assert "Traceback" in capsys.readouterr().err
-    await plane.close()
-
-
-async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
-    plane, _ = await conduct(1)
-
-    async def swap():
-        raise KeyError("a mistake of ours")
-
-    publishing = plane._publishing
-    publishing.swap = asyncio.create_task(publishing._swap_in_background(swap(), []))
-    with pytest.raises(KeyError, match="a mistake of ours"):
-        await watch(plane)
     await plane.close()
 
 
@@ -258,9 +229,9 @@ async def test_a_trainer_outside_that_begins_again_gets_the_step_again(conduct):
     for index in (1, 0):
         come.put_nowait(index)
     assert sorted(await work(plane, None)) == [0, 1]
-    plane.steps.again(0)
+    await publish(plane, 0)
     assert sorted(await work(plane, None)) == [0, 1]
-    plane._served(1)
+    await publish(plane, 1)
     assert plane.status()["steps"] == []
     assert await plane.answer(Lease(step=0, budget=1)) == EndOfStep()
     await plane.close()

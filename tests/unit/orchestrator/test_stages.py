@@ -44,7 +44,7 @@ def watched(tmp_path):
     table.begin(0, 2)
     for index in range(2):
         table.add_row(pack_group(numbered_group(index)))
-    return Leases(config=config, run_state=RunState(), steps=table, folder=RunFolder(tmp_path), publishing=None), table
+    return Leases(config=config, run_state=RunState(), steps=table, folder=RunFolder(tmp_path), publishes=None), table
 
 
 async def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):

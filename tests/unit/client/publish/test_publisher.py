@@ -11,7 +11,7 @@ from engine.client.publish.publisher import ATTEMPTS
 from engine.client.publish.transports import open_transport
 from engine.errors import WeightSyncError
 from engine.orchestrator.pool.instance_client import InstanceGone
-from engine.orchestrator.publish.sync import WeightSync
+from engine.orchestrator.publish.publishes import Publishes
 from engine.wire import messages
 from support.late_communicator import late
 from support.weights_double import TIMEOUT_S, Client, Model, Orchestrator, Verifying, base_folder, publisher, weights
@@ -165,7 +165,7 @@ def test_instances_that_fail_in_every_attempt_end_the_run_by_name(run, monkeypat
         begun.append(request.info.stage)
         return messages.Proceed(retry=True)
 
-    monkeypatch.setattr(WeightSync, "send_bucket", died)
+    monkeypatch.setattr(Publishes, "send", died)
     _, ended, models = run("gloo", [1])
     wanted = f"weight version 1 could not be sent: instances failed in each of {ATTEMPTS} attempts"
     assert [str(error) for error in ended] == [wanted] * 4

@@ -38,8 +38,8 @@ def test_the_self_test_loads_the_base_again_only_if_the_instance_has_something_e
     one.client.stale_head = stale
     if stale:
         with pytest.raises(WeightSyncError, match=r"a: self-test failed: .* moved by 0"):
-            orchestrator.run(orchestrator.sync.self_test(one))
+            orchestrator.run(orchestrator.pool.check(one))
     else:
-        orchestrator.run(orchestrator.sync.self_test(one))
+        orchestrator.run(orchestrator.pool.check(one))
     assert one.client.calls.count(UPDATE) == loads
     assert one.client.paused  # nobody is served by the perturbed weights
