@@ -29,9 +29,8 @@ from engine.errors import MetronomeError, StaleRolloutError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import dropped_file, evaluation_protocol, old_tables, protocol_differences
-from engine.orchestrator.evaluation_groups import sample_groups
 from engine.orchestrator.pool.instance_client import SamplingSettings
-from engine.orchestrator.producer import Producer, first_leaf
+from engine.orchestrator.producer import Producer, first_leaf, sample_groups
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.files import append_line, read_lines, write_atomically

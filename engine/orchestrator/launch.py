@@ -18,19 +18,27 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.data.problem_statistics import recorded_problems
 from engine.data.problems import Problems
-from engine.errors import BadInput, MetronomeError, ProcessDied, RatioGapError, Stopped, WeightSyncError, clean_line
+from engine.errors import (
+    BadInput,
+    MetronomeError,
+    ProcessDied,
+    RatioGapError,
+    Stopped,
+    WeightSyncError,
+    clean_line,
+    counted,
+)
 from engine.orchestrator.checks import check_instances, check_training
-from engine.orchestrator.live_progress import live_progress
-from engine.orchestrator.opening import serving_plane
+from engine.orchestrator.opening import serving_plane, weights_folder
 from engine.orchestrator.plane import Plane
-from engine.orchestrator.publish.place import weights_folder
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
@@ -51,6 +59,7 @@ from engine.run.process import BAD_INPUT, Child, drop_lifeline, hold_lifeline, s
 from engine.run.progress import Progress
 from engine.run.run_inputs import record_inputs
 from engine.run.trace import Trace
+from engine.types import JsonObject
 from engine.wire import record
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import is_loopback
@@ -83,8 +92,7 @@ def launch_run(
         check_instances(config)
     else:
         record.check_record(replay, config)
-    folder = RunFolder(config.folder)
-    folder.events = events or folder.events
+    folder = RunFolder(config.folder, events)
     with _entered(config, folder, resume, attempt), open(os.devnull) as reserve:
         try:
             with named_disk_errors(folder.path):
@@ -311,6 +319,58 @@ class _Orchestrator:
             self._signal = name
         else:
             task.cancel(f"ended by {name}")
+
+
+def live_progress(server: Server, steps: int) -> Progress:
+    """The progress of a training of `steps` steps now. `server`: has the pool and the plane as soon as they are
+    there."""
+    found: JsonObject = {"ready": False}
+    if (pool := server.pool) is not None:
+        loads = [one.load for one in pool.instances if one.load is not None]
+        found |= {
+            "instances": len(pool.processes.declared),
+            "met": sum(one.met for one in pool.instances),
+            "running": sum(load.running for load in loads),
+            "tokens_per_s": round(sum(one.tokens_per_s for one in pool.instances)),
+        }
+    if server.plane is not None:
+        found |= server.plane.stage_progress()
+    return training_progress(found, steps)
+
+
+def training_progress(found: Mapping[str, Any], steps: int) -> Progress:
+    """The progress of a training of `steps` steps. `found`: counts of the pool, if it has started, and those of
+    `Plane.stage_progress`."""
+    if not found["ready"]:
+        waits = "starting"
+        if "met" in found:
+            met = found["met"]
+            of = found["instances"]
+            waits = f"{met:,} of {counted(of, 'instance')} ready" if of else f"joined: {counted(met, 'instance')}"
+        return Progress(f"loading the models; {waits}", None)
+    if "step" not in found and found.get("done") == steps:
+        return Progress("the last checkpoint and the policy are written", 1.0)
+    if "step" not in found:
+        none = found.get("met") == 0
+        return Progress("waiting for an instance" if none else "weights are on their way to the instances", None)
+    step = found["step"]
+    expected = found["expected"]
+    done = f"{step:,}/{counted(steps, 'step')}"
+    groups = counted(expected, "group")
+    text = f"{done}; in the next: {found['trained']:,} of {groups} trained"
+    if not found["arrived"]:
+        text = (
+            f"{done}; in the next: waiting for the first of {groups}; "
+            f"{found.get('running', 0):,} in flight, {found.get('tokens_per_s', 0):,} tokens/s"
+        )
+    elif found["trained"] < found["arrived"] or found["arrived"] < expected:
+        text += f", {found['arrived']:,} sampled"
+    if (under_way := found.get("evaluation")) is not None:
+        text += (
+            f"; evaluating version {under_way['version']}: {under_way['finished']:,} of {under_way['expected']:,} "
+            "responses"
+        )
+    return Progress(text, (step + found["trained"] / expected) / steps)
 
 
 def main() -> int:

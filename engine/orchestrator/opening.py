@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shlex
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,7 +56,7 @@ async def serving_plane(
         ) as service,
         starting_store(config, folder.path) as store,
     ):
-        server.pool = service.pool
+        server.serve_pool(service.pool)
         loader = await asyncio.to_thread(prompt_loader, config, problems, service.tokenizer)
         await service.pool.connect_instances()
         plane = Plane(
@@ -95,3 +96,14 @@ def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> P
     loader = load_prompts(encoded, config)
     _ = loader.fingerprint  # here in a thread, because it takes seconds for many prompts
     return loader
+
+
+def weights_folder(config: Config, scratch: Path, run_folder: Path) -> Path:
+    """Return the folder for weights on their way to the instances, with transport "file".
+
+    The folder is in `scratch`, the lifeline's folder (in shared memory if available), if that has free space for two
+    versions and the run has one node. Otherwise it is in the run folder.
+    """
+    needed = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
+    roomy = config.parallel.nodes == 1 and shutil.disk_usage(scratch).free > 2 * needed
+    return (scratch if roomy else run_folder) / "weights"

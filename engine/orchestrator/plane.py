@@ -281,7 +281,7 @@ class Plane:
         for text in request.notices:
             self.folder.add_notice("resume", text)
         if self._batches is not None:
-            self.steps.replica_groups = request.replica_groups
+            self.steps.begin_run(request.replica_groups)
             if self._trains or self.publishes is None or self.publishes.version is None:
                 self._batches.resume_at(request.start, request.prompt_position, request.prompts)
         if self._trains:

@@ -26,8 +26,8 @@ from engine.orchestrator.workers.program_pool import Episode, ProgramPool
 from engine.reward.scorer import ResponseScorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule
-from engine.types import Prompt, Score
-from engine.wire.columns import PackedResponse, Row, pack_row, pack_scores
+from engine.types import Group, Prompt, Score
+from engine.wire.columns import Decode, PackedResponse, Row, open_group, pack_row, pack_scores
 from engine.wire.routes import pack_routes
 
 ScoreTask = asyncio.Task[list[Score]]
@@ -41,6 +41,8 @@ OnFinished = Callable[[int, int], Awaitable[None]]
 
 FAULTS = 10
 """Number of times that instances may fail on one response before the run fails."""
+EVALUATION = -1
+"""Epoch in the sampling seeds of evaluations. No training step uses it, and it is the same for all models."""
 BUSY_S = 0.2
 """Seconds to wait before resending a request that a paused instance refused."""
 
@@ -455,3 +457,24 @@ def first_leaf(failures: ExceptionGroup[Exception]) -> Exception:
     """Return the first exception of a (nested) group. The others only follow from the cancellation that it caused."""
     first = failures.exceptions[0]
     return first_leaf(first) if isinstance(first, ExceptionGroup) else first
+
+
+async def sample_groups(
+    producer: Producer,
+    prompts: Sequence[Prompt],
+    decode: Decode,
+    step: int = 0,
+    on_finished: OnFinished | None = None,
+    scored: Callable[[Sequence[float]], None] = lambda rewards: None,
+) -> list[Group]:
+    """Generate a group of an evaluation for each prompt. Return them in the order of the prompts, with the text of the
+    responses. `on_finished` gets each response, and `scored` the rewards of each group, as they arrive."""
+    groups: list[Group] = []
+
+    async def put(row: Row) -> None:
+        group = await asyncio.to_thread(open_group, row, decode=decode)
+        groups.append(replace(group, prompt=prompts[group.index]))
+        scored([score.value for score in group.scores])
+
+    await producer.run(step, [(EVALUATION, prompt) for prompt in prompts], put, on_finished)
+    return sorted(groups, key=lambda group: group.index)

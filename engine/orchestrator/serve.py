@@ -19,9 +19,8 @@ from engine.data.problem_statistics import recorded_problems
 from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.checks import check_instances, check_rollouts
-from engine.orchestrator.opening import serving_plane
+from engine.orchestrator.opening import serving_plane, weights_folder
 from engine.orchestrator.plane import Plane
-from engine.orchestrator.publish.place import weights_folder
 from engine.orchestrator.scorer_process import END_S, ScorerProcess, start_scorers
 from engine.orchestrator.server import Server, listen_address
 from engine.run.disk import raise_limit

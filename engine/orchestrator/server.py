@@ -113,6 +113,10 @@ class Server:
         """The plane that answers /ask; None before there is one."""
         return self._plane.result() if self._plane.done() else None
 
+    def serve_pool(self, pool: Pool) -> None:
+        """Begin to let instances join."""
+        self.pool = pool
+
     def serve(self, plane: Plane) -> None:
         """Begin to answer /ask."""
         self._plane.set_result(plane)

@@ -119,7 +119,7 @@ class Steps:
         self.stages = {stage.name: stage for stage in stages}
         self.store = store or MemoryStore()
         self.replica_groups = self.stages[TRAIN].windows.replica_groups
-        """Number of replica groups of the trainer, for the steps that begin; `Ready` may change it."""
+        """Number of replica groups of the trainer, for the steps that begin."""
         self.last: Step | None = None
         """The step that ended last."""
         self._steps: dict[int, Step] = {}
@@ -133,6 +133,10 @@ class Steps:
         """Leases that are no longer valid, and why."""
 
     # steps ----------------------------------------------------------------------------------------
+
+    def begin_run(self, replica_groups: int) -> None:
+        """Note the trainer's number of replica groups, for the steps that begin."""
+        self.replica_groups = replica_groups
 
     def begin(self, number: int, expected: int) -> Step:
         """Begin a step of `expected` rows."""

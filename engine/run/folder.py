@@ -39,7 +39,8 @@ SAMPLED_TOKENS = 2048
 class RunFolder:
     """`<run.output>/<run.name>/` and the paths of the files in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, events: EventWriter | None = None) -> None:
+        """`events`: also gets the steps and notices that are written through this object."""
         self.path = path
         self.config = path / CONFIG
         self.steps = path / "steps.jsonl"
@@ -58,8 +59,7 @@ class RunFolder:
         """Lines for the run's user (engine.orchestrator.run_events): stage, text, at."""
         self.fence = Fence(path)
         """The right to write of the process that writes through this object."""
-        self.events = EventWriter()
-        """Also gets the steps and notices that are written through this object."""
+        self.events = events or EventWriter()
         self._reserve = path / ".reserve"
         self._ended: dict[Path, float] = {}
         """Newest time of a line, by file of lines."""

@@ -141,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     async def connect(self, declared):
         self.server = Server(self.pool.config)
-        self.server.pool = self.pool
+        self.server.serve_pool(self.pool)
         self.pool.processes = FakeProcesses([FakeProcess(self, number) for number in range(declared)])
         await self.monitor.__aenter__()
         for one in self.pool.processes.declared:

@@ -27,7 +27,7 @@ CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "in
 async def orchestrator(folder):
     pool = Pool(CONFIG, folder, folder, synced=True)
     server = Server(CONFIG)
-    server.pool = pool
+    server.serve_pool(pool)
     await pool.connect_instances()
     try:
         async with HealthMonitor(pool), publishing(pool, 2), server.listening(folder):

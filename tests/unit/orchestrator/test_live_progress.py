@@ -1,4 +1,4 @@
-from engine.orchestrator.live_progress import training_progress
+from engine.orchestrator.launch import training_progress
 
 STEP = {"ready": True, "instances": 2, "met": 2, "running": 16, "tokens_per_s": 1234, "step": 12, "expected": 32}
 

@@ -80,9 +80,7 @@ class FakeChild:
 
 class FakePlane:
     def __init__(self, config, table, folder):
-        self.leases = Leases(
-            config=config, run_state=RunState(), steps=table, folder=RunFolder(folder), publishing=None
-        )
+        self.leases = Leases(config=config, run_state=RunState(), steps=table, folder=RunFolder(folder), publishes=None)
         self.failure = None
         self.is_over = False
 

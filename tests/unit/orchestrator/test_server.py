@@ -33,7 +33,7 @@ async def running(folder, **rollout):
     config = Config(rollout={"heartbeat_s": 5, "wait_s": 20, "instances": 0, **rollout})
     pool = Pool(config, folder, folder)
     server = Server(config)
-    server.pool = pool
+    server.serve_pool(pool)
     await pool.connect_instances()
     try:
         async with HealthMonitor(pool), server.listening(folder) as address, aiohttp.ClientSession() as session:

@@ -9,10 +9,9 @@ from engine.config import Config
 from engine.data.tokenizer import Tokenizer
 from engine.errors import ProcessDied
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
-from engine.orchestrator.publish.evaluated_weights import compute_logprobs
 from engine.orchestrator.publish.probe import make_probe
 from engine.orchestrator.run_events import RunEvents
-from engine.orchestrator.standalone_evaluation import EvaluationProgress, evaluate_model
+from engine.orchestrator.standalone_evaluation import EvaluationProgress, compute_logprobs, evaluate_model
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress

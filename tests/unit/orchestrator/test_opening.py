@@ -1,6 +1,6 @@
 """Where weights lie on their way to the instances."""
 
-from engine.orchestrator.publish.place import weights_folder
+from engine.orchestrator.opening import weights_folder
 from support.runs import config_of
 
 
