@@ -427,6 +427,8 @@ class Publishes:
     async def _compare_members(self) -> None:
         """Check that every member computes with the trainer's weights. One that does not is left out and its responses
         are lost. Raises WeightSyncError if all living members compute with something else."""
+        version, again = self._opened
+        expected = await self._wait_for_expected(version)
         checks = self._checks
 
         async def check(instance: Instance) -> None:
@@ -439,8 +441,7 @@ class Publishes:
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
         await self._each(check)
-        version, again = self._opened
-        if await self._wait_for_expected(version) is not None:
+        if expected is not None:
             before = [self.difference or 0.0] if again else []
             self.difference = max([*self._apart.values(), *before], default=0.0)
             self._calls.keep_noise(self.difference)
@@ -453,7 +454,8 @@ class Publishes:
         await self._run_state.notify()
 
     async def _compare(self, instance: Instance, version: int, found: Sequence[float]) -> None:
-        expected = await self._wait_for_expected(version)
+        assert self._expected is not None, "`open` has made it"
+        expected = await asyncio.shield(self._expected)  # `_compare_members` has the deadline
         self._apart[instance] = self._calls.compare_probe(instance, version, found, expected)
         instance.release_responses()
 
