@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, re
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import dropped_file, evaluation_protocol, old_tables, protocol_differences
 from engine.orchestrator.pool.instance_client import SamplingSettings
-from engine.orchestrator.producer import Producer, first_leaf, sample_groups
+from engine.orchestrator.producer import Producer, raising_first, sample_groups
 from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.files import append_line, read_lines, write_atomically
@@ -209,16 +210,10 @@ class InRunEvaluation:
 
         producer = self._make_producer()
         decode = self._service.tokenizer.decode
-        try:
+        sample = partial(sample_groups, producer, decode=decode, step=one.version, on_finished=on_finished)
+        with raising_first():
             async with asyncio.TaskGroup() as tasks:  # the first failure ends the others
-                sampling = [
-                    tasks.create_task(
-                        sample_groups(producer, each.prompts, decode, step=one.version, on_finished=on_finished)
-                    )
-                    for each in todo
-                ]
-        except ExceptionGroup as failures:
-            raise first_leaf(failures) from failures
+                sampling = [tasks.create_task(sample(each.prompts)) for each in todo]
         for each, groups in zip(todo, [task.result() for task in sampling], strict=True):
             check_version(groups, one.version)
             await self._record_results(one, each, groups)

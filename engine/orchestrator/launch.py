@@ -25,7 +25,6 @@ from typing import Any
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.data.problem_statistics import recorded_problems
-from engine.data.problems import Problems
 from engine.errors import (
     BadInput,
     MetronomeError,
@@ -201,22 +200,18 @@ class _Orchestrator:
             trainer = self._start_trainer(server)
             try:
                 self._scorers = start_scorers(self.config, self.folder, server)
-                await self._run_with_rollouts(problems, server, trainer)
+                async with serving_plane(
+                    config=self.config,
+                    folder=self.folder,
+                    trace=self.trace,
+                    problems=problems,
+                    server=server,
+                    weights=self._weights_folder(),
+                    notices=self._notices,
+                ) as plane:
+                    await self._serve_trainer(plane, server, trainer)
             finally:
                 await asyncio.to_thread(self._stop_ranks, trainer)
-
-    async def _run_with_rollouts(self, problems: Problems, server: Server, trainer: Child) -> None:
-        weights = self._weights_folder()
-        async with serving_plane(
-            config=self.config,
-            folder=self.folder,
-            trace=self.trace,
-            problems=problems,
-            server=server,
-            weights=weights,
-            notices=self._notices,
-        ) as plane:
-            await self._serve_trainer(plane, server, trainer)
 
     def _start_trainer(self, server: Server) -> Child:
         # A run that was killed may have left an incomplete version there, in another layout.

@@ -127,7 +127,7 @@ class Plane:
             steps=self.steps,
             run_state=self._run_state,
             trace=self.trace,
-            allows_publish=self._allows_publish,
+            allows_publish=self._evaluation.allows_publish if self._evaluation is not None else lambda serves: True,
             on_verified=self._begin_version,
             trains=self._trains,
         )
@@ -311,11 +311,6 @@ class Plane:
             self.trainer_error = self.trainer_error or error
         await self.stop_run(error)
         return messages.Done()
-
-    # evaluation in the run ------------------------------------------------------------------------
-
-    def _allows_publish(self, serves: bool) -> bool:
-        return self._evaluation is None or self._evaluation.allows_publish(serves)
 
     # steps ----------------------------------------------------------------------------------------
 

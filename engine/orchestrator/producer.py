@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -145,22 +146,11 @@ class Producer:
         Groups are sent out in order, and each as a whole once an instance has a slot for each of its responses, so that
         whole groups finish early and training can start early. The first failure cancels the rest and is raised.
         """
-        try:
+        generate = partial(self._generate_group, step, put=put, on_finished=on_finished, sampled=sampled)
+        with raising_first():
             async with asyncio.TaskGroup() as tasks:
                 for index, (epoch, prompt) in enumerate(prompts):
-                    tasks.create_task(
-                        self._generate_group(
-                            step=step,
-                            index=index,
-                            epoch=epoch,
-                            prompt=prompt,
-                            put=put,
-                            on_finished=on_finished,
-                            sampled=sampled,
-                        )
-                    )
-        except ExceptionGroup as failures:
-            raise first_leaf(failures) from failures
+                    tasks.create_task(generate(index, epoch, prompt))
 
     async def run_until(
         self,
@@ -200,17 +190,14 @@ class Producer:
         def has_room() -> bool:
             return sum(left.values()) + self._group_size <= self._pool.serving * self._pool.slots
 
-        try:
+        generate = partial(self._generate_group, step, put=begin, on_finished=end_response)
+        with raising_first():
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
                     changed.clear()
                     while selection.wants(tried, len(running), has_room()):
                         epoch, prompt = next(prompts)
-                        task = tasks.create_task(
-                            self._generate_group(
-                                step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, on_finished=end_response
-                            )
-                        )
+                        task = tasks.create_task(generate(tried, epoch, prompt))
                         task.add_done_callback(partial(end_group, tried))
                         running.add(task)
                         left[tried] = self._group_size
@@ -218,8 +205,6 @@ class Producer:
                     await changed.wait()
                 for task in running - putting:
                     task.cancel()
-        except ExceptionGroup as failures:
-            raise first_leaf(failures) from failures
 
     async def _generate_group(
         self,
@@ -281,15 +266,13 @@ class Producer:
 
         Raises MetronomeError as `run` does.
         """
-        try:
+        with raising_first():
             async with asyncio.TaskGroup() as verifying:
                 work = _PendingGroup(
                     step=step, index=-1, prompt=prompt, seeds=seeds, verifying=verifying, on_finished=None, scored=False
                 )
                 while missing := work.missing:
                     await self._send_missing(work, missing)
-        except ExceptionGroup as failures:
-            raise first_leaf(failures) from failures
         return [work.done[number][0] for number in range(len(seeds))]
 
     async def _send_missing(self, work: _PendingGroup, missing: list[int]) -> None:
@@ -453,10 +436,17 @@ class Producer:
         return scores
 
 
-def first_leaf(failures: ExceptionGroup[Exception]) -> Exception:
-    """Return the first exception of a (nested) group. The others only follow from the cancellation that it caused."""
-    first = failures.exceptions[0]
-    return first_leaf(first) if isinstance(first, ExceptionGroup) else first
+@contextmanager
+def raising_first() -> Iterator[None]:
+    """Raise the first exception of a (nested) group that the body raises. The others only follow from the cancellation
+    that it caused."""
+    try:
+        yield
+    except ExceptionGroup as failures:
+        first: Exception = failures
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise first from failures
 
 
 async def sample_groups(

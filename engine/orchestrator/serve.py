@@ -16,7 +16,6 @@ from pathlib import Path
 from engine.config import Config, Parallel
 from engine.config.recipe import load_config
 from engine.data.problem_statistics import recorded_problems
-from engine.data.problems import Problems
 from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.checks import check_instances, check_rollouts
 from engine.orchestrator.opening import serving_plane, weights_folder
@@ -49,7 +48,8 @@ def run_service(config: Config, say: Say) -> None:
         record_inputs(config)
         folder.create(config, resume=folder.config.exists())
         try:
-            asyncio.run(_serve(config, folder, say))
+            with contextlib.suppress(asyncio.CancelledError):  # a signal has ended it
+                asyncio.run(_serve(config, folder, say))
         except Exception as error:
             ours = isinstance(error, MetronomeError)
             folder.write_failure(error if ours else MetronomeError(f"unexpected {type(error).__name__}: {error}"))
@@ -78,72 +78,49 @@ def check_service(config: Config) -> Config:
 
 
 async def _serve(config: Config, folder: RunFolder, say: Say) -> None:
-    stopped = asyncio.Event()
+    """Answer requests until a signal ends the service, or an error, which is raised."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        if not task.cancelling():
+            task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     server = Server(config)
     async with server.listening(folder.path) as address:
-        serving = asyncio.create_task(_serve_plane(config, folder, server, lambda: say(_says(address))))
-        ending = asyncio.create_task(stopped.wait())
-        await asyncio.wait([serving, ending], return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if not serving.done():
-            serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
-        else:
-            serving.result()
-
-
-def _says(address: str) -> str:
-    return f"the service answers at {address}"
-
-
-async def _serve_plane(config: Config, folder: RunFolder, server: Server, ready: Callable[[], None]) -> None:
-    """Answer requests until an error ends the service, which is raised, or until this is cancelled."""
-    problems = await asyncio.to_thread(recorded_problems, config)
-    scorers = start_scorers(config, folder, server)
-    try:
-        await _serve_with(scorers=scorers, config=config, folder=folder, problems=problems, server=server, ready=ready)
-    finally:
-        await asyncio.to_thread(stop_all, [scorer.child for scorer in scorers], END_S)
-
-
-async def _serve_with(
-    scorers: Sequence[ScorerProcess],
-    config: Config,
-    folder: RunFolder,
-    problems: Problems,
-    server: Server,
-    ready: Callable[[], None],
-) -> None:
-    async with serving_plane(
-        config=config,
-        folder=folder,
-        trace=Trace(folder.trace, "orchestrator"),
-        problems=problems,
-        server=server,
-        weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path),
-        trains=False,
-    ) as plane:
-        server.serve(plane)
-        ready()
+        problems = await asyncio.to_thread(recorded_problems, config)
+        scorers = start_scorers(config, folder, server)
         try:
-            await _until_failure(plane, server, scorers)
+            async with serving_plane(
+                config=config,
+                folder=folder,
+                trace=Trace(folder.trace, "orchestrator"),
+                problems=problems,
+                server=server,
+                weights=weights_folder(config, Path(hold_lifeline()).parent, folder.path),
+                trains=False,
+            ) as plane:
+                server.serve(plane)
+                say(f"the service answers at {address}")
+                try:
+                    await _watch(plane, server, scorers)
+                finally:
+                    await plane.close()
         finally:
-            await plane.close()
+            await asyncio.to_thread(stop_all, [scorer.child for scorer in scorers], END_S)
 
 
-async def _until_failure(plane: Plane, server: Server, scorers: Sequence[ScorerProcess]) -> None:
-    while True:
+async def _watch(plane: Plane, server: Server, scorers: Sequence[ScorerProcess]) -> None:
+    while plane.failure is None:
         if server.bug.done():
             server.bug.result()
         await plane.check_run()
         for scorer in scorers:
             await scorer.check_ranks(plane)
-        if plane.failure is not None:
-            raise plane.failure
         await asyncio.sleep(0.1)
+    raise plane.failure
 
 
 def main() -> int:

@@ -279,39 +279,28 @@ def main() -> int:
     where.add_argument("--folder", type=Path)
     where.add_argument("--address")
     arguments = parser.parse_args()
-    if arguments.address:
-        _join(arguments.address, arguments.name)
-    else:
-        _begin(arguments.folder, arguments.name)
+    if not arguments.address:  # Ray starts here, on loopback, whatever cluster RAY_ADDRESS names
+        os.environ |= SETTINGS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    import ray  # it reads its settings at import
+
+    here = {
+        "_node_ip_address": LOOPBACK,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE,
+        "_temp_dir": str(arguments.folder),
+        "runtime_env": {"worker_process_setup_hook": "engine.orchestrator.transferqueue.listen_on_loopback"},
+    }
+    ray.init(
+        address=arguments.address or "local",
+        namespace=arguments.name,
+        log_to_driver=False,
+        **({} if arguments.address else here),
+    )
     actors, addresses = _start()
     write_atomically(arguments.addresses, msgspec.json.encode(addresses).decode())
     signal.pause()
     del actors  # held until here, because Ray ends an actor that nobody holds
     return 0
-
-
-def _begin(folder: Path, name: str) -> None:
-    """Start Ray on loopback, ignoring any cluster in RAY_ADDRESS."""
-    os.environ |= SETTINGS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    import ray
-
-    ray.init(
-        address="local",
-        namespace=name,
-        _node_ip_address=LOOPBACK,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=OBJECT_STORE,
-        _temp_dir=str(folder),
-        runtime_env={"worker_process_setup_hook": "engine.orchestrator.transferqueue.listen_on_loopback"},
-    )
-
-
-def _join(address: str, name: str) -> None:
-    """Join a running cluster."""
-    import ray
-
-    ray.init(address=address, namespace=name, log_to_driver=False)
 
 
 def _start() -> tuple[list[Any], StoreAddresses]:

@@ -1,10 +1,11 @@
+import contextlib
 import json
 import shutil
 
 import pytest
 from transformers import AutoConfig
 
-from engine.config import Algorithm, Config, Evaluate, Model, Parallel, Platform, Rollout, Weights
+from engine.config import Algorithm, Config, Model, Parallel, Platform, Rollout, Weights
 from engine.config.placing import find_overlaps, scorer_devices
 from engine.config.recipe import HOME, load_config
 from engine.config.stages import Stage
@@ -13,7 +14,7 @@ from engine.orchestrator.checks import EMBEDDED, check_instances, check_rollouts
 from engine.orchestrator.stages import stages_of
 from engine.run.commands import instance_command
 from engine.run.vllm_command import MARKER, PYTHON
-from support.runs import base_settings, config_of
+from support.runs import config_of
 from support.tiny_models import save
 from tasks.stages.input_checks import _check_prompts, _warn, check_inputs
 
@@ -38,20 +39,14 @@ def an_environment(folder, monkeypatch, device):
     monkeypatch.setenv(PYTHON, str(folder / "bin/python"))
 
 
-def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
-    save(tmp_path, "qwen3_moe")
-    with pytest.raises(
-        BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'
-    ):
-        check_rollouts(a_config(tmp_path))
-
-
 def test_routes_are_replayed_for_mixtures_only(tmp_path, monkeypatch):
     replaying = {"rollout": {"engine": "vllm"}, "algorithm": {"routing_replay": True}}
     save(tmp_path / "dense")
     with pytest.raises(BadInput, match=r"algorithm.routing_replay is for mixtures of experts.*is dense"):
         check_rollouts(a_config(tmp_path / "dense", **replaying))
     save(tmp_path / "mixture", "qwen3_moe")
+    with pytest.raises(BadInput, match='"embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'):
+        check_rollouts(a_config(tmp_path / "mixture"))
     config = a_config(tmp_path / "mixture", **replaying)
     check_rollouts(config)
     an_environment(tmp_path, monkeypatch, "cpu")
@@ -66,23 +61,28 @@ def test_routes_are_replayed_for_mixtures_only(tmp_path, monkeypatch):
     assert "routes" in train.needs & reference.needs
 
 
-def test_a_scorers_layout_that_does_not_fit_the_model_is_refused_by_its_own_keys(tiny_model, problems, tmp_path):
-    given = base_settings(tiny_model, problems, tmp_path) | {"algorithm.kl_coef": 0.1}
-    check_training(config_of(given | {"stages.reference.tensor": 2}))
-    with pytest.raises(BadInput, match=r"stages.reference.tensor = 3 does not divide its 4 attention heads"):
-        check_training(config_of(given | {"stages.reference.tensor": 3}))
-    with pytest.raises(BadInput, match=r"stages.reference.pipeline = 4 does not divide its 2 layers"):
-        check_training(config_of(given | {"stages.reference.pipeline": 4}))
+SCORED = {"algorithm.kl_coef": 0.1}
 
 
-def test_more_recomputed_layers_than_a_stage_has_are_refused(tiny_model, problems, tmp_path):
-    given = base_settings(tiny_model, problems, tmp_path)
-    for setting in (True, 2, "selective"):
-        check_training(config_of(given | {"train.recompute": setting}))
-    with pytest.raises(BadInput, match=r"train.recompute = 3: a pipeline stage has 2 layers; true recomputes all"):
-        check_training(config_of(given | {"train.recompute": 3}))
-    with pytest.raises(BadInput, match=r"train.recompute = 2: a pipeline stage has 1 layers"):
-        check_training(config_of(given | {"train.recompute": 2, "parallel.pipeline": 2}))
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (SCORED | {"stages.reference.tensor": 2}, ""),
+        (SCORED | {"stages.reference.tensor": 3}, "stages.reference.tensor = 3 does not divide its 4 attention heads"),
+        (SCORED | {"stages.reference.pipeline": 4}, "stages.reference.pipeline = 4 does not divide its 2 layers"),
+        *(({"train.recompute": setting}, "") for setting in (True, 2, "selective")),
+        ({"train.recompute": 3}, "train.recompute = 3: a pipeline stage has 2 layers; true recomputes all"),
+        ({"train.recompute": 2, "parallel.pipeline": 2}, "train.recompute = 2: a pipeline stage has 1 layers"),
+        ({"parallel.tensor": 2, "parallel.data": 3}, ""),
+        ({"parallel.tensor": 4, "parallel.pipeline": 4}, "parallel.pipeline = 4 does not divide its 2 layers"),
+        ({"rollout.max_context": 2049}, "rollout.max_context = 2,049 is more than the"),
+        ({"evaluate.max_context": 2049}, "evaluate.max_context = 2,049 is more than the"),
+        ({"rollout.engine": "vllm", "rollout.tensor": 3}, "rollout.tensor = 3 does not divide the model's 4 attention"),
+    ],
+)
+def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused_by_its_own_keys(settings, keys, said):
+    with pytest.raises(BadInput, match=said) if said else contextlib.nullcontext():
+        check_training(config_of(settings | keys))
 
 
 def test_instances_that_would_get_a_scorers_devices_are_refused():
@@ -103,24 +103,40 @@ def test_instances_that_would_get_a_scorers_devices_are_refused():
     assert "set rollout.devices = [3]" in next(find_overlaps(on([], [])))
 
 
-@pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
-def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, monkeypatch, device):
-    def on(devices, **rollout):
-        rollout = Rollout(engine="vllm", tensor=2, devices=devices, **rollout)
-        return Config(rollout=rollout, platform=Platform(device=device), parallel=Parallel(tensor=2))
+def placed(devices, device="cuda", **more):
+    parallel = more.pop("parallel", Parallel())
+    return Config(
+        rollout=Rollout(engine="vllm", devices=devices, **more), platform=Platform(device=device), parallel=parallel
+    )
 
-    an_environment(tmp_path, monkeypatch, "npu" if device == "auto" else device)
-    check_instances(on([2, 3]))
-    check_instances(on([], instances=0))
-    with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
-        check_instances(on([]))
-    with pytest.raises(
-        BadInput, match=r"rollout\.devices includes \[1\], which the trainer ranks use; they use \[0, 1\]"
-    ):
-        check_instances(on([1, 2]))
-    check_instances(on([14, 15]))  # a node may have more than the plan's platform.devices_per_node
-    with pytest.raises(BadInput, match=r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"):
-        check_instances(on([3, 4, 5]))
+
+PAIR = {"tensor": 2, "parallel": Parallel(tensor=2)}
+PLACES = [
+    (None, [2, 3], PAIR, ""),
+    (None, [], PAIR | {"instances": 0}, ""),
+    (None, [], PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
+    (None, [1, 2], PAIR, r"rollout\.devices includes \[1\], which the trainer ranks use; they use \[0, 1\]"),
+    (None, [14, 15], PAIR, ""),  # a node may have more than the plan's platform.devices_per_node
+    (None, [3, 4, 5], PAIR, r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"),
+    ("2, 3", [0], {}, ""),
+    ("2, 3", [2], {}, r"includes \[2\], which the trainer ranks use; they use \[2\]"),
+    ("2, 3", [], {}, r"is empty.*set rollout\.devices = \[3\]"),
+    ("GPU-1,GPU-2", [0], {}, ""),
+]
+"""What the environment names, rollout.devices, further keys, and what is said."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
+@pytest.mark.parametrize(("visible", "devices", "more", "said"), PLACES)
+def test_instances_that_would_get_the_trainers_devices_are_refused(
+    tmp_path, monkeypatch, device, visible, devices, more, said
+):
+    kind = "npu" if device == "auto" else device
+    an_environment(tmp_path, monkeypatch, kind)
+    if visible is not None:
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES" if kind == "npu" else "CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(BadInput, match=said) if said else contextlib.nullcontext():
+        check_instances(placed(devices, device, **more))
 
 
 def test_an_instance_may_share_a_trainers_device(tmp_path, monkeypatch):
@@ -137,21 +153,6 @@ def test_an_instance_may_share_a_trainers_device(tmp_path, monkeypatch):
         ValueError, match=r"needs rollout\.vllm\.gpu_memory_utilization, the share of a device's memory"
     ):
         Config(rollout=Rollout(engine="vllm", share_devices=True))
-
-
-def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
-    def on(devices):
-        return Config(rollout=Rollout(engine="vllm", devices=devices), platform=Platform(device="cuda"))
-
-    an_environment(tmp_path, monkeypatch, "cuda")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
-    check_instances(on([0]))
-    with pytest.raises(BadInput, match=r"includes \[2\], which the trainer ranks use; they use \[2\]"):
-        check_instances(on([2]))
-    with pytest.raises(BadInput, match=r"is empty.*set rollout\.devices = \[3\]"):
-        check_instances(on([]))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
-    check_instances(on([0]))
 
 
 def test_a_trainer_on_the_cpu_has_no_devices(tmp_path, monkeypatch):
@@ -190,56 +191,50 @@ def test_a_replay_needs_no_instances(monkeypatch, settings):
         check_inputs(config)
 
 
-@pytest.mark.parametrize(
-    ("loss", "old_policy", "updates", "warned"),
-    [
-        ("grpo", "previous", 1, True),
-        ("gspo", "rollout", 1, True),
-        ("grpo", "behavior", 1, False),
-        ("grpo", "behavior", 2, True),
-        ("gpg", "previous", 1, False),
-    ],
-)
-def test_gpgs_advantage_with_a_loss_that_clips_is_warned_of(settings, capsys, loss, old_policy, updates, warned):
-    chosen = {"advantage": "gpg", "loss": loss, "old_policy": old_policy, "kl_coef": 0}
-    several = {"train.updates": updates}
-    check_inputs(config_of(settings | several | {f"algorithm.{key}": value for key, value in chosen.items()}))
-    said = f'with algorithm.loss = "{loss}" and algorithm.old_policy = "{old_policy}" is clipped'
-    assert (said in capsys.readouterr().out) == warned
-
-
 @pytest.fixture(autouse=True)
 def warned_of_nothing_yet():
     _warn.cache_clear()
 
 
+GPG = {"algorithm.advantage": "gpg", "algorithm.kl_coef": 0}
+OFF_POLICY = "the updates of a step after its first are off-policy"
+ROUNDED = "rollout.vllm.kv_cache_dtype = 'fp8' rounds"
+
+
+def gpg(loss, old_policy, updates):
+    return GPG | {"algorithm.loss": loss, "algorithm.old_policy": old_policy, "train.updates": updates}
+
+
+def several(mode, updates):
+    return {"train.mode": mode, "train.updates": updates, "algorithm.old_policy": "behavior"}
+
+
+def cached(dtype):
+    return {"rollout.engine": "vllm", "rollout.vllm.kv_cache_dtype": dtype}
+
+
 @pytest.mark.parametrize(
-    ("mode", "updates", "warned"), [("periodic", 2, True), ("sync", 3, True), ("sync", 1, False), ("bounded", 2, False)]
+    ("keys", "said", "warned"),
+    [
+        (gpg("grpo", "previous", 1), "clipped", True),
+        (gpg("gspo", "rollout", 1), "clipped", True),
+        (gpg("grpo", "behavior", 1), "clipped", False),
+        (gpg("grpo", "behavior", 2), "clipped", True),
+        (gpg("gpg", "previous", 1), "clipped", False),
+        (several("periodic", 2), OFF_POLICY, True),
+        (several("sync", 3), OFF_POLICY, True),
+        (several("sync", 1), OFF_POLICY, False),
+        (several("bounded", 2), OFF_POLICY, False),
+        (cached("fp8"), ROUNDED, True),
+        (cached("auto"), ROUNDED, False),
+    ],
 )
-def test_several_updates_of_on_policy_data_are_warned_of(settings, capsys, mode, updates, warned):
-    several = {"train.mode": mode, "train.updates": updates, "algorithm.old_policy": "behavior"}
-    check_inputs(config_of(settings | several))
-    assert ("the updates of a step after its first are off-policy" in capsys.readouterr().out) == warned
-
-
-@pytest.mark.parametrize(("dtype", "warned"), [("fp8", True), ("auto", False)])
-def test_instances_that_round_their_cache_are_warned_of(settings, capsys, dtype, warned):
-    rounded = {"rollout.engine": "vllm", "rollout.vllm.kv_cache_dtype": dtype}
-    check_inputs(config_of(settings | rounded), sampling=False)
-    assert ("rollout.vllm.kv_cache_dtype = 'fp8' rounds" in capsys.readouterr().out) == warned
-
-
-def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
-    save(tmp_path, "qwen3")
-    check_training(a_config(tmp_path, parallel=Parallel(tensor=2, data=3)))
-    wrong = a_config(tmp_path, parallel=Parallel(tensor=4, pipeline=4))
-    with pytest.raises(BadInput, match=r"parallel\.pipeline = 4 does not divide its 2 layers"):
-        check_training(wrong)
-    assert check_rollouts(wrong).layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
-    with pytest.raises(BadInput, match=r"rollout\.max_context = 129 is more than the 128 positions"):
-        check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))
-    with pytest.raises(BadInput, match=r"evaluate\.max_context = 130 is more than the 128 positions"):
-        check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))
+def test_what_changes_the_numbers_is_warned_of(settings, capsys, keys, said, warned):
+    if said == "clipped":
+        loss, old_policy = keys["algorithm.loss"], keys["algorithm.old_policy"]
+        said = f'with algorithm.loss = "{loss}" and algorithm.old_policy = "{old_policy}" is clipped'
+    check_inputs(config_of(settings | keys), sampling=keys.get("rollout.engine") != "vllm")
+    assert (said in capsys.readouterr().out) == warned
 
 
 @pytest.mark.parametrize(
@@ -273,12 +268,6 @@ def test_a_checkpoint_path_that_is_not_there_yet_is_none_of_them(monkeypatch, tm
     given = [f"run.output={tmp_path}", f"checkpoint.path={tmp_path}/a/b"]
     check_inputs(load_config("infra/recipes/quickstart.toml", given))
     assert not (tmp_path / "a").exists()
-
-
-def test_instances_that_cut_a_head_are_refused(tmp_path, monkeypatch):
-    save(tmp_path, "qwen3")
-    with pytest.raises(BadInput, match="rollout.tensor = 3 does not divide the model's 4 attention heads"):
-        check_rollouts(a_config(tmp_path, rollout={"engine": "vllm", "tensor": 3}))
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,13 @@ from hypothesis import strategies as st
 
 from engine.errors import MetronomeError
 from engine.orchestrator.dynamic_sampling import DynamicSampling, is_unequal
-from engine.types import Group, Prompt, Response, Score
+from engine.types import Group, Prompt, Score
 from engine.wire.columns import open_group, pack_group
+from support.groups import numbered_group
 
 
 def group(number, unequal, excluded=False):
-    response = Response(
-        token_ids=(5,),
-        logprobs=(-0.5,),
-        versions=((0, 0),),
-        loss_mask=(True,),
-        finish_reason="stop",
-        text="a",
-        seed=0,
-        instance="instance-0",
-    )
+    response = numbered_group(number).responses[0]
     scores = (Score(1.0), Score(0.0 if unequal else 1.0, excluded=excluded))
     prompt = Prompt(f"prompt {number}", "", "", (1,))
     return pack_group(Group(step=7, index=number, prompt=prompt, responses=(response,) * 2, scores=scores))
@@ -27,7 +19,7 @@ def group(number, unequal, excluded=False):
 def selected(verdicts, wanted, room, pick):
     """Try prompts as the producer does; `pick` says which group under way is finished next.
     (ids in order due, used, tried)."""
-    selection = DynamicSampling(wanted, len(verdicts))
+    selection = DynamicSampling(wanted, len(verdicts), step=7)
     due = []
     running = []
     tried = 0
@@ -51,7 +43,8 @@ def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_
 ):
     unequal = [number for number, verdict in enumerate(verdicts) if verdict]
     if len(unequal) < wanted:
-        with pytest.raises(MetronomeError, match=f"only {len(unequal)} of {len(verdicts)} prompts have"):
+        said = f"only {len(unequal)} of {len(verdicts)} prompts have .*train.prompts_per_step = {wanted} .*group_size"
+        with pytest.raises(MetronomeError, match=f"step 7: {said}"):
             selected(verdicts, wanted, room, draw.randrange)
         return
     due, used, tried = selected(verdicts, wanted, room, draw.randrange)
@@ -59,12 +52,6 @@ def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_
     assert [one.index for one in due] == list(range(wanted))
     assert used == unequal[wanted - 1] + 1 <= tried
     assert sum(verdicts[:tried]) < wanted + max(wanted, room)  # no more is thrown away than keeps the instances busy
-
-
-def test_arrival_order_would_keep_others():
-    """What §3.2 of DAPO leaves open: the long responses of the first prompt arrive last, and are kept all the same."""
-    due, used, tried = selected([True, True, True, True], 2, 4, lambda running: running - 1)
-    assert ([open_group(one).prompt.id for one in due], used, tried) == (["prompt 0", "prompt 1"], 2, 4)
 
 
 def test_a_group_is_due_as_soon_as_all_prompts_before_it_are_decided():
@@ -82,15 +69,6 @@ def test_as_many_are_tried_as_may_be_needed_and_more_to_keep_instances_busy():
     assert not selection.wants(10, 0, room=True)  # the limit
     selection.add_group(group(4, True))
     assert [selection.wants(5, flight, room=False) for flight in (1, 2)] == [True, False]
-
-
-def test_the_error_names_step_limit_and_keys():
-    selection = DynamicSampling(2, 3, step=7)
-    for number in (2, 0):
-        selection.add_group(group(number, number == 2))
-    named = r"step 7: only 1 of 3 prompts .*train.prompts_per_step = 2 .*larger rollout.group_size"
-    with pytest.raises(MetronomeError, match=named):
-        selection.add_group(group(1, False))
 
 
 def test_unequal_is_what_the_verifier_says():

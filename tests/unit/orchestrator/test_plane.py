@@ -1,6 +1,7 @@
 """What the plane answers, who waits, who is silent. Requests are made in this process, rows by hand."""
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import get_args
 
@@ -28,8 +29,10 @@ from engine.wire.messages import (
     Lease,
     OpenSync,
     Prompts,
+    ReplayProgress,
     Report,
     StageFailed,
+    StillWaiting,
     WriteColumns,
     Written,
 )
@@ -39,30 +42,20 @@ from support.run_folders import FIGURES
 DISAGREE = Failure.of(RatioGapError("they disagree"))
 
 
-async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
-    plane, come = await conduct(1)
-    replica_groups = [asyncio.create_task(work(plane, replica_group)) for replica_group in (0, 1)]
-    watching = asyncio.create_task(watch(plane))
-    come.put_nowait(0)
-    async with asyncio.timeout(5):
-        assert sorted(await asyncio.gather(*replica_groups)) == [[], [0]]
-    assert not watching.done()
-    watching.cancel()
-    await plane.close()
-
-
-async def test_waiting_for_groups_is_not_silence_however_long(conduct):
-    plane, come = await conduct(2)
-    replica_groups = [asyncio.create_task(work(plane, replica_group)) for replica_group in (0, 1)]
-    watching = asyncio.create_task(watch(plane))
-    for index in (1, 0):
-        await asyncio.sleep(3 * LIMIT_S)
-        come.put_nowait(index)
-    async with asyncio.timeout(5):
-        assert sorted(sum(await asyncio.gather(*replica_groups), [])) == [0, 1]
-    assert not watching.done()
-    watching.cancel()
-    await plane.close()
+async def test_a_step_ends_for_all_units_and_waiting_for_groups_is_not_silence_however_long(conduct):
+    """It ends also for a unit that got nothing."""
+    for arriving in ([0], [1, 0]):
+        plane, come = await conduct(len(arriving))
+        replica_groups = [asyncio.create_task(work(plane, replica_group)) for replica_group in (0, 1)]
+        watching = asyncio.create_task(watch(plane))
+        for index in arriving:
+            await asyncio.sleep(3 * LIMIT_S)
+            come.put_nowait(index)
+        async with asyncio.timeout(5):
+            assert sorted(sum(await asyncio.gather(*replica_groups), [])) == sorted(arriving)
+        assert not watching.done()
+        watching.cancel()
+        await plane.close()
 
 
 async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
@@ -139,28 +132,28 @@ async def test_a_publish_is_no_silence_of_the_units_that_wait_for_it(conduct):
     await plane.close()
 
 
-async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
+@pytest.mark.parametrize(
+    ("arriving", "said"),
+    [
+        ([0, None], "step 0: its generation ended with 1 of 2 groups, so the trainer would wait for ever$"),
+        (
+            ["no index"],
+            "step 0: its generation failed, unexpected TypeError: .*the orchestrator's log has the traceback",
+        ),
+    ],
+)
+async def test_a_generation_that_lacks_groups_or_fails_by_a_mistake_of_ours_ends_the_run_by_name(
+    conduct, arriving, said
+):
     plane, come = await conduct(2)
     other = asyncio.create_task(work(plane, 0))
-    come.put_nowait(0)
-    come.put_nowait(None)
+    for index in arriving:
+        come.put_nowait(index)
     async with asyncio.timeout(5):
         failure = await watch(plane)
-    assert str(failure) == "step 0: its generation ended with 1 of 2 groups, so the trainer would wait for ever"
-    with pytest.raises(type(failure), match="1 of 2 groups"):
+    assert re.match(said, str(failure))
+    with pytest.raises(type(failure), match=re.escape(str(failure))):
         await other
-    await plane.close()
-
-
-async def test_a_mistake_of_ours_in_a_generation_ends_the_run_by_name_as_every_other_failure(conduct, capsys):
-    plane, come = await conduct(2)
-    come.put_nowait("no index")
-    async with asyncio.timeout(5):
-        failure = await watch(plane)
-    assert str(failure).startswith("step 0: its generation failed, unexpected TypeError: ")
-    with pytest.raises(type(failure), match="unexpected TypeError"):
-        await work(plane, 0)
-    assert "Traceback" in capsys.readouterr().err
     await plane.close()
 
 
@@ -179,6 +172,28 @@ async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(cond
     with pytest.raises(DeadlineError):
         await plane.answer(Heartbeat(replica_group=1))
     await plane.close()
+
+
+async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_others_and_hears_of_their_errors(tmp_path):
+    config = Config(parallel={"data": 2})
+    plane = Plane(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "orchestrator"))
+
+    def replayed(step, replica_group, done):
+        return plane.answer(ReplayProgress(step=step, replica_group=replica_group, done=done))
+
+    for step in (0, 1):
+        assert await replayed(step, 1, False) == StillWaiting()
+        first = asyncio.create_task(replayed(step, 0, True))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        assert await replayed(step, 1, True) == EndOfStep()
+        assert await first == EndOfStep()
+    assert await replayed(2, 0, True) == StillWaiting()  # a sign of life
+    first = asyncio.create_task(replayed(2, 0, True))
+    await asyncio.sleep(0.05)
+    await plane.answer(StageFailed(error=DISAGREE))
+    with pytest.raises(RatioGapError, match="they disagree"):
+        await first
 
 
 # stages -------------------------------------------------------------------------------------------
@@ -216,6 +231,7 @@ async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
         "replica group -1 of the stage 'train'": Lease(step=0, replica_group=-1, budget=1),
         "there is no lease 7": Lease(step=0, replica_group=0, budget=1, done=(7,)),
         "columns more: the stage 'train' gets": Lease(step=0, replica_group=0, budget=1, columns=("more",)),
+        "there is no lease 9": WriteColumns(stage="train", lease=9, rows=()),
     }
     for said, request in wrong.items():
         with pytest.raises((BadInput, ServiceConflict), match=said):
@@ -266,23 +282,18 @@ async def report_cosines(conduct, tmp_path, cosines, **algorithm):
     return [(line["stage"], line["text"]) for line in read_lines(folder.notices)] if folder.notices.exists() else []
 
 
-async def test_a_run_says_once_that_its_gradients_have_left_the_on_policy_range(conduct, tmp_path):
-    told = await report_cosines(conduct, tmp_path, [None, *[0.02, -0.02] * RECENT, *[-0.5] * RECENT])
-    step = 2 * RECENT + 4  # the first whose last 20 steps have a mean above 0.1: 4 of 0.5, 16 of 0.02
-    assert told == [
-        (
-            "training",
-            f"step {step}: the |cosine| of consecutive gradients, 0.116 on average over {RECENT} steps, has left its "
-            "on-policy range (up to 0.1; GAC §3.2)",
-        )
-    ]
-
-
-@pytest.mark.parametrize(("low", "later", "lines"), [(0.6, 0.5, 0), (0.4, 0.5, 1), ("auto", 0.5, 0), ("auto", 0.9, 1)])
-async def test_the_on_policy_range_is_the_runs_own(conduct, tmp_path, low, later, lines):
+@pytest.mark.parametrize(
+    ("low", "later", "end"),
+    [(None, 0.5, 0.1), (0.6, 0.5, None), (0.4, 0.5, 0.4), ("auto", 0.5, None), ("auto", 0.9, 0.6)],
+)
+async def test_a_run_says_once_that_its_gradients_have_left_the_on_policy_range(conduct, tmp_path, low, later, end):
     """With "auto" it ends at the mean of the first cosines (0.5) plus their standard deviation (0.1)."""
-    cosines = [0.4, 0.6] * (WARM_UP // 2) + [later] * RECENT
-    told = await report_cosines(conduct, tmp_path, cosines, gac_low=low, gac_high=0.9 if low != "auto" else low)
-    assert len(told) == lines
-    if low == "auto" and lines:
-        assert "(up to 0.6; GAC §3.2)" in told[0][1]
+    first = [None, *[0.02, -0.02] * RECENT] if low is None else [0.4, 0.6] * (WARM_UP // 2)
+    range_ = {} if low is None else {"gac_low": low, "gac_high": 0.9 if low != "auto" else low}
+    told = await report_cosines(conduct, tmp_path, [*first, *[later] * RECENT], **range_)
+    assert len(told) == (end is not None)
+    if end is not None:
+        assert told[0][0] == "training"
+        assert f"on average over {RECENT} steps, has left its on-policy range (up to {end:g}; GAC §3.2)" in told[0][1]
+    if low is None:  # the first whose last 20 steps have a mean above 0.1: 4 of 0.5, 16 of 0.02
+        assert told[0][1].startswith(f"step {2 * RECENT + 4}: the |cosine| of consecutive gradients, 0.116 ")

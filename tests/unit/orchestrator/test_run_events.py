@@ -114,14 +114,3 @@ def test_equal_scores_are_no_loss_in_an_evaluation(clock, samples):
     notices.count_group([sampled(2, "stop")] * samples, [Score(1.0)] * samples, max_new_tokens=48)
     notices.close()
     assert lines == []
-
-
-def test_gradients_that_leave_the_on_policy_range_are_told_once_at_that_step():
-    lines, notices = told()
-    for step, cosine in enumerate([0.05, -0.05] * 15 + [-0.31] * 30):
-        notices.add_cosine(step, cosine, 0.1)
-        assert len(lines) == (step >= 33)  # of the last 20 steps, 4 are at 0.31
-    assert lines == [
-        "training: step 33: the |cosine| of consecutive gradients, 0.102 on average over 20 steps, has left its "
-        "on-policy range (up to 0.1; GAC §3.2)"
-    ]

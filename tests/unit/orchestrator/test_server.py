@@ -10,10 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import Config
-from engine.errors import (
-    BadInput,
-    ProcessDied,
-)
+from engine.errors import BadInput, ProcessDied
 from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.pool import Pool
@@ -40,10 +37,10 @@ async def running(folder, **rollout):
             assert (folder / "rollout.address").read_text() == f"{address}\n"
             base = f"http://{address}"
 
-            async def call(method, route, body=None, headers=None, **more):
+            async def call(method, route, body=None, headers=None, raw=False, **more):
                 sent = authorization_headers(server.key) if headers is None else headers
                 async with session.request(method, base + route, json=body, headers=sent, **more) as answer:
-                    return answer.status, await (answer.text() if route == "/metrics" else answer.json())
+                    return answer.status, await (answer.text() if raw or route == "/metrics" else answer.json())
 
             yield pool, server, call
     finally:
@@ -160,27 +157,42 @@ async def test_an_instance_of_another_protocol_is_refused_by_name(tmp_path, vers
         assert pool.instances == []
 
 
-async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_path, monkeypatch):
-    monkeypatch.setenv("METRONOME_TOKEN", "secret")
-    right = {"Authorization": "Bearer secret"}
-    seen = []
+class Asked(Scripted):
+    """Notes with which tokens it is asked."""
 
-    class Asked(Scripted):
-        async def load(self, request):
-            seen.append(request.headers.get("Authorization"))
-            return await super().load(request)
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    async with running(tmp_path) as (pool, _, call), Asked().serving() as url:
-        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
-            for method, route in (("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/none")):
-                assert (await call(method, route, GOOD, headers=headers))[0] == 401
+    async def load(self, request):
+        self.seen.append(request.headers.get("Authorization"))
+        return await super().load(request)
+
+
+ROUTES = [("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/metrics"), ("GET", "/none")]
+
+
+@pytest.mark.parametrize("token", ["secret", None])
+async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_path, monkeypatch, token):
+    """On loopback too: without METRONOME_TOKEN it is that of the run."""
+    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("METRONOME_TOKEN", token)
+    instance = Asked()
+    async with running(tmp_path, heartbeat_s=0.1) as (pool, server, call), instance.serving() as url:
+        assert token in (None, server.key)
+        for headers in ({}, authorization_headers("secre"), {"Authorization": server.key}):
+            for method, route in ROUTES:
+                assert (await call(method, route, GOOD, headers=headers, raw=True))[0] == 401
         assert pool.instances == []
-        assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": url}, headers=right))[0] == 200
-        assert (await call("POST", "/join", SPOKEN | {"name": "far", "url": "http://10.255.0.1:9"}, headers=right))[
-            0
-        ] == 200
-        await until(lambda: seen, "a heartbeat")
-        assert set(seen) == {"Bearer secret"}
+        guest = SPOKEN | {"name": "guest", "url": url}
+        assert (await call("POST", "/join", guest))[0] == 200
+        await until(lambda: set(instance.seen) == {f"Bearer {server.key}"}, "a heartbeat")
+        assert (await call("POST", "/join", guest | {"token": "its own", "again": True}))[0] == 200
+        await until(lambda: instance.seen[-1] == "Bearer its own", "its token, after a restart at the same port")
+        assert (await call("POST", "/join", guest | {"token": "line\nend"}))[0] == 400
+        elsewhere = await call("POST", "/join", SPOKEN | {"name": "far", "url": "http://10.255.0.1:9"})
+        assert elsewhere[0] == (200 if token else 400)
 
 
 STRANGERS = [
@@ -207,36 +219,6 @@ async def test_no_request_of_a_web_page_is_taken_even_with_the_token(tmp_path, h
                 assert (await call(method, route, body, headers=given))[0] == expected
         assert [one.state for one in pool.instances] != ["draining"]
         assert (await call("GET", "/status"))[1]["instances"][0]["name"] == "guest"
-
-
-async def test_on_loopback_too_every_route_needs_the_token_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
-    async with running(tmp_path) as (pool, _, call):
-        for headers in ({}, {"Authorization": "Bearer other"}):
-            for method, route in (("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/metrics")):
-                async with aiohttp.ClientSession() as session:
-                    url = f"http://{(tmp_path / 'rollout.address').read_text().strip()}{route}"
-                    async with session.request(method, url, json=GOOD, headers=headers) as answer:
-                        assert answer.status == 401
-        assert pool.instances == []
-        assert (await call("GET", "/status"))[0] == 200
-
-
-async def test_an_instance_is_asked_with_the_token_that_it_joins_with(tmp_path):
-    seen = []
-
-    class Asked(Scripted):
-        async def load(self, request):
-            seen.append(request.headers.get("Authorization"))
-            return await super().load(request)
-
-    async with running(tmp_path, heartbeat_s=0.1) as (_, _, call), Asked().serving() as url:
-        guest = SPOKEN | {"name": "guest", "url": url}
-        assert (await call("POST", "/join", guest | {"token": "its own"}))[0] == 200
-        await until(lambda: seen[-1:] == ["Bearer its own"], "its token")
-        assert (await call("POST", "/join", guest | {"token": "another", "again": True}))[0] == 200
-        await until(lambda: seen[-1:] == ["Bearer another"], "its new token, after a restart at the same port")
-        assert (await call("POST", "/join", guest | {"token": "line\nend"}))[0] == 400
 
 
 def test_listening_off_loopback_needs_the_token(monkeypatch):
@@ -285,29 +267,27 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         assert samples["metronome_pool_instance_state", (guest, ("state", "out"))] == 0
 
 
-STEPS = {
-    "serving": (),
-    "updating": (Instance.begin_update,),
-    "draining": (Instance.drain,),
-    "out": (lambda one: one.exclude("out"),),
-    "starting": (lambda one: one.exclude("out"), Instance.wait_for_weights),
+SIZES = {
+    "serving": (1, ()),
+    "updating": (1, (Instance.begin_update,)),
+    "draining": (0, (Instance.drain,)),
+    "out": (0, (lambda one: one.exclude("out"),)),
+    "starting": (0, (lambda one: one.exclude("out"), Instance.wait_for_weights)),
 }
-"""From serving to a state."""
+"""The size of a pool with an instance of this state, and the way there from serving."""
 
 
-@pytest.mark.parametrize(
-    ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("out", 0), ("starting", 0)]
-)
-async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
+@pytest.mark.parametrize("state", SIZES)
+async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state):
+    size, steps = SIZES[state]
     # nobody looks after it meanwhile: its next heartbeat would bring it back
     async with running(tmp_path, heartbeat_s=60) as (pool, _, call), Scripted().serving() as url:
         await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
         await until(lambda: pool.serving == 1 and pool.instances[0].met, "it")
-        for act in STEPS[state]:
+        for act in steps:
             act(pool.instances[0])
-        told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
-        assert (pool.size, told[0]) == (size, size)
-        assert f"\nmetronome_pool_size {size}.0\n" in told[1]
+        assert (pool.size, (await call("GET", "/status"))[1]["pool_size"]) == (size, size)
+        assert f"\nmetronome_pool_size {size}.0\n" in (await call("GET", "/metrics"))[1]
 
 
 async def test_an_instance_for_which_there_are_not_files_enough_does_not_join(tmp_path, monkeypatch):

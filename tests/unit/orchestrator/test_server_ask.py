@@ -12,14 +12,7 @@ import pytest
 
 from engine.client.connection import Connection
 from engine.config import Config
-from engine.errors import (
-    BadInput,
-    MetronomeError,
-    ServiceConflict,
-    ServiceFull,
-    StaleRolloutError,
-    Stopped,
-)
+from engine.errors import BadInput, MetronomeError, ServiceConflict, ServiceFull, StaleRolloutError, Stopped
 from engine.orchestrator import server as server_module
 from engine.orchestrator.server import Server
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
@@ -139,6 +132,13 @@ async def test_what_is_refused_never_reaches_the_plane_and_the_server_lives_on(t
         assert await ask() == (200, Done())
 
 
+def fails(error):
+    def answer(request):
+        raise error
+
+    return Plane(answer)
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -150,26 +150,21 @@ async def test_what_is_refused_never_reaches_the_plane_and_the_server_lives_on(t
     ],
 )
 async def test_an_error_of_ours_is_answered_as_itself_and_is_no_bug(tmp_path, error, status):
-    def fails(request):
-        raise error
-
-    async with asked(tmp_path, Plane(fails)) as (server, ask):
+    async with asked(tmp_path, fails(error)) as (server, ask):
         assert await ask() == (status, Failure(type(error).__name__, "why"))
         assert not server.bug.done()
 
 
-async def test_a_mistake_of_ours_that_a_program_meets_is_answered_by_name_and_ends_nothing(tmp_path, capsys):
-    async with asked(tmp_path, Plane(lambda request: {}["nothing"])) as (server, ask):
+async def test_a_mistake_of_ours_is_answered_to_a_program_by_name_and_ends_the_run_if_our_ranks_meet_it(
+    tmp_path, capsys
+):
+    async with asked(tmp_path, fails(KeyError("nothing"))) as (server, ask):
         for _ in range(2):
             status, failure = await ask()
             assert (status, failure.kind) == (503, "MetronomeError")
             assert failure.message.startswith("Heartbeat: unexpected KeyError: 'nothing'; the traceback is in")
         assert not server.bug.done()
-    assert "Traceback" in capsys.readouterr().err
-
-
-async def test_a_mistake_of_ours_that_our_ranks_meet_reaches_the_orchestrator(tmp_path):
-    async with asked(tmp_path, Plane(lambda request: {}["nothing"])) as (server, ask):
+        assert "Traceback" in capsys.readouterr().err
         with pytest.raises(msgspec.DecodeError):
             await ask(headers=authorization_headers(server.environment["METRONOME_TOKEN"]))  # 500, and no message
         with pytest.raises(KeyError, match="nothing"):
@@ -177,10 +172,7 @@ async def test_a_mistake_of_ours_that_our_ranks_meet_reaches_the_orchestrator(tm
 
 
 async def test_a_full_disk_reaches_the_orchestrator_and_who_asked_and_no_traceback_is_written(tmp_path, caplog):
-    def fails(request):
-        raise OSError(28, "No space left on device")
-
-    async with asked(tmp_path, Plane(fails)) as (server, ask):
+    async with asked(tmp_path, fails(OSError(28, "No space left on device"))) as (server, ask):
         status, failure = await ask()
         assert (status, failure.kind) == (503, "DiskError")
         assert "No space left on device" in failure.message

@@ -1,19 +1,20 @@
-"""Which stage is late, and what a stage may write."""
+"""Which stage is late, whose lease is whose, what a consumer gets, and what a stage may write."""
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from engine.config import Config
-from engine.errors import BadInput
+from engine.errors import BadInput, ServiceConflict
 from engine.orchestrator.leases import Leases
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import check_columns, stages_of
-from engine.orchestrator.steps import Steps
+from engine.orchestrator.steps import StageRules, Steps
 from engine.run.folder import RunFolder
-from engine.wire.columns import Column, ValuesColumn, pack_column, pack_group, pack_values
-from engine.wire.messages import TRAIN, Lease, WriteColumns, Written
+from engine.wire.columns import OWN, SCORES, Column, ValuesColumn, pack_column, pack_group, pack_values
+from engine.wire.messages import TRAIN, Lease, Written
 from support.groups import numbered_group
+from support.rows import row_of, written_of
 
 WAIT_S = 30.0
 JUDGE = {"needs": ["responses"], "gives": ["mark"], "wait_s": WAIT_S, "reward_weight": 0.5}
@@ -66,15 +67,6 @@ async def test_a_stage_for_which_rows_wait_without_progress_is_named(watched):
     assert watch.late_stage(10 * WAIT_S) == "", "nothing waits"
 
 
-async def test_a_stage_or_a_row_that_is_not_there_is_refused_by_name(watched):
-    leases, _ = watched
-    with pytest.raises(BadInput, match=r"no stage 'other' in the recipe, whose stages are critic, judge, train"):
-        await leases.lease_window(Lease(stage="other", budget=1))
-    window = await leases.lease_window(Lease(stage="judge", budget=1))
-    with pytest.raises(BadInput, match="step 0 has no group 9"):
-        await leases.write_columns(WriteColumns(stage="judge", lease=window.lease, rows=(Written(9, ()),)))
-
-
 @pytest.mark.parametrize(
     "right", [("mark", np.ones(1)), ("values", np.ones(1)), ("values", np.ones(2)), ("values", np.arange(2))]
 )
@@ -107,3 +99,51 @@ def test_what_is_no_column_of_the_row_is_refused_by_name(watched, name):
     column, said = WRONG[name]
     with pytest.raises(BadInput, match=f"step 0, group 1.*column '{column.name}'.*({said})"):
         check_columns(watched[1].find_row(0, 1), Written(1, (column,)), ["mark"])
+
+
+# whose lease is whose -----------------------------------------------------------------------------
+
+LEASE_S = 10.0
+
+
+@pytest.fixture
+def table():
+    """Two rows of step 3, for a trainer outside and a stage that gives a column."""
+    stages = [
+        StageRules(TRAIN, frozenset(OWN), lease_s=LEASE_S),
+        StageRules("judge", frozenset(OWN), frozenset({"mark"}), lease_s=LEASE_S),
+    ]
+    table = Steps(stages)
+    table.begin(3, 2)
+    for index in range(2):
+        table.add_row(row_of(3, index))
+    return table
+
+
+def test_rows_of_a_consumer_that_died_are_given_again_as_they_were_and_the_late_one_is_told_to_drop_them(table):
+    dead = {stage: table.lease_window(stage, 3, 0, 10**6, consumer="dead") for stage in (TRAIN, "judge")}
+    again = {stage: table.lease_window(stage, None, 0, 1, consumer="other", now=LEASE_S + 1) for stage in dead}
+    assert [again[stage].indices for stage in dead] == [(0, 1), (0, 1)], "the same window, whatever the budget"
+    with pytest.raises(ServiceConflict, match=r"not done within 10 s, and were given to 'other'; drop the gradient"):
+        table.acknowledge_lease(dead[TRAIN].number)
+    with pytest.raises(ServiceConflict, match=r"were given to 'other'; drop what was computed"):
+        table.write_columns("judge", dead["judge"].number, written_of((0, 1), {"mark"}))
+    table.again(3)
+    with pytest.raises(ServiceConflict, match="the trainer has since restarted the step; drop the gradient"):
+        table.acknowledge_lease(again[TRAIN].number)
+    assert table.write_columns("judge", again["judge"].number, written_of((0, 1), {"mark"})), "that stage has not"
+
+
+def test_a_consumer_that_asks_ahead_is_not_given_again_what_it_has_at_work(table):
+    first = table.lease_window(TRAIN, 3, 0, 1, consumer="one")
+    ahead = table.lease_window(TRAIN, 3, 0, 1, consumer="one", now=LEASE_S + 1, ahead=True)
+    assert {*first.indices, *ahead.indices} == {0, 1}
+    assert table.lease_window(TRAIN, 3, 0, 1, consumer="one", now=3 * LEASE_S, ahead=True) is None
+    assert table.lease_window(TRAIN, 3, 0, 1, consumer="one", now=3 * LEASE_S).indices == first.indices, "it began anew"
+
+
+def test_a_consumer_gets_the_columns_that_it_asks_for_of_those_that_its_stage_needs(table):
+    held = table.lease_window(TRAIN, 3, 0, 10**6)
+    assert [row.names for row in table.given_rows(held, [SCORES])] == [{SCORES}] * 2
+    with pytest.raises(BadInput, match="columns mark: the stage 'train' gets logprobs, prompt, responses, scores only"):
+        table.check_asked(TRAIN, ["mark", SCORES])
