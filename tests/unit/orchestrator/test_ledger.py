@@ -64,12 +64,7 @@ def test_sync_gives_nothing_before_the_last_row_is_in():
 
 def test_windows_in_prompt_order_go_to_the_units_in_turn_whoever_asks_first():
     ledger = ledger_of(5, ready=range(5), order="prompt_order", replica_groups=2)
-    assert [taken(ledger, 1, 10), taken(ledger, 1, 10), taken(ledger, 0, 10), taken(ledger, 0, 10)] == [
-        [2, 3],
-        [],
-        [0, 1],
-        [4],
-    ]
+    assert [taken(ledger, group, 10) for group in (1, 1, 0, 0)] == [[2, 3], [], [0, 1], [4]]
 
 
 def test_only_what_was_given_is_done_and_once():
@@ -150,22 +145,8 @@ def arrived(count, expected, **keys):
 def test_windows_get_smaller_towards_the_end_so_that_the_units_end_together():
     # the first may have 40 groups x 5 tokens / (2 x 2 replica groups) = 50 tokens, the second 30 x 5 / 4 = 37, ...
     assert sizes(arrived(40, 40, replica_groups=2), 2, 1000) == [10, 7, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1]
-    assert sizes(arrived(40, 40, replica_groups=2), 2, 30) == [
-        6,
-        6,
-        6,
-        5,
-        4,
-        3,
-        2,
-        2,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-    ]  # the budget holds
+    # the budget holds
+    assert sizes(arrived(40, 40, replica_groups=2), 2, 30) == [6, 6, 6, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1]
     assert sizes(arrived(40, 40, replica_groups=1), 1, 1000) == [40]  # nobody to wait for
     assert sizes(arrived(40, 40, replica_groups=2, order="prompt_order"), 2, 1000) == [40]
     assert sizes(arrived(40, 40, replica_groups=2, least=20), 2, 1000) == [10, 7, 5, 4, 4, 4, 4, 2]
@@ -176,12 +157,8 @@ def test_under_a_pipeline_windows_are_the_fewest_equal_parts_of_the_units_shares
     assert sizes(arrived(40, 40, replica_groups=2, bubble=20), 2, 1000) == [20, 20]
     assert sizes(arrived(40, 40, replica_groups=2, bubble=20), 2, 60) == [10, 10, 10, 10]
     assert sizes(arrived(40, 40, replica_groups=2, bubble=20, updates=2), 2, 1000) == [10, 10, 10, 10]
-    assert sizes(arrived(4, 4, replica_groups=4, bubble=20), 4, 1000) == [
-        1,
-        1,
-        1,
-        1,
-    ]  # smaller than the bubble, but in parallel
+    # smaller than the bubble, but in parallel
+    assert sizes(arrived(4, 4, replica_groups=4, bubble=20), 4, 1000) == [1, 1, 1, 1]
     assert sizes(arrived(40, 40, replica_groups=1, bubble=20), 1, 1000) == [40]  # nobody to wait for
     assert sizes(arrived(10, 40, replica_groups=2, bubble=20), 2, 1000) == [10]  # nobody waits for a window to fill
     alone = arrived(40, 40, replica_groups=2, bubble=20)
