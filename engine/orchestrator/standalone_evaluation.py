@@ -41,7 +41,6 @@ from engine.run.trace import Trace
 from engine.types import JsonObject
 
 PROOF = "proof of the evaluated weights"
-LOOK_S = 0.1
 
 
 @dataclass
@@ -250,11 +249,15 @@ class EvaluatedWeights:
                 compute_logprobs, self._model, self._pool.config.model.dtype, self._probe.token_ids
             )
             return
-        deadline = time.monotonic() + self._pool.config.rollout.timeout_s
-        while (own := next((one for one in self._pool.instances if one.declared and one.takes_prompts), None)) is None:
-            if time.monotonic() > deadline:
-                raise DeadlineError("no instance of the evaluation's own serves, with which one that joins is compared")
-            await asyncio.sleep(LOOK_S)
+        try:
+            async with asyncio.timeout(self._pool.config.rollout.timeout_s):
+                own = await self._pool.wait_for(
+                    lambda: next((one for one in self._pool.instances if one.declared and one.takes_prompts), None)
+                )
+        except TimeoutError:
+            raise DeadlineError(
+                "no instance of the evaluation's own serves, with which one that joins is compared"
+            ) from None
         self._proven = await self._calls.ask_probe(own, self._probe, PROOF)
 
 
