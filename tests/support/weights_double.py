@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -11,10 +12,11 @@ from safetensors.torch import save_file
 from engine.client.publish.publisher import Publisher
 from engine.client.publish.transports import open_transport
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TransferError
+from engine.errors import BadInput, DeadlineError, MetronomeError, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
+from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.publish.probe import make_probe
 from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.run_state import RunState
@@ -166,50 +168,6 @@ class Client:
         return reply([], [], "length", [], prompt_logprobs=entries)
 
 
-class Pool:
-    """What Publishes asks of a pool."""
-
-    def __init__(self, clients):
-        self.instances = [Instance(client) for client in clients]
-        self.reasons = {}
-
-    @property
-    def serving(self):
-        return sum(one.takes_prompts for one in self.instances)
-
-    def members(self):
-        return [one for one in self.instances if one.lives]
-
-    async def wait_for(self, find):
-        if (found := find()) is None:
-            raise ProcessDied("no rollout instance is left")
-        return found
-
-    def check_arrivals(self, check):
-        self.check = check
-
-    async def wait_for_checks(self):
-        """Instances are tested when they arrive, as the health monitor does it."""
-        for one in [one for one in self.instances if not one.checked]:
-            one.checked = True
-            try:
-                await self.check(one)
-            except MetronomeError as error:
-                self.leave_out(one, error)
-
-    def leave_out(self, instance, error):
-        if instance.state != "out":
-            instance.exclude(str(error))
-            self.reasons[instance.name] = str(error)
-
-    def admit_instance(self, instance):
-        if instance.lives:
-            instance.admit()
-
-    def named(self, name):
-        return next(one for one in self.instances if one.name == name)
-
-
 class Orchestrator:
     """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
 
@@ -218,12 +176,14 @@ class Orchestrator:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.clients = clients
-        self.pool = Pool(clients)
         config = Config(
             rollout={"timeout_s": timeout_s},
             weights={"staged": staged},
             train={"mode": "bounded", "max_staleness": 1} if in_turn else {},
         )
+        self.pool = Pool(config, Path("/nowhere"), Path("/nowhere"), synced=True)
+        for client in clients:
+            self.enter(client)
         self.publishes = Publishes(
             config=config,
             pool=self.pool,
@@ -232,6 +192,20 @@ class Orchestrator:
             run_state=RunState(),
             trace=SimpleNamespace(add_span=lambda *given, **more: None),
         )
+
+    def enter(self, client):
+        instance = Instance(client)
+        instance.record_answer()
+        self.pool.instances.append(instance)
+        return instance
+
+    @property
+    def reasons(self):
+        """Why instances were excluded, by name; those that are well again, too."""
+        return {one.name: one.reason for one in self.pool.instances if one.reason}
+
+    def leave_out(self, name):
+        self.pool.leave_out(self.pool.find_instance(name), MetronomeError("out"))
 
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
@@ -248,8 +222,16 @@ class Orchestrator:
         return self.run(answers[type(request)](messages.read_request(pack(request))))
 
     async def open(self, request):
-        await self.pool.wait_for_checks()
+        await self.check_arrivals()
         return await self.publishes.open(request)
+
+    async def check_arrivals(self):
+        """As the health monitor does it."""
+        for one in [one for one in self.pool.instances if not one.checked and one.state == "starting"]:
+            try:
+                await self.pool.check_instance(one)
+            except MetronomeError as error:
+                self.pool.leave_out(one, error)
 
     async def verify(self, request):
         reply = await self.publishes.verify(request)
@@ -260,7 +242,8 @@ class Orchestrator:
     def late(self, fault=None):
         """An instance that has come since the last publish."""
         self.clients.append(client := Client("late", self.clients[0].base, fault))
-        self.pool.instances.append(instance := Instance(client))
+        instance = self.enter(client)
+        self.run(self.check_arrivals())
         return instance
 
     def close(self):

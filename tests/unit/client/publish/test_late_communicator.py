@@ -44,7 +44,7 @@ def test_all_instances_get_every_version(start, backend, tmp_path, count, staged
     for version in (1, 2):
         sender.publish(Model(version), version)
     assert all(holds(client, 2) for client in orchestrator.clients)
-    assert not orchestrator.pool.reasons
+    assert not orchestrator.reasons
     assert len(backend.made) == 1 + count  # the groups of the first version serve the second, too
     assert all(group.device == HOST for group in backend.made)
 
@@ -66,7 +66,7 @@ def test_a_member_that_dies_while_it_connects_is_left_out_and_the_others_connect
     began = time.monotonic()
     publisher(orchestrator, "late", tmp_path).publish(Model(1), 1)
     assert holds(orchestrator.clients[0], 1)
-    assert set(orchestrator.pool.reasons) == {"b"}
+    assert set(orchestrator.reasons) == {"b"}
     assert time.monotonic() - began < PATIENCE_S
 
 

@@ -152,7 +152,7 @@ def test_an_instance_that_dies_in_the_second_stage_makes_all_ranks_begin_again(r
 
     orchestrator, ended, models = run(transport, [1], b=die)
     assert ended == [None] * 4
-    assert set(orchestrator.pool.reasons) == {"b"}
+    assert set(orchestrator.reasons) == {"b"}
     assert all(torch.equal(orchestrator.clients[0].held[name], tensor) for name, tensor in weights(1).items())
     assert [model.seen for model in models] == [2 * len(STAGES[model.stage]) for model in models]
 

@@ -5,9 +5,9 @@ import asyncio
 import time
 
 import pytest
+from engine.orchestrator.publish.sync import WeightSync
 
 from engine.errors import MetronomeError, ProcessDied
-from engine.orchestrator.publish.sync import WeightSync
 from engine.orchestrator.run_events import RunEvents
 from engine.wire.messages import OpenSync
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL

@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from functools import partial
 
 import pytest
 import torch
 
-from engine.errors import MetronomeError, WeightSyncError
+from engine.errors import MetronomeError, ProcessDied, WeightSyncError
 from engine.instance.receiver import OUTPUT
 from engine.orchestrator.pool.instance_client import InstanceFault, InstanceGone
 from engine.orchestrator.publish.probe import make_probe
@@ -69,7 +68,7 @@ def test_every_instance_holds_exactly_what_the_trainer_has(start, tmp_path, tran
         assert all(holds(client, version, version) for client in orchestrator.clients)
         assert orchestrator.publishes.version == version
     assert all(one.state == "serving" and one.version == 2 for one in orchestrator.pool.instances)
-    assert not orchestrator.pool.reasons
+    assert not orchestrator.reasons
     for client in orchestrator.clients:
         assert client.calls.count(UPDATE) == 1 + 3 * (3 + staged)  # buckets: output layer with a and b, c, d
         assert client.calls.count("/init_weight_transfer_engine") == (transport == "gloo")
@@ -105,7 +104,7 @@ def test_a_late_instance_that_fails_harms_no_run_that_has_others(start, tmp_path
     sender.publish(Model(1), 1)
     late = orchestrator.late(fault)
     sender.publish(Model(1), 1, again=True)
-    assert set(orchestrator.pool.reasons) == {"late"}
+    assert set(orchestrator.reasons) == {"late"}
     late.wait_for_weights()
     assert not orchestrator.publishes.is_awaited
     assert holds(orchestrator.clients[0], 1, 1)
@@ -121,7 +120,7 @@ def test_the_only_instance_gets_the_version_again_however_often_it_fails(start, 
     orchestrator.pool.instances.clear()
     late = orchestrator.late(on(FINISH, AFTER_TEST, die))
     sender.publish(Model(1), 1, again=True)
-    assert set(orchestrator.pool.reasons) == {"late"}
+    assert set(orchestrator.reasons) == {"late"}
     late.wait_for_weights()
     assert orchestrator.publishes.is_awaited
     sender.publish(Model(1), 1, again=True)
@@ -154,19 +153,18 @@ def test_one_that_fails_is_left_out_by_name_and_all_others_get_the_version(
     publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
     assert time.monotonic() - began < TIMEOUT_S
     assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False, True]
-    assert set(orchestrator.pool.reasons) == {"b"}
-    assert said in orchestrator.pool.reasons["b"]
+    assert set(orchestrator.reasons) == {"b"}
+    assert said in orchestrator.reasons["b"]
     assert orchestrator.publishes.version == 5
 
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_path, transport):
     orchestrator = start(2, b=on(UPDATE, AFTER_TEST + 1, hang))
-    out = partial(orchestrator.pool.leave_out, orchestrator.pool.named("b"), "out")
-    orchestrator.loop.call_soon_threadsafe(orchestrator.loop.call_later, 1.0, out)
+    orchestrator.loop.call_soon_threadsafe(orchestrator.loop.call_later, 1.0, orchestrator.leave_out, "b")
     assert publisher(orchestrator, transport, tmp_path).publish(Model(5), 5) < TIMEOUT_S
     assert [holds(client, 5, 5) for client in orchestrator.clients] == [True, False]
-    assert orchestrator.pool.reasons["b"] == "out"
+    assert orchestrator.reasons["b"] == "out"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +187,7 @@ def test_an_error_in_a_transfer_of_a_group_costs_an_instance_its_place_only_thre
     for version in (1, 2, 3):
         sender.publish(Model(version), version)
     assert [holds(client, 3, 3) for client in orchestrator.clients] == [True, not excluded]
-    assert set(orchestrator.pool.reasons) == ({"b"} if excluded else set())
+    assert set(orchestrator.reasons) == ({"b"} if excluded else set())
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -217,7 +215,7 @@ def test_an_instance_that_does_not_follow_its_output_layer_is_left_out(start, tm
     orchestrator = start(2)
     orchestrator.clients[1].stale_head = True
     publisher(orchestrator, "file", tmp_path).publish(Model(5), 5)
-    assert "b: self-test failed" in orchestrator.pool.reasons["b"]
+    assert "b: self-test failed" in orchestrator.reasons["b"]
     assert holds(orchestrator.clients[0], 5, 5)
 
 
@@ -225,7 +223,8 @@ def test_without_a_member_the_publish_fails_with_the_pools_reason(start, tmp_pat
     orchestrator = start(1, a=on(BEGIN, AFTER_TEST, die))
     sender = publisher(orchestrator, "gloo", tmp_path)
     sender.publish(Model(1), 1)  # no instance holds it
-    assert (orchestrator.publishes.version, set(orchestrator.pool.reasons)) == (1, {"a"})
+    assert (orchestrator.publishes.version, set(orchestrator.reasons)) == (1, {"a"})
+    orchestrator.pool.give_up(ProcessDied("no rollout instance is left"))
     with pytest.raises(MetronomeError, match="no rollout instance is left"):
         sender.publish(Model(2), 2)
 
@@ -255,9 +254,9 @@ def test_the_self_test_loads_the_base_again_only_if_the_instance_has_something_e
     one.client.stale_head = stale
     if stale:
         with pytest.raises(WeightSyncError, match=r"a: self-test failed: .* moved by 0"):
-            orchestrator.run(orchestrator.pool.check(one))
+            orchestrator.run(orchestrator.pool.check_instance(one))
     else:
-        orchestrator.run(orchestrator.pool.check(one))
+        orchestrator.run(orchestrator.pool.check_instance(one))
     assert one.client.calls.count(UPDATE) == loads
     assert one.client.paused  # nobody is served by the perturbed weights
 
@@ -311,7 +310,7 @@ def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tm
 def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tmp_path):
     async def exclude(route, body, count):
         if route == BEGIN and count == AFTER_TEST:
-            orchestrator.pool.leave_out(orchestrator.pool.named("b"), "out")
+            orchestrator.leave_out("b")
 
     orchestrator = start(3, True, in_turn=True, a=exclude)
     publisher(orchestrator, "gloo", tmp_path).publish(Model(5), 5)
@@ -334,7 +333,7 @@ def test_one_that_stopped_serving_while_it_received_staged_weights_is_not_taken_
 ):
     async def leave(route, body, count):
         if route == UPDATE and orchestrator.publishes.version == 1 and body["update_info"].get("bucket") == 1:
-            STOPS[end](orchestrator.pool.named("b"))
+            STOPS[end](orchestrator.pool.find_instance("b"))
 
     orchestrator = start(2, True, in_turn=in_turn, a=leave)
     sender = publisher(orchestrator, "file", tmp_path)

@@ -35,8 +35,8 @@ def test_one_that_computes_otherwise_is_never_trusted_and_is_left_out_by_name(
     orchestrator = start(2, staged, in_turn=in_turn, b=deaf(2))
     publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
     assert [client.trusted for client in orchestrator.clients] == [True, False]
-    assert "b: after the update to weight version 5" in orchestrator.pool.reasons["b"]
-    assert "largest difference 0.001, limit 0.0001" in orchestrator.pool.reasons["b"]
+    assert "b: after the update to weight version 5" in orchestrator.reasons["b"]
+    assert "largest difference 0.001, limit 0.0001" in orchestrator.reasons["b"]
     assert [one.state for one in orchestrator.pool.instances] == ["serving", "out"]
 
 
@@ -131,9 +131,9 @@ def test_one_that_is_left_out_while_it_is_compared_is_not_trusted_although_it_co
     orchestrator = start(2)
     sender = publisher(orchestrator, "file", tmp_path)
     super(type(sender), sender).publish(Model(5), 5)
-    left_out = orchestrator.pool.named("b")
+    left_out = orchestrator.pool.find_instance("b")
 
-    orchestrator.pool.leave_out(left_out, "out")
+    orchestrator.leave_out("b")
     sender.verify(Model(5), 5)
     assert [client.trusted for client in orchestrator.clients] == [True, False]
     left_out.wait_for_weights()
