@@ -33,10 +33,9 @@ from scipy.stats import kendalltau
 from engine.config import Config
 from engine.config.recipe import load_config
 from engine.run.folder import RunFolder
-from engine.tools.planner.calibration import fit_costs, read_run
+from engine.tools.planner.calibration import fit_costs, measured_step_s, probe_settings, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.probes import measured_step_s, probe_settings
 from engine.tools.planner.simulation import simulate_run
 
 PLACINGS: tuple[dict[str, Any], ...] = ({"train.devices": [0], "rollout.devices": [1]}, {})

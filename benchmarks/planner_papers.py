@@ -25,12 +25,11 @@ from common import result
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.tools.planner.devices import DEVICES
+from engine.tools.planner.costs import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import StepModel, find_plan, prior_model
 from engine.tools.planner.search import count_devices
-from engine.tools.planner.simulated import Simulated
-from engine.tools.planner.simulation import simulate_run
+from engine.tools.planner.simulation import Simulated, simulate_run
 
 RECIPES = "infra/recipes/papers"
 SEEDS = 2

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from engine.config.cores import usable_cores
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
 from engine.config.marks import PLAN
 from engine.config.results import Evaluate, ServiceLimits, Tracking
@@ -14,6 +15,20 @@ from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.stages import REFERENCE_STAGE, Stage
 from engine.config.table import Table
 from engine.config.training import Algorithm, Attention, Checkpoint, Cluster, Parallel, Platform, Train
+
+
+def foreign_cores(key: str, cores: Sequence[int]) -> str:
+    """Return what is wrong with the cores that a key names on this machine, or "" if nothing is."""
+    missing = sorted(set(cores) - usable_cores())
+    return (
+        f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}" if missing else ""
+    )
+
+
+def usable_cores() -> set[int]:
+    """Numbers of the CPU cores that this process may use; all of the machine where the system can't tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
 
 WINDOW_PER_STAGE = 4
 """Micro-batches of a window per pipeline stage."""

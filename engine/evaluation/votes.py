@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.evaluation.bootstrap import majority_of
+from engine.evaluation.intervals import majority_of
 from engine.reward.scorer import ResponseScorer
 from engine.reward.verifiers import final_answer
 from engine.types import Group, Prompt, Response
@@ -30,7 +30,7 @@ class Majority:
     value: float
     """1/tied if the right answer is among them, else 0."""
     bootstrap: float = field(default=0.0, compare=False)
-    """Mean value of the majority of the same number of responses, drawn with replacement (engine.evaluation.bootstrap).
+    """Mean value of the majority of the same number of responses, drawn with replacement (engine.evaluation.intervals).
     Responses without an answer count as one wrong answer there, as in verl."""
 
 

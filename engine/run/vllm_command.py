@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine.config import Config
-from engine.config.cores import foreign_cores
+from engine.config.tree import foreign_cores
 from engine.errors import BadInput
 
 PYTHON = "METRONOME_VLLM_PYTHON"

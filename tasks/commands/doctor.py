@@ -37,8 +37,7 @@ from engine.errors import BadInput, without_password
 from engine.run import vllm_command
 from engine.run.files import write_atomically
 from engine.run.vllm_command import MARKER, PYTHON, vllm_interpreter
-from engine.tools.acceptance.report import as_json, healthy
-from engine.tools.acceptance.supervisor import check
+from engine.tools.acceptance.supervisor import as_json, check, healthy
 from tasks.terminal.console import print_page
 from tasks.tracking.code_version import code_version
 

@@ -20,8 +20,8 @@ from engine.run.limits import checkpoint_size
 from engine.run.progress import format_size
 from engine.run.sizes import total_parameters
 from engine.tools.planner import page as pages
-from engine.tools.planner.calibration import read_run
-from engine.tools.planner.devices import DEVICES
+from engine.tools.planner.calibration import measured_step_s, probe_run, probe_settings, read_run
+from engine.tools.planner.costs import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import (
     Planned,
@@ -32,7 +32,6 @@ from engine.tools.planner.planning import (
     plan_sensitivity,
     prior_model,
 )
-from engine.tools.planner.probes import measured_step_s, probe_run, probe_settings
 from engine.tools.planner.search import Ranked, change_config, core_layout, count_devices, on_cpu
 from tasks.commands.compare import align_columns
 from tasks.stages.orchestrator_process import run_training

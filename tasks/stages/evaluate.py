@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
-from engine.evaluation.known import done_before
+from engine.evaluation.results import done_before
 from engine.run.files import read_json, seal, write_json
 from engine.run.folder import RunFolder
 from tasks.attempt import run_folder

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.config.recipe import load_config
-from engine.tools.planner.probes import measured_step_s
+from engine.tools.planner.calibration import measured_step_s
 from support.runs import config_of, launch
 from tasks.commands.plan import make_plan, measure_probes
 

@@ -15,8 +15,8 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config import Config, Model
-from engine.config.cores import usable_cores
 from engine.config.recipe import HOME, find_file, load_config
+from engine.config.tree import usable_cores
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.platform import Platform
 from engine.run.commands import orchestrator_command

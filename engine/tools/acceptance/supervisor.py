@@ -13,16 +13,79 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from engine.config.cores import usable_cores
+from engine.config.tree import usable_cores
 from engine.errors import BadInput
 from engine.run.process import Child, python_command, signal_group
-from engine.tools.acceptance import report
 from engine.tools.acceptance.notes import SLOWER_START_S, Notes, notes_of
-from engine.tools.acceptance.report import PartResult
+from engine.types import JsonObject
+
+FORMAT = 1
+"""Version of the JSON report."""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """The result of one part."""
+
+    part: str
+    status: Literal["ok", "failed", "skipped"]
+    seconds: float
+    lines: tuple[str, ...] = ()
+    """Observations, as sentences."""
+    figures: JsonObject = field(default_factory=dict)
+    reason: str = ""
+    """Why it failed or was skipped. Several lines if it includes the end of a log."""
+    remedy: str = ""
+    """What to do about a failure, or how to make a skipped part run."""
+
+
+def text(result: PartResult, number: int, count: int) -> str:
+    """The section of a part, in Markdown."""
+    lines = [f"## {number}/{count} {result.part}: {result.status} ({result.seconds:.0f} s)", ""]
+    lines += [f"- {line}" for line in result.lines]
+    if result.reason:
+        first, *log = result.reason.splitlines()
+        lines.append(f"- {result.status}: {first}")
+        lines += ["", *(f"      {line.strip()}" for line in log), ""] if log else []
+    if result.remedy:
+        lines.append(f"- what to do: {result.remedy}")
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: Sequence[PartResult]) -> str:
+    """The last section: a table of all parts, and one sentence."""
+    rows = [f"| {one.part} | {one.status} | {one.seconds:.0f} s |" for one in results]
+    return "\n".join(["## Summary", "", "| part | result | took |", "|---|---|---|", *rows, "", f"{verdict(results)}"])
+
+
+def verdict(results: Sequence[PartResult]) -> str:
+    """One sentence: the number of parts by status, and the seconds."""
+    statuses = Counter(one.status for one in results)
+    counts = ", ".join(f"{statuses[status]} {status}" for status in ("ok", "failed", "skipped") if statuses[status])
+    return f"{counts}, in {sum(one.seconds for one in results):.0f} s."
+
+
+def healthy(results: Sequence[PartResult]) -> bool:
+    """Whether no part has failed."""
+    return all(one.status != "failed" for one in results)
+
+
+def as_json(results: Sequence[PartResult], settings: Sequence[str]) -> JsonObject:
+    """The whole report. `settings`: the command's overrides."""
+    return {
+        "format": FORMAT,
+        "healthy": healthy(results),
+        "settings": list(settings),
+        "seconds": round(sum(one.seconds for one in results), 1),
+        "parts": [asdict(one) | {"seconds": round(one.seconds, 1)} for one in results],
+    }
+
 
 TOTAL_S = 600.0
 """Seconds for all parts together if instances start fast. A part that would start later is skipped."""
@@ -91,8 +154,8 @@ def check(
         command = part_command(part.name, folder, settings)
         result = run_part(part, command, folder, left) if left > 0 else _too_late(part, total_s)
         results.append(_with_versions(result, installed) if part.name == "versions" else result)
-        say(report.text(results[-1], len(results), len(parts)))
-    say(report.summary(results))
+        say(text(results[-1], len(results), len(parts)))
+    say(summary(results))
     for large in [found for pattern in LARGE for found in folder.glob(pattern)]:
         shutil.rmtree(large)
     return results

@@ -13,13 +13,13 @@ import aiohttp
 
 from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.publish.probe import UNMEASURED
-from engine.tools.conformance import control_rules, http_rules, response_rules, update_rules
+from engine.tools.conformance import http_rules, response_rules, update_rules
 from engine.tools.conformance.reference import Reference
 from engine.tools.conformance.rules import ProtocolRule
 from engine.tools.conformance.tried_engine import EngineCalls, TriedEngine
 from engine.wire.access_token import access_token
 
-MODULES = (http_rules, response_rules, control_rules, update_rules)
+MODULES = (http_rules, response_rules, update_rules)
 RULES: Sequence[ProtocolRule] = sorted(
     (rule for module in MODULES for rule in vars(module).values() if isinstance(rule, ProtocolRule)),
     key=lambda rule: not rule.required,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -16,8 +16,10 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.files import read_lines
+from engine.run.folder import RunFolder
 from engine.run.trace import Span, iterate_spans
 from engine.tools.planner.costs import Costs
+from engine.tools.planner.search import change_config
 
 ORCHESTRATOR_TOKEN_S = 1e-6
 """CPU seconds of the orchestrator per token of a response of 16k tokens, for reading the reply, its text and its
@@ -261,3 +263,37 @@ def _fit(rows: Array, targets: Array, shares: Array) -> tuple[list[float], float
         _, slowdown, found = min(fits, key=lambda fit: (fit[0], fit[1]))
         predicted = rows @ found * (1 + (slowdown - 1) * shares)
     return [float(value) for value in found], slowdown
+
+
+STEPS = 6
+"""Number of steps of a probe. The first is not counted."""
+
+
+def probe_settings(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield the keys of each probe: four occupancies of the instances, two sizes of windows, both sides one at a time
+    and at once. Together they separate costs that always occur together in a single run."""
+    places = config.groups_in_flight
+    half = config.train.micro_batch_tokens // 2
+    small = {"train.micro_batch_tokens": half} if half >= config.rollout.max_context else {}
+    yield {"train.mode": "sync", "rollout.concurrency": 1}
+    yield {"train.mode": "sync", "rollout.concurrency": 4 * places, **small}
+    yield {"rollout.concurrency": places}
+    yield {"rollout.concurrency": 2 * places, **small}
+
+
+def probe_run(config: Config, keys: dict[str, Any], name: str) -> Config:
+    """Return the config of a short run of the recipe with other keys, without checkpoints and evaluations."""
+    rest = {
+        "run.name": name,
+        "train.steps": STEPS,
+        "train.record": False,
+        "train.warmup_steps": min(config.train.warmup_steps, STEPS),
+        "checkpoint.every": 0,
+        "evaluate.every": 0,
+    }
+    return change_config(config, keys | rest)
+
+
+def measured_step_s(config: Config) -> float:
+    """Return the median seconds of the steps of a finished run, without the first."""
+    return float(median(line["step_s"] for line in list(read_lines(RunFolder(config.folder).steps))[1:]))

@@ -18,8 +18,7 @@ from engine.run.memory import BYTES, frozen_copies
 from engine.run.sizes import cheap_elements, rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.model_shape import shape_of
 from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
-from engine.tools.planner.costs import Costs
-from engine.tools.planner.devices import COPY, DEVICES, Device
+from engine.tools.planner.costs import COPY, DEVICES, Costs, Device
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.search import (
     ON_POLICY,

@@ -11,14 +11,13 @@ from operator import attrgetter
 from typing import Any
 
 from engine.config import Config
-from engine.config.cores import usable_cores
+from engine.config.tree import usable_cores
 from engine.errors import BadInput
 from engine.model.shape import ModelShape, check_layout
 from engine.tools.dry_run import plan_run
 from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths, mean_tokens
-from engine.tools.planner.simulated import Simulated
-from engine.tools.planner.simulation import simulate_run
+from engine.tools.planner.simulation import Simulated, simulate_run
 
 OWN_LAYOUT = 0
 """Value in place of a number of devices: only settings with the configuration's own layout."""

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from engine import platform
 from engine.client.connection import Connection
 from engine.config import Config, Parallel
-from engine.config.cores import usable_cores
+from engine.config.tree import usable_cores
 from engine.errors import MetronomeError
 from engine.platform.base import Platform
 from engine.platform.near_cores import choose_cores

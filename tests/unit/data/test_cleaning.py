@@ -2,8 +2,7 @@ import dataclasses
 
 import pytest
 
-from engine.data.cleaning import clean_problems
-from engine.data.prepared import split_position, split_problems
+from engine.data.prepared import clean_problems, split_position, split_problems
 from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.cleaning import clean_problems
 from engine.data.hub import rows_of
+from engine.data.prepared import clean_problems
 from engine.data.problem_files import File, parse_file, spell_value
 from engine.data.problems import read_problems
 from engine.errors import BadInput

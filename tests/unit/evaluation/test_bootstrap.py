@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from engine.evaluation.bootstrap import best_of, majority_of
-from engine.evaluation.intervals import pass_at
+from engine.evaluation.intervals import best_of, majority_of, pass_at
 
 
 @pytest.mark.parametrize("values", [[1.0, 0.0, 0.0, 0.0], [0.25, -1.0, 2.0, 0.25], [1.0], [0.0, 0.0]])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.evaluation.bootstrap import majority_of
+from engine.evaluation.intervals import majority_of
 from engine.evaluation.votes import Majority, majority_votes
 from engine.types import Group, Prompt, Response, Score
 from support.verifier_calls import verifiers

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from engine.errors import BadInput
-from engine.tools.acceptance.report import PartResult
+from engine.tools.acceptance.supervisor import PartResult
 from support import pins
 from support.index import Machine
 from tasks.commands import doctor

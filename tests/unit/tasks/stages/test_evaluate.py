@@ -11,8 +11,7 @@ import pytest
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
-from engine.evaluation.known import done_before
-from engine.evaluation.results import Subject, record_evaluation
+from engine.evaluation.results import Subject, done_before, record_evaluation
 from engine.orchestrator import standalone_evaluation as evaluation
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder

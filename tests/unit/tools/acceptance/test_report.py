@@ -2,7 +2,7 @@
 
 import json
 
-from engine.tools.acceptance.report import PartResult, as_json, summary, text, verdict
+from engine.tools.acceptance.supervisor import PartResult, as_json, summary, text, verdict
 
 FINE = PartResult("kernels", "ok", 12.3, ("attention cuda: 1e-7",), figures={"errors": [1e-7]})
 SKIPPED = PartResult("broadcast", "skipped", 1.0, reason="nccl needs two devices", remedy="use two")

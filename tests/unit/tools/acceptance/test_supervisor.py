@@ -9,8 +9,7 @@ import pytest
 from engine.errors import BadInput
 from engine.tools.acceptance import device_parts, part, supervisor
 from engine.tools.acceptance.notes import PartFailed, PartSkipped, notes_of
-from engine.tools.acceptance.report import PartResult
-from engine.tools.acceptance.supervisor import NAMES, AcceptancePart, check, run_part
+from engine.tools.acceptance.supervisor import NAMES, AcceptancePart, PartResult, check, run_part
 
 QUICK = AcceptancePart("quick", 30.0, "ask")
 TELLS = "import json, os, sys, time\ndef tell(**row): open(sys.argv[1], 'a').write(json.dumps(row) + '\\n')\n"

@@ -11,8 +11,7 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.tools.dry_run.model_shape import shape_of
-from engine.tools.planner.costs import Costs
-from engine.tools.planner.devices import DEVICES
+from engine.tools.planner.costs import DEVICES, Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import (
     StepModel,

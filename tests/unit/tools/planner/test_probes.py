@@ -1,7 +1,7 @@
 import json
 
 from engine.config import Config
-from engine.tools.planner.probes import STEPS, measured_step_s, probe_run, probe_settings
+from engine.tools.planner.calibration import STEPS, measured_step_s, probe_run, probe_settings
 
 
 def test_probes_tell_the_costs_apart_and_are_short_runs_of_the_recipe(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 
 from engine.config import Config
 from engine.config.recipe import load_config
-from engine.tools.planner.costs import Costs
-from engine.tools.planner.devices import DEVICES
+from engine.tools.planner.costs import DEVICES, Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import prior_model
 from engine.tools.planner.simulation import simulate_run
