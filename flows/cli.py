@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from engine.config.recipe import load_config, override_keys
+from engine.config import Config
+from engine.config.recipe import find_file, load_config, override_keys
 from engine.config.reference import main_keys
 from engine.errors import BadInput, MetronomeError
 from engine.run.folder import RunFolder
@@ -76,9 +77,7 @@ def run(
         found = _run_of(recipe, overrides, resume)
         config = found.config
         if config.run.dry:
-            from tasks.commands.dry_run import dry_run
-
-            dry_run(config)
+            _print_plan(config)
             return
         check_run_folder(config, resume)
         if not found.recipe:
@@ -99,6 +98,24 @@ def run(
             # of a run, its own settings are its recipe
             begun = str(RunFolder(config.folder).config.resolve()) if resume else found.recipe
             pipeline(recipe or begun, [*overrides, *identifying_keys(config)], resume=resume)
+
+
+def _print_plan(config: Config) -> None:
+    """Print layout, memory and arithmetic (`run.dry`); start nothing. Raises BadInput with every reason why the recipe
+    cannot run, and for a reward or a program of the user's that can't be loaded or, if the model is here, a text in
+    `rollout.stop` that is no token of it."""
+    from engine.data.tokenizer import Tokenizer
+    from engine.tools.dry_run import plan_run, plan_sections
+    from tasks.stages.input_checks import check_reward
+
+    if config.rollout.program or any(":" in one.function for one in config.reward.named):
+        check_reward(config)
+    model = find_file(config.model.path)
+    if config.rollout.stop and model.is_dir():
+        Tokenizer(model, config.rollout.stop)
+    for title, rows in plan_sections(plan_run(config)).items():
+        console.print_table(title, rows)
+    console.print_page("\nNothing was started. Memory is computed, not measured: docs/hardware.md says what it covers.")
 
 
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
@@ -157,9 +174,7 @@ def train(
         found = _run_of(recipe, overrides, resume)
         config = found.config
         if config.run.dry:
-            from tasks.commands.dry_run import dry_run
-
-            dry_run(config)
+            _print_plan(config)
             return
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():

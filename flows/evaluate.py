@@ -11,8 +11,7 @@ from engine.run.served_model import weight_version
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured, form_errors
 from tasks.attempt import evaluation_failure
-from tasks.cluster.flow_log import send_output
-from tasks.cluster.flow_names import name_flow_run
+from tasks.cluster.flow_run import name_flow_run, send_output
 from tasks.stages.evaluate import evaluate_once
 from tasks.stages.flow_entry import crashed_without_tracking, read_settled_config
 from tasks.stages.input_checks import check_inputs, with_model_folder

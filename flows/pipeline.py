@@ -2,34 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
+from engine.config import Config
+from engine.config.recipe import load_config
 from engine.data.problem_statistics import describe_report
 from engine.run.folder import RunFolder
 from engine.run.run_file import ContinueFrom
 from engine.types import JsonObject
 from flows import QUICKSTART
-from flows.opening import opened
-from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
+from flows.settings import (
+    AS_RECIPE,
+    Overrides,
+    PoolInstances,
+    Recipe,
+    Settings,
+    check_start,
+    form_errors,
+    given_keys,
+    named_run,
+)
 from tasks.attempt import REGISTER, TRAIN, EnteredRun, RunStage, registered_policy
-from tasks.cluster.events import run_finished, training_finished
-from tasks.cluster.flow_log import send_output
+from tasks.cluster.devices import count_devices, hold_devices
+from tasks.cluster.flow_run import name_flow_run, name_of, run_finished, send_output, training_finished
+from tasks.cluster.other_nodes import other_nodes
 from tasks.stages import summary
-from tasks.stages.base_model import base_model
-from tasks.stages.convert import convert_model
+from tasks.stages.convert import base_model, convert_model
 from tasks.stages.convert import describe_report as describe_conversion
 from tasks.stages.evaluate import evaluate
+from tasks.stages.flow_entry import begun_by_this_flow, crashed_without_tracking, enter_flow, read_settled_config
+from tasks.stages.input_checks import check_address, check_inputs, check_run_folder
 from tasks.stages.prepare import describe_prompts, encode_data, prepare_data
-from tasks.stages.publish import publish
-from tasks.stages.register import register
+from tasks.stages.publish import publish, register
+from tasks.stages.resume import Resumed, find_resumed
+from tasks.stages.resume_checks import check_resume
+from tasks.stages.train import train
 from tasks.terminal import console
 from tasks.tracking import evaluation_texts
+from tasks.tracking.flow_links import tracked_flow
+from tasks.tracking.registered_policies import check_names, started_from
+from tasks.tracking.tracked_run import check_usable
+
+
+@contextmanager
+def opened(
+    recipe: str,
+    overrides: Sequence[str],
+    settings: Settings,
+    continue_from: ContinueFrom,
+    resume: bool,
+    pool_instances: int = 0,
+) -> Iterator[EnteredRun]:
+    """During the body, the run folder is locked, the devices are held and the run is tracked in MLflow.
+
+    Raises BadInput before anything slow starts.
+    """
+    with crashed_without_tracking(), form_errors(settings, overrides):
+        given = given_keys(settings, overrides)
+        if resume:
+            found = find_resumed(recipe, given.run, given.deploy)
+        else:
+            check_start(given, continue_from)
+            given = named_run(given, recipe, settings)
+            found = Resumed(load_config(recipe, given.all), recipe)
+        check_names(found.config, found.recipe)
+        config, begun = started_from(read_settled_config(found.config), found.recipe, continue_from)
+        again = begun_by_this_flow(RunFolder(config.folder))
+        if not again:
+            check_run_folder(config, resume)
+            if not resume:
+                given.tell(config, recipe)
+        config, _ = check_inputs(config)
+        if resume and not again:
+            found.tell()
+            config = check_resume(config)
+        if not again:
+            check_address(config)
+            check_usable(config)
+    with (
+        enter_flow(config, begun, resume) as finished,
+        hold_devices(*count_devices(config, pool_instances)),
+        tracked_flow(config),
+    ):
+        folder = RunFolder(config.folder)
+        name_flow_run(name_of(folder), folder.path)
+
+        def train_on_nodes(config: Config) -> int:
+            with other_nodes(config, pool_instances) as placed:
+                return train(placed.config, finished.resumed, placed.await_nodes)
+
+        yield EnteredRun(
+            config=config,
+            train=train_on_nodes,
+            finished=finished,
+            recipe=str(folder.config.resolve()) if resume else recipe,
+            overrides=[*given.all, f"run.seed={config.run.seed}"],
+            registered=begun.registered,
+            pool_instances=pool_instances,
+        )
 
 
 def _use_base_model(run: EnteredRun) -> str:
@@ -100,7 +176,7 @@ def run_stages(
     entering: AbstractContextManager[EnteredRun],
     rows: Callable[[EnteredRun], dict[str, str]],
 ) -> dict[str, str]:
-    """Enter a run (`flows.opening.opened`), run those of the stages that are not finished, and print and return the
+    """Enter a run (`opened`), run those of the stages that are not finished, and print and return the
     rows of the table at the end."""
     with send_output():
         with entering as run:

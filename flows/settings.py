@@ -16,7 +16,7 @@ from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config, override_keys, recipe_keys
 from engine.errors import BadInput
 from tasks.cluster.deployment_form import in_form_words, read_form
-from tasks.cluster.flow_names import name_flow_run
+from tasks.cluster.flow_run import name_flow_run
 from tasks.terminal import console
 
 Recipe = str

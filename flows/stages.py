@@ -13,7 +13,7 @@ from engine.data.problem_statistics import DataReport, describe_report
 from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
-from tasks.cluster.flow_log import send_output
+from tasks.cluster.flow_run import send_output
 from tasks.cluster.other_nodes import run_node
 from tasks.cluster.rollout_node import serve_until_the_run_ends
 from tasks.stages.convert import convert_model

@@ -6,8 +6,7 @@ from prefect import flow
 
 from engine.run.run_file import ContinueFrom
 from flows import QUICKSTART
-from flows.opening import opened
-from flows.pipeline import run_stages, stages_for
+from flows.pipeline import opened, run_stages, stages_for
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks.stages import summary
 

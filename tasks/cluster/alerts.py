@@ -18,8 +18,7 @@ from prefect.settings import PREFECT_UI_URL
 from prefect.types import SecretDict
 
 from engine.errors import BadInput
-from tasks.cluster import events
-from tasks.cluster.flow_names import FOLDER
+from tasks.cluster.flow_run import CHAMPION, FINISHED, FOLDER
 
 BLOCK = "metronome-alerts"
 """Name of the block on the server."""
@@ -132,8 +131,8 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
             _missing(crashed, resumed, CRASHED_S),
         ),
         ("a run waits for a worker", waiting, flow, not_taken),
-        ("a run has finished", f"{own_run} has finished", own, _happens(events.FINISHED, {})),
-        ("a new champion", f"{champion} is the new champion", own, _happens(events.CHAMPION, {})),
+        ("a run has finished", f"{own_run} has finished", own, _happens(FINISHED, {})),
+        ("a new champion", f"{champion} is the new champion", own, _happens(CHAMPION, {})),
     )
     return [
         Automation(

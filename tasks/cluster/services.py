@@ -76,7 +76,7 @@ def prefect_server(folder: Path, port: int, auth: str) -> LoopbackServer:
 
 def mlflow_server(folder: Path, port: int) -> LoopbackServer:
     """An MLflow server with its database and artifacts in `folder`."""
-    from tasks.tracking.sqlite_store import whole_store
+    from tasks.tracking.store import whole_store
 
     command = ["mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     command += ["--allowed-hosts", f"{HOST}:{port},localhost:{port}"]

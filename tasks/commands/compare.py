@@ -28,7 +28,7 @@ from engine.types import JsonObject
 from tasks.attempt import last_end
 from tasks.stages.summary import bound_rows
 from tasks.terminal.progress_display import fetched, show_progress
-from tasks.tracking.retry import STORE_ERRORS, first_line
+from tasks.tracking.store import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ROWS = "evaluations.jsonl"

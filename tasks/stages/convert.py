@@ -1,4 +1,5 @@
-"""Convert: Hugging Face weights into Megatron's layout and back, checked against Hugging Face logits."""
+"""The base model: its folder, and the conversion of its weights into Megatron's layout and back, checked against
+Hugging Face's logits."""
 
 from __future__ import annotations
 
@@ -10,21 +11,37 @@ from typing import Any
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import INPUTS, TASK_SOURCE
+from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
-from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.errors import BadInput, DeadlineError, MetronomeError, counted
 from engine.model.shape import content_hash, read_shape
 from engine.run.commands import conversion_command
 from engine.run.folder import RunFolder
 from engine.run.process import Child
 from engine.run.sizes import total_parameters
 from engine.types import JsonObject
+from tasks.stages.input_checks import with_model_folder
 from tasks.stages.orchestrator_process import last_error
 from tasks.terminal.progress_display import show_progress, since_now, written
-from tasks.tracking.artifact_cells import table_as_markdown
+from tasks.tracking.artifact_cells import code_span, table_as_markdown
 from tasks.tracking.code_version import code_hash
+
+
+@task(name="base model", cache_policy=NO_CACHE)
+def base_model(config: Config) -> Config:
+    """The config with `model.path` set to a checked Hugging Face folder."""
+    config = with_model_folder(config)
+    shape = read_shape(Path(config.model.path))
+    create_markdown_artifact(
+        f"{code_span(config.model.path)}: {shape.architecture}, {counted(shape.layers, 'layer')} of "
+        f"{shape.hidden}, vocabulary {shape.vocabulary}, context {shape.context}",
+        key="base-model",
+        description="The model that training starts from",
+    )
+    return config
+
 
 LIMIT_S = 1800.0
 """Time limit of the conversion in seconds, apart from the model's size."""

@@ -19,7 +19,7 @@ from tasks.attempt import Stages, count_attempt, last_end, write_fenced
 from tasks.stages.input_checks import check_run_folder
 from tasks.stages.orchestrator_process import timeline_at_end
 from tasks.terminal.console import print_error, say
-from tasks.tracking.retry import TrackingAway
+from tasks.tracking.store import TrackingAway
 
 TAKEOVER_S = 600.0
 """Seconds to wait for the previous attempt to end, counted from its last step or stage. A flow that Prefect believes

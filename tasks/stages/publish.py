@@ -1,8 +1,9 @@
-"""Publish: copies the final checkpoint with the final policy to `checkpoint.path`."""
+"""Publish and register: the final checkpoint and the final policy go to `checkpoint.path`, and the policy to MLflow's
+registry, as champion if it beats the present one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prefect import task
@@ -10,12 +11,20 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from engine.config import Config
+from engine.config.inputs import Accepted
 from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload_checkpoint
+from engine.run.folder import RunFolder
 from engine.run.progress import folder_size
-from tasks.attempt import run_folder
+from engine.run.run_inputs import check_registered
+from tasks.attempt import RegisteredPolicy, run_folder
+from tasks.terminal.console import say
 from tasks.terminal.progress_display import copied, show_progress
-from tasks.tracking.artifact_cells import code_span
+from tasks.tracking import tracked_run
+from tasks.tracking.artifact_cells import code_span, markdown_text
+from tasks.tracking.champion_alias import update_champion
+from tasks.tracking.registered_policies import CHAMPION
+from tasks.tracking.store import retry_while_away
 
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
@@ -56,3 +65,25 @@ def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], 
     whole = folder_size(checkpoint) + folder_size(policy)
     with show_progress("publish", copied("uploaded", lambda: sum(sizes), whole)):
         copy_checkpoint(checkpoint=checkpoint, policy=policy, place=place, fence=fence, sent=sizes.append)
+
+
+@task(name="register", cache_policy=NO_CACHE)
+def register(name: str, policy: Path, accept: Sequence[Accepted] = ()) -> RegisteredPolicy:
+    """Store the policy's folder in the active MLflow run and register it with its lineage.
+
+    A repeated call continues where the first was interrupted. `policy`: the folder `policy/` of a run folder, whose
+    config and evaluations are read. `accept`: as run.accept. Raises TrackingAway, and BadInput if the base model or the
+    user's code is not what the run was trained with.
+    """
+    folder = RunFolder(policy.parent)
+    config = folder.read_config()
+    check_registered(folder.path, config.model_copy(update={"run": config.run.model_copy(update={"accept": accept})}))
+    what = f"registering {name}"
+    version = retry_while_away(what, lambda: tracked_run.register_version(name, policy))
+    verdict = retry_while_away(what, lambda: update_champion(name, version, folder, config))
+    text = f"{code_span(name)} version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: "
+    say("register", f"{text.replace('`', '')}{verdict.reason}")
+    create_markdown_artifact(
+        text + markdown_text(verdict.reason), key="registered-model", description="In MLflow's registry"
+    )
+    return RegisteredPolicy(name, version, verdict.wins, verdict.reason)

@@ -14,7 +14,7 @@ from engine.run.folder import RunFolder
 from engine.tools.comparison.run_figures import gradient_alignment, signs_of_instability
 from engine.types import JsonObject
 from tasks.attempt import registered_policy
-from tasks.tracking import evaluation_texts, pages
+from tasks.tracking import evaluation_texts, tracked_run
 
 LONG_TAIL = 0.25
 """Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
@@ -26,7 +26,7 @@ WAITED = 0.2
 def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
     """The rows of the table at the end of a run: accuracy, reward, speed, places (`places` are rows among these)."""
     folder = RunFolder(config.folder)
-    return {**evaluation_texts.closing_rows(folder), **training_rows(config), **places, **pages.page_rows(config)}
+    return {**evaluation_texts.closing_rows(folder), **training_rows(config), **places, **tracked_run.page_rows(config)}
 
 
 def headline(folder: RunFolder) -> str:

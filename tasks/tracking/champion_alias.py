@@ -25,7 +25,7 @@ from tasks.tracking.artifact_cells import markdown_text
 from tasks.tracking.code_version import code_version
 from tasks.tracking.mirror import TAG_LIMIT
 from tasks.tracking.registered_policies import CHAMPION
-from tasks.tracking.retry import first_line
+from tasks.tracking.store import first_line
 
 RESULTS = "policy_evaluation-{}.json"
 """Name, by version, of the run's artifact with the protocol and the mean score of every problem, for later comparisons.

@@ -14,13 +14,13 @@ from tasks.terminal.console import print_error, say
 from tasks.tracking import evaluation_texts, tracked_run
 from tasks.tracking.mirror import Mirror
 from tasks.tracking.others import CLOSE_S, OtherTrackers
-from tasks.tracking.retry import TrackingAway, retry_while_away
+from tasks.tracking.store import TrackingAway, retry_while_away
 
 
 def log_finished(config: Config, tags: Mapping[str, str] = tracked_run.NO_TAGS) -> str:
     """Log the evaluations of the run folder in its MLflow run, whose status and settings stay; return the run's id.
 
-    Waits for MLflow, and as long for its artifact store (tasks.tracking.retry). With a shorter wait, a flow run would
+    Waits for MLflow, and as long for its artifact store (tasks.tracking.store). With a shorter wait, a flow run would
     be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway if either stays away for longer.
     No row is lost then, because the next log in this run folder writes it.
     """

@@ -12,8 +12,7 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from tasks.tracking import tracked_run
 from tasks.tracking.evaluations import log_finished
-from tasks.tracking.pages import ui_address
-from tasks.tracking.retry import retry_while_away
+from tasks.tracking.store import retry_while_away
 
 
 @contextmanager
@@ -37,7 +36,7 @@ def run_url(config: Config, run_id: str) -> str:
         "the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment)
     )
     assert experiment is not None, "tracked() makes it"
-    return f"{ui_address(config)}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
+    return f"{tracked_run.ui_address(config)}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 
 
 def _tags(prefix: str) -> dict[str, str]:
@@ -47,7 +46,7 @@ def _tags(prefix: str) -> dict[str, str]:
 
 def _link(config: Config, run_id: str) -> None:
     description = "The run in MLflow."
-    if not tracked_run.tracking_uri(config).startswith("http"):
+    if not tracked_run.has_server(config):
         description += f" Its store has no server; start one with:\n\n    {tracked_run.ui_command(config)}"
     create_link_artifact(
         run_url(config, run_id), link_text=f"{config.run.name} in MLflow", key="mlflow", description=description

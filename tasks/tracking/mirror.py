@@ -41,7 +41,7 @@ from tasks.attempt import count_resumes, registered_policy, run_folder
 from tasks.terminal.console import print_error
 from tasks.tracking import descriptions
 from tasks.tracking.metric_names import evaluation_figures, metric_name, metric_values
-from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts
+from tasks.tracking.store import STORE_ERRORS, first_line, is_refused, retry_conflicts
 
 DIGEST = 32
 """Number of hex digits of a version in MLflow's digest (MLflow accepts up to 36)."""

@@ -15,7 +15,7 @@ from engine.config.keys import flatten_keys
 from engine.errors import BadInput
 from engine.run.run_file import read_run
 from tasks.terminal.console import print_error
-from tasks.tracking.retry import first_line
+from tasks.tracking.store import first_line
 
 CLOSE_S = 60.0
 """Seconds that the end of a run or an evaluation waits for these trackers at most."""

@@ -21,8 +21,7 @@ from engine.run.run_file import ContinueFrom, RunStart, read_run
 from tasks.terminal.console import named_deployment, say
 from tasks.terminal.progress_display import fetched, show_progress
 from tasks.tracking.metric_names import clean_name
-from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
-from tasks.tracking.sqlite_store import whole_store
+from tasks.tracking.store import STORE_ERRORS, first_line, retry_while_away, whole_store
 from tasks.tracking.tracked_run import quote_name, shown_uri, tracking_uri
 
 REGISTRY = "models:/"

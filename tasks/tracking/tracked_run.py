@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,8 +28,15 @@ from tasks.terminal.console import own_program, print_error
 from tasks.terminal.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.others import OtherTrackers, check_others
-from tasks.tracking.retry import STORE_ERRORS, first_line, is_refused, retry_conflicts, retry_while_away
-from tasks.tracking.sqlite_store import sqlite_file, whole_store
+from tasks.tracking.store import (
+    STORE_ERRORS,
+    first_line,
+    is_refused,
+    retry_conflicts,
+    retry_while_away,
+    sqlite_file,
+    whole_store,
+)
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run continues the same MLflow run."""
@@ -49,6 +56,8 @@ FLUSH_S = 60.0
 """Seconds that the end of a run waits for MLflow."""
 HURRY_S = 4.0
 """Seconds that the end of a failed or cancelled run waits for MLflow."""
+UI = "http://127.0.0.1:5000"
+"""Address of `mlflow ui`, for a store without a server."""
 NO_TAGS: Mapping[str, str] = MappingProxyType({})
 
 # MLflow's default of 7 retries takes four minutes; the next pass tries again anyway
@@ -69,12 +78,29 @@ def shown_uri(config: Config) -> str:
     return without_password(tracking_uri(config))
 
 
+def has_server(config: Config) -> bool:
+    """Whether the store is a server, which has its own pages."""
+    return tracking_uri(config).startswith(("http://", "https://"))
+
+
 def ui_command(config: Config) -> str:
-    """The address of the MLflow server, or, for a store without a server, the command that starts the UI with this
-    environment's mlflow."""
-    if tracking_uri(config).startswith(("http://", "https://")):
-        return shown_uri(config)
+    """The command that starts the UI of a store without a server, with this environment's mlflow."""
     return shlex.join([own_program("mlflow"), "ui", "--backend-store-uri", shown_uri(config)])
+
+
+def ui_address(config: Config) -> str:
+    """Address of the UI: that of the server, or the one where `ui_command` starts it."""
+    return (shown_uri(config) if has_server(config) else UI).rstrip("/")
+
+
+def page_rows(config: Config) -> dict[str, str]:
+    """Rows of the table at the end of a run: the page with its experiment's runs, or the UI's first page if the store
+    does not tell the experiment's id, and, for a store without a server, the command that serves it."""
+    page = ui_address(config)
+    with suppress(*STORE_ERRORS):  # do not wait: the run is over, and its figures are in its folder
+        found = mlflow.MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
+        page += f"/#/experiments/{found.experiment_id}/runs" if found is not None else ""
+    return {"MLflow": page} if has_server(config) else {"MLflow UI": ui_command(config), "its page": page}
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from support.transferqueue import ELSEWHERE, EXACT, MARKS
 from support.whole_runs import run, same, steps, weights
 from tasks.cluster.ray import placement as ray_cluster_of
 from tasks.cluster.ray.models import PlacedModel, find_digests, model_here
-from tasks.cluster.ray.parts import MODEL, PlacedPart, begin, end, first_place
-from tasks.cluster.ray.room import give_back, take_room
+from tasks.cluster.ray.parts import MODEL, PlacedPart, begin, end, first_place, give_back, take_room
 
 pytestmark = MARKS
 NEEDS_ROOT = pytest.mark.skipif(

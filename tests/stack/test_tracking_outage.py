@@ -15,7 +15,7 @@ from support.ports import free_port
 from support.run_folders import add_line
 from support.runs import config_of, save_model
 from support.stack import Services
-from tasks.tracking import evaluations, mirror, retry, tracked_run
+from tasks.tracking import evaluations, mirror, store, tracked_run
 from tasks.tracking.registered_policies import model_folder, registered_name
 
 pytestmark = pytest.mark.stack
@@ -99,7 +99,7 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
 
 def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services, settings, capsys, monkeypatch):
     """The command itself, with a real model and instance."""
-    monkeypatch.setattr(retry, "AWAY_S", 2.0)
+    monkeypatch.setattr(store, "AWAY_S", 2.0)
     server = services["mlflow"]
     before = mlflow.get_tracking_uri()
     config = config_of(settings | {"tracking.uri": server.url, "evaluate.problems": 2, "evaluate.max_new_tokens": 4})

@@ -23,7 +23,9 @@ from engine.run.process import BAD_INPUT
 from engine.wire.address import split_address
 from tasks.cluster.ray.parts import (
     RANKS,
+    SAY_S,
     STOP_S,
+    Growth,
     PlacedPart,
     begin,
     end,
@@ -33,7 +35,6 @@ from tasks.cluster.ray.parts import (
     raised_there,
     write_log,
 )
-from tasks.cluster.ray.room import Growth
 from tasks.terminal.console import print_error, say
 from tasks.terminal.interruption import is_stopping
 
@@ -45,8 +46,6 @@ LONGEST_BACKOFF_S = 60.0
 """Most of these seconds where a node that has room can't start it, as one without Metronome."""
 MOST_DOUBLINGS = 10
 """Number of times from which on they are these in any case: a larger power of 2 may be no float."""
-SAY_S = 30.0
-"""Seconds between two lines that say for whom the run waits."""
 NEVER_AGAIN = "is not started again"
 ANSWER_S = 10.0
 """Seconds in which an actor must answer that lives."""

@@ -1,6 +1,6 @@
 """Places the processes of a run on a running Ray cluster: cluster.engine = "ray".
 
-Its parts get their room at once (tasks.cluster.ray.room): trainer nodes packed, the first of them on this machine, and
+Its parts get their room at once (tasks.cluster.ray.parts): trainer nodes packed, the first of them on this machine, and
 instances spread. An actor on each place holds one process (tasks.cluster.ray.parts), and a thread follows all of them
 (tasks.cluster.ray.following).
 """
@@ -37,8 +37,19 @@ from engine.wire.address import bracket_host, split_address
 from tasks.attempt import run_folder
 from tasks.cluster.ray.following import TOUCH_S, Followed, Needed, RayWatch
 from tasks.cluster.ray.models import PlacedModel
-from tasks.cluster.ray.parts import MODEL, RANKS, PlacedPart, await_start, begin, end, first_place, start_actor
-from tasks.cluster.ray.room import Growth, give_back, take_room
+from tasks.cluster.ray.parts import (
+    MODEL,
+    RANKS,
+    Growth,
+    PlacedPart,
+    await_start,
+    begin,
+    end,
+    first_place,
+    give_back,
+    start_actor,
+    take_room,
+)
 from tasks.terminal.console import print_error, say
 
 PORTS = range(20_000, 30_000)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.config.recipe import load_config
 from engine.errors import BadInput, has_password, without_password
-from tasks.tracking.tracked_run import shown_uri, ui_command
+from tasks.tracking.tracked_run import shown_uri, ui_address
 
 SECRET = "hunter2"
 
@@ -56,4 +56,4 @@ def test_other_addresses_are_taken_and_shown_as_they_are(uri):
 def test_a_password_in_the_environment_is_used_but_not_shown(monkeypatch):
     monkeypatch.setitem(os.environ, "MLFLOW_TRACKING_URI", f"http://user:{SECRET}@host:5000/x?token={SECRET}&a=1")
     config = load_config(None)
-    assert shown_uri(config) == ui_command(config) == "http://host:5000/x?token=***&a=1"
+    assert shown_uri(config) == ui_address(config) == "http://host:5000/x?token=***&a=1"

@@ -17,7 +17,7 @@ from tasks.stages import orchestrator_process, shown_stages, train
 from tasks.stages.evaluate import run_folder as evaluated_folder
 from tasks.stages.flow_entry import enter_flow
 from tasks.tracking import tracked_run
-from tasks.tracking.retry import TrackingAway
+from tasks.tracking.store import TrackingAway
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from engine.tools.watch.page import draw_page
 from support.damages import damaged
 from support.run_folders import add_line, finished, interrupted
 from tasks.attempt import Stages, count_attempt, last_end
-from tasks.cluster.flow_names import name_of
+from tasks.cluster.flow_run import name_of
 from tasks.commands.compare import from_folder
 from tasks.stages import resume_checks
 from tasks.stages.flow_entry import begun_by_this_flow

@@ -5,7 +5,7 @@ from prefect.server.utilities.user_templates import render_user_template_sync
 
 from engine.errors import BadInput
 from tasks.cluster import alerts
-from tasks.cluster.flow_names import FOLDER
+from tasks.cluster.flow_run import FOLDER
 
 SECRET = "https://hooks.example.com/services/T0/secret"
 
@@ -13,11 +13,7 @@ SECRET = "https://hooks.example.com/services/T0/secret"
 @pytest.mark.parametrize(
     ("url", "given", "kind"),
     [
-        ("https://hooks.slack.com/services/T/B/x", "", "slack"),
-        ("https://open.feishu.cn/open-apis/bot/v2/hook/x", "", "feishu"),
-        ("https://open.larksuite.com/open-apis/bot/v2/hook/x", "", "feishu"),
-        ("https://oapi.dingtalk.com/robot/send?access_token=x", "", "dingtalk"),
-        ("https://qyapi.weixin.qq.com/cgi-bin/webhook/send?key=x", "", "wecom"),
+        *((f"https://{host}/hook/x", "", kind) for host, kind in alerts.HOSTS.items()),
         ("http://127.0.0.1:9/hook", "", "json"),
         ("http://proxy.internal/hook", "wecom", "wecom"),
     ],

@@ -14,72 +14,52 @@ from tasks.cluster.watchdog import TAG
 RECIPE = "infra/recipes/quickstart.toml"
 
 
+def deployments(*overrides, recipe=RECIPE, **choices):
+    """The deployments by name."""
+    return {one["name"]: one for one in read_deployments(recipe, overrides, Choices(**choices))["deployments"]}
+
+
 def test_choices_reach_the_deployments():
-    choices = Choices(
-        pool="ascend-train",
-        rollout_pool="ascend-rollout",
-        timezone="Asia/Shanghai",
-        training="30 1 * * *",
-        evaluation="",
-    )
-    found = {one["name"]: one for one in read_deployments("mine.toml", ["train.steps=3"], choices)["deployments"]}
+    pools = {"pool": "ascend-train", "rollout_pool": "ascend-rollout"}
+    night = {"timezone": "Asia/Shanghai", "training": "30 1 * * *", "evaluation": ""}
+    found = deployments("train.steps=3", recipe="mine.toml", **pools, **night)
     given = [one["parameters"] for name, one in found.items() if name != "join-training"]
     assert {(one["recipe"], *one["overrides"]) for one in given} == {("mine.toml", "train.steps=3")}
-    pools = {name: one["work_pool"]["name"] for name, one in found.items()}
-    assert pools == {
-        "pipeline": "ascend-train",
-        "nightly": "ascend-train",
-        "train": "ascend-train",
-        "evaluate": "ascend-train",
-        "nightly-evaluation": "ascend-train",
-        "prepare": "cpu",
-        "convert": "cpu",
-        "join-training": "ascend-train",
-        "serve-rollouts": "ascend-rollout",
+    trains = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
+    wanted = dict.fromkeys(trains, "ascend-train") | {"prepare": "cpu", "convert": "cpu"}
+    assert {name: one["work_pool"]["name"] for name, one in found.items()} == wanted | {
+        "serve-rollouts": "ascend-rollout"
     }
     [nightly] = found["nightly"]["schedules"]
-    assert (nightly["cron"], nightly["timezone"]) == ("30 1 * * *", "Asia/Shanghai")
+    assert (nightly["cron"], nightly["timezone"], nightly["active"]) == ("30 1 * * *", "Asia/Shanghai", True)
     assert found["nightly-evaluation"]["schedules"] == []
-    assert nightly["active"]
     assert found["nightly"]["parameters"]["continue_from"] == "nightly"
-
-
-def test_nothing_is_scheduled_that_nobody_asked_for():
-    for name, one in {one["name"]: one for one in read_deployments(RECIPE, [], Choices())["deployments"]}.items():
-        assert one.get("schedules", []) == [], name
-    as_they_stand = yaml.safe_load(FILE.read_text())["deployments"]
-    assert [each["active"] for one in as_they_stand for each in one.get("schedules", ())] == [False, False]
-
-
-def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_their_own():
-    """A limit on the queue `default` must not hold back the nodes of a run that has begun."""
-    found = {one["name"]: one for one in read_deployments(RECIPE, [], Choices(pool="ascend-train"))["deployments"]}
-    resumed = {name for name, one in found.items() if TAG in one["tags"]}
-    assert resumed == {"pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training"}
+    assert {name for name, one in found.items() if TAG in one["tags"]} == {*trains}  # resumed after a crash
+    # a limit on the queue `default` must not hold back the nodes of a run that has begun
     queues = {name: one["work_pool"].get("work_queue_name", "default") for name, one in found.items()}
     assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes"}
 
 
+def test_nothing_is_scheduled_that_nobody_asked_for():
+    assert [name for name, one in deployments().items() if one.get("schedules")] == []
+    as_they_stand = yaml.safe_load(FILE.read_text())["deployments"]
+    assert [each["active"] for one in as_they_stand for each in one.get("schedules", ())] == [False, False]
+
+
 def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
     """Nobody fills in a form for them; the evaluation that follows a training takes as many as that one did."""
-    found = {one["name"]: one for one in read_deployments(RECIPE, [], Choices(on_rollout_pool=4))["deployments"]}
-    given = {
-        name: one["parameters"]["on_rollout_pool"]
-        for name, one in found.items()
-        if "on_rollout_pool" in one.get("parameters", ())
-    }
-    assert given == dict.fromkeys(("pipeline", "nightly", "train", "evaluate", "nightly-evaluation"), 4)
+    for count, wanted in ((4, ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")), (0, ())):
+        found = deployments(on_rollout_pool=count)
+        given = {name: one.get("parameters", {}).get("on_rollout_pool") for name, one in found.items()}
+        assert {name: there for name, there in given.items() if there is not None} == dict.fromkeys(wanted, count)
     [trigger] = found["evaluate"]["triggers"]
     assert "event.payload.on_rollout_pool" in json.dumps(trigger["parameters"]["on_rollout_pool"])
-    assert not any(
-        "on_rollout_pool" in one.get("parameters", ()) for one in read_deployments(RECIPE, [], Choices())["deployments"]
-    )
 
 
 def test_every_entrypoint_is_a_flow_with_these_parameters():
     from prefect.flows import load_flow_from_entrypoint
 
-    for one in read_deployments(RECIPE, [], Choices())["deployments"]:
+    for one in deployments().values():
         flow = load_flow_from_entrypoint(one["entrypoint"], use_placeholder_flow=False)
         given = one.get("parameters", {}) | {
             name: value for trigger in one.get("triggers", ()) for name, value in trigger["parameters"].items()
@@ -108,13 +88,11 @@ def test_bad_choices_are_refused(choices, said):
 def test_a_named_deploy_has_deployments_events_and_policies_of_its_own(monkeypatch):
     from tasks.tracking.registered_policies import registered_name
 
-    found = {one["name"]: one for one in read_deployments(RECIPE, [], Choices(name="math"))["deployments"]}
+    found = deployments(name="math")
     assert {"math-pipeline", "math-nightly", "math-serve-rollouts"} <= set(found)
     assert all("math" in one["tags"] for one in found.values())
-    [trigger] = found["math-evaluate"]["triggers"]
-    assert trigger["match"]["metronome.evaluation"] == "math-evaluate"
-    [default] = [one for one in read_deployments(RECIPE, [], Choices())["deployments"] if one["name"] == "evaluate"]
-    assert default["triggers"][0]["match"]["metronome.evaluation"] == "evaluate"
+    for one in (found["math-evaluate"], deployments()["evaluate"]):
+        assert one["triggers"][0]["match"]["metronome.evaluation"] == one["name"]
     env = found["math-nightly"]["work_pool"]["job_variables"]["env"]
     assert env["METRONOME_DEPLOY"] == "math"
     config = load_config(RECIPE)
@@ -127,9 +105,7 @@ def test_flow_runs_get_the_addresses_of_the_shell_but_no_secret(monkeypatch, tmp
     """Pods do not see this machine's loopback, and the pool's own file counts."""
 
     def env(**choices):
-        tree = read_deployments(RECIPE, [], Choices(**choices))
-        [nightly] = [one for one in tree["deployments"] if one["name"] == "nightly"]
-        return nightly["work_pool"]["job_variables"]["env"]
+        return deployments(**choices)["nightly"]["work_pool"]["job_variables"]["env"]
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)

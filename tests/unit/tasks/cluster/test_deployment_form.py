@@ -1,36 +1,15 @@
 """The form of a deployment, against Prefect's schema of a real flow; tests/stack has the server."""
 
 import pytest
-from prefect.utilities.callables import parameter_schema
 
 from engine.config import Config
-from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.folder import dump_config
 from flows import settings as flow_settings
 from flows import stages
-from flows.pipeline import pipeline
 from flows.settings import Given, Settings, check_start, given_keys
-from flows.stages import join_training
-from tasks.cluster.deployment_form import in_form_words, with_defaults
-
-VALUES = flatten_keys(load_config("infra/recipes/quickstart.toml", ["train.steps=7"]).model_dump(mode="json"))
-
-
-def fields(schema):
-    return schema["definitions"]["Settings"]["properties"]
-
-
-def test_the_form_shows_the_recipes_values():
-    schema = with_defaults(parameter_schema(pipeline), VALUES)
-    shown = {name: field["default"] for name, field in fields(schema).items()}
-    assert (shown["steps"], shown["prompts_per_step"], shown["mode"]) == (7, 32, "periodic")
-    assert shown["learning_rate"] == pytest.approx(3e-4)
-    assert shown["model"] == "data/quickstart_model"
-    assert shown["name"] is None
-    assert schema["properties"]["settings"]["default"] == shown
-    assert with_defaults(parameter_schema(join_training), VALUES) is None
+from tasks.cluster.deployment_form import in_form_words
 
 
 def test_a_setting_that_is_given_counts(monkeypatch):

@@ -1,6 +1,7 @@
 """Which devices each instance of a node of the rollout pool gets."""
 
 import socket
+import sys
 
 import pytest
 
@@ -70,20 +71,17 @@ def test_the_embedded_engine_needs_no_devices_and_no_vllm(monkeypatch):
     assert rollout_node.own_devices(Config(platform={"device": "npu"}), 2) == [{}, {}]
 
 
-def test_each_instance_is_started_with_its_own_and_none_of_the_runs(monkeypatch):
-    """rollout.devices of the run are on another node."""
-    started = []
-    monkeypatch.setattr(
-        rollout_node, "own_devices", lambda config, count: [{ASCEND: str(number)} for number in range(count)]
+def test_each_instance_is_started_with_its_own_devices_and_none_of_the_runs(monkeypatch, tmp_path):
+    """rollout.devices of the run are on another node. Each instance is a program that notes what it was given."""
+    code = (
+        "import os, sys, shutil, time; recipe = sys.argv[sys.argv.index('serve') + 1]; number = os.environ['NUMBER']; "
     )
-    monkeypatch.setattr(
-        rollout_node,
-        "_instance",
-        lambda recipe, join, host, name, environment: started.append(
-            (environment, load_config(recipe).rollout.devices)
-        ),
-    )
-    monkeypatch.setattr(rollout_node, "_accompany", lambda children, join, rollout: None)
-    monkeypatch.setattr(rollout_node, "stop_all", lambda children, within_s: None)
-    rollout_node.serve_until_the_run_ends(Config(rollout={"devices": [0]}), "127.0.0.1:1", 2, "127.0.0.1")
-    assert started == [({ASCEND: "0"}, []), ({ASCEND: "1"}, [])]
+    code += f"shutil.copy(recipe, f'{tmp_path}/{{number}}.toml')"
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{code}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(rollout_node.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(rollout_node, "own_devices", lambda config, count: [{"NUMBER": str(n)} for n in range(count)])
+    config = Config(rollout={"devices": [0], "timeout_s": 3.0})
+    with pytest.raises(DeadlineError):
+        rollout_node.serve_until_the_run_ends(config, "127.0.0.1:1", 2, "127.0.0.1")
+    assert [load_config(tmp_path / f"{number}.toml").rollout.devices for number in range(2)] == [[], []]

@@ -72,61 +72,46 @@ def swept(monkeypatch):
     return look
 
 
-def test_crashed_runs_are_resumed_within_an_hour_and_only_those_that_ask_for_it(swept):
-    found, lines = swept(
-        [
-            run("crashed", "CRASHED", 60),
-            run("may be reported a second time", "CRASHED", 15),
-            run("given up", "CRASHED", FORGOTTEN_S + 60),
-            run("of somebody else", "CRASHED", 60, tags={"nightly"}),
-            run("failed", "FAILED", 60),
-            run("cancelled", "CANCELLED", 60),
-            run("without a deployment, which no worker takes", "CRASHED", 60, deployment_id=None),
-        ]
-    )
-    assert found == {"crashed": "AwaitingRetry"}
-    assert lines == ["resumed crashed"]
+LATE_S = SILENCE_S + 10
+OTHERS = {"tags": {"nightly"}}
+NO_WORKER = {"deployment_id": None}
+RUNS = (
+    # name, state, seconds in it, what else, the state that it is given
+    ("crashed", "CRASHED", 60, {}, "AwaitingRetry"),
+    ("may be reported a second time", "CRASHED", 15, {}, ""),
+    ("given up", "CRASHED", FORGOTTEN_S + 60, {}, ""),
+    ("of somebody else", "CRASHED", 60, OTHERS, ""),
+    ("failed", "FAILED", 60, {}, ""),
+    ("cancelled", "CANCELLED", 60, {}, ""),
+    ("without a deployment, which no worker takes", "CRASHED", 60, NO_WORKER, ""),
+    ("again and again", "CRASHED", 60, {"starts": range(60, 60 + STARTS)}, "Failed"),
+    ("once less", "CRASHED", 60, {"starts": range(60, 60 + STARTS - 1)}, "AwaitingRetry"),
+    ("over hours", "CRASHED", 60, {"starts": range(0, 600 * STARTS, 600)}, "AwaitingRetry"),
+    ("silent", "RUNNING", 1000, {"heard": [LATE_S]}, "Crashed"),
+    ("of a new attempt, silent", "RUNNING", LATE_S, {"heard": [1000]}, "Crashed"),
+    ("has just begun", "RUNNING", 10, {"heard": [1000]}, ""),
+    ("alive", "RUNNING", 1000, {"heard": [HEARTBEAT_S, LATE_S]}, ""),
+    ("never heard of", "RUNNING", 1000, {}, ""),
+    ("is being cancelled", "CANCELLING", 1000, {"heard": [LATE_S]}, ""),
+    ("silent, of somebody else", "RUNNING", 1000, {"heard": [LATE_S]} | OTHERS, ""),
+    ("of a lost node", "PENDING", PENDING_S + 10, {}, "Crashed"),
+    ("waits for NPUs", "PENDING", PENDING_S - 10, {}, ""),
+    ("waits for a worker", "SCHEDULED", PENDING_S + 10, {}, ""),
+    ("late, of somebody else", "PENDING", PENDING_S + 10, OTHERS, ""),
+)
 
 
-def test_a_run_that_crashes_again_and_again_is_ended(swept):
-    found, lines = swept(
-        [
-            run("again and again", "CRASHED", 60, starts=range(60, 60 + STARTS)),
-            run("once less", "CRASHED", 60, starts=range(60, 60 + STARTS - 1)),
-            run("over hours", "CRASHED", 60, starts=range(0, 600 * STARTS, 600)),
-        ]
-    )
-    assert found == {"again and again": "Failed", "once less": "AwaitingRetry", "over hours": "AwaitingRetry"}
-    assert "again and again crashes again and again" in lines
-
-
-def test_runs_without_heartbeats_are_taken_for_dead_if_the_server_has_answered_for_as_long(swept):
-    """One that waits for its end is not: a cancelled run must not be resumed."""
-    late = SILENCE_S + 10
-    runs = (
-        run("silent", "RUNNING", 1000, heard=[late]),
-        run("of a new attempt, silent", "RUNNING", late, heard=[1000]),
-        run("has just begun", "RUNNING", 10, heard=[1000]),
-        run("alive", "RUNNING", 1000, heard=[HEARTBEAT_S, late]),
-        run("never heard of", "RUNNING", 1000),
-        run("is being cancelled", "CANCELLING", 1000, heard=[late]),
-        run("of somebody else", "RUNNING", 1000, heard=[late], tags={"nightly"}),
-    )
-    assert swept(runs)[0] == {"silent": "Crashed", "of a new attempt, silent": "Crashed"}
-    assert swept(runs, judge_silence=False)[0] == {}
+def test_what_a_look_does_with_runs(swept):
+    """One that waits for its end is not taken for dead: a cancelled run must not be resumed. Silence counts only if the
+    server has answered for as long."""
+    runs = [run(name, state, for_s, **more) for name, state, for_s, more, _ in RUNS]
+    wanted = {name: state for name, *_, state in RUNS if state}
+    found, lines = swept(runs)
+    assert found == wanted
+    assert {"resumed crashed", "again and again crashes again and again", "silent sends no more heartbeats"} < {*lines}
+    silent = {"silent", "of a new attempt, silent"}
+    assert swept(runs, judge_silence=False)[0] == {name: state for name, state in wanted.items() if name not in silent}
     assert SILENCE_S > 2 * HEARTBEAT_S  # one lost heartbeat is not silence
-
-
-def test_runs_that_a_worker_took_and_that_do_not_begin_are_taken_for_dead(swept):
-    found, _ = swept(
-        [
-            run("of a lost node", "PENDING", PENDING_S + 10),
-            run("waits for NPUs", "PENDING", PENDING_S - 10),
-            run("waits for a worker", "SCHEDULED", PENDING_S + 10),
-            run("of somebody else", "PENDING", PENDING_S + 10, tags={"nightly"}),
-        ]
-    )
-    assert found == {"of a lost node": "Crashed"}
     _, pods = read_template("kubernetes-ascend-train")
     assert pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"] < PENDING_S
 

@@ -19,7 +19,7 @@ from engine.types import Group, Response, Score
 from support.runs import config_of
 from tasks.stages import evaluate
 from tasks.stages.flow_entry import crashed_without_tracking
-from tasks.tracking.retry import TrackingAway
+from tasks.tracking.store import TrackingAway
 
 
 def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monkeypatch):

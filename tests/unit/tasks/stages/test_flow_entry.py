@@ -12,7 +12,7 @@ from engine.run.folder import RunFolder
 from engine.run.run_file import RunStart, read_run
 from tasks.attempt import last_end
 from tasks.stages.flow_entry import begun_by_this_flow, enter_flow, read_settled_config
-from tasks.tracking.retry import TrackingAway
+from tasks.tracking.store import TrackingAway
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from engine.run.folder import RunFolder
 from support.run_folders import add_line, newer_attempt
 from support.runs import ROOT
 from tasks.attempt import write_fenced
-from tasks.tracking import evaluations, mirror, retry, tracked_run
+from tasks.tracking import evaluations, mirror, tracked_run
+from tasks.tracking import store as mlflow_store
 
 EVALUATION = {"step": 0, "weight_version": 0, "benchmark": "sums", "problems": 2, "samples": 1, "avg_at_k": 0.5}
 EVALUATION |= {"ci_low": 0.1, "ci_high": 0.9, "table": "evaluations/a.jsonl"}
@@ -200,11 +201,11 @@ def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quic
 )
 def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(status, pointless):
     away = requests.HTTPError("no", response=SimpleNamespace(status_code=status))
-    assert retry.is_refused(away) == pointless
+    assert mlflow_store.is_refused(away) == pointless
     codes = mlflow.exceptions.ERROR_CODE_TO_HTTP_STATUS
     for code in (code for code, number in codes.items() if number == status):
         refusal = mlflow.MlflowException("no", error_code=mlflow.protos.databricks_pb2.ErrorCode.Value(code))
-        assert retry.is_refused(refusal) == pointless
+        assert mlflow_store.is_refused(refusal) == pointless
 
 
 @pytest.mark.parametrize(
@@ -217,13 +218,13 @@ def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(stat
 )
 def test_what_meets_another_writer_is_written_again(config, quick, monkeypatch, capsys, said):
     """As often as it meets one: more often than a pass tries."""
-    monkeypatch.setattr(retry, "CONFLICT_S", (0.01,) * len(retry.CONFLICT_S))
+    monkeypatch.setattr(mlflow_store, "CONFLICT_S", (0.01,) * len(mlflow_store.CONFLICT_S))
     store = Store(monkeypatch)
     store.error = mlflow.MlflowException(said, error_code=mlflow.protos.databricks_pb2.BAD_REQUEST)
     store.when = "before"
     with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
-        until(lambda: store.asked > len(retry.CONFLICT_S) + 2)
+        until(lambda: store.asked > len(mlflow_store.CONFLICT_S) + 2)
         store.when = ""
     told = capsys.readouterr().err
     assert "refuses" not in told

@@ -8,7 +8,7 @@ from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.run_file import RunStart, update_run
 from support.run_folders import add_line
-from tasks.tracking import descriptions, evaluation_texts, evaluations, pages, tracked_run
+from tasks.tracking import descriptions, evaluation_texts, evaluations, tracked_run
 
 ROW = {
     "weight_version": 0,
@@ -59,10 +59,10 @@ def test_where_to_look(config, monkeypatch, uri):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if uri:
         away = config.model_copy(update={"tracking": Tracking(uri=uri)})
-        assert pages.page_rows(away) == {"MLflow": uri}
+        assert tracked_run.page_rows(away) == {"MLflow": uri}
         return
     experiment = mlflow.get_run(finished(config)).info.experiment_id
-    rows = pages.page_rows(config)
+    rows = tracked_run.page_rows(config)
     assert rows["its page"] == f"http://127.0.0.1:5000/#/experiments/{experiment}/runs"
     assert f" ui --backend-store-uri sqlite:///{config.folder.parent}/mlflow.db" in rows["MLflow UI"]
 

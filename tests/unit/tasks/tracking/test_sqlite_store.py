@@ -13,19 +13,19 @@ import pytest
 import sqlalchemy
 
 from support.runs import ROOT
-from tasks.tracking import retry, sqlite_store
+from tasks.tracking import store
 
 CREATE = """
 import sys
-from tasks.tracking import sqlite_store
+from tasks.tracking import store
 print("begins", flush=True)
-sqlite_store.whole_store(f"sqlite:///{sys.argv[1]}/mlflow.db")
+store.whole_store(f"sqlite:///{sys.argv[1]}/mlflow.db")
 """
 
 
 def create(folder):
     """An experiment in a new store."""
-    client = mlflow.MlflowClient(sqlite_store.whole_store(f"sqlite:///{folder}/mlflow.db"))
+    client = mlflow.MlflowClient(store.whole_store(f"sqlite:///{folder}/mlflow.db"))
     return client.create_experiment("works")
 
 
@@ -55,18 +55,18 @@ def test_what_a_kill_has_left_of_a_store_does_not_come_into_the_next_one(tmp_pat
 def test_a_store_that_is_there_is_left_to_mlflow(tmp_path):
     file = tmp_path / "mlflow.db"
     file.write_bytes(b"no database" * 1000)
-    sqlite_store.whole_store(f"sqlite:///{file}")
+    store.whole_store(f"sqlite:///{file}")
     assert file.read_bytes() == b"no database" * 1000
 
 
 def test_a_database_that_stays_locked_is_an_mlflow_that_does_not_answer(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(retry, "RETRY_S", (0.01,))
-    monkeypatch.setattr(retry, "AWAY_S", 0.1)
+    monkeypatch.setattr(store, "RETRY_S", (0.01,))
+    monkeypatch.setattr(store, "AWAY_S", 0.1)
     engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/locked.db", connect_args={"timeout": 0.01})
     with contextlib.closing(sqlite3.connect(tmp_path / "locked.db")) as backup:
         backup.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(retry.TrackingAway, match="opening: MLflow did not answer.*database is locked"):
-            retry.retry_while_away("opening", lambda: sqlalchemy.inspect(engine).get_table_names())
+        with pytest.raises(store.TrackingAway, match="opening: MLflow did not answer.*database is locked"):
+            store.retry_while_away("opening", lambda: sqlalchemy.inspect(engine).get_table_names())
     assert "opening: MLflow does not answer: (sqlite3.OperationalError) database is locked" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from engine.types import StepReport
 from flows.local import train_here
 from support.run_folders import add_line, newer_attempt
 from tasks.attempt import RegisteredPolicy
-from tasks.tracking import evaluations, others, retry, tracked_run
+from tasks.tracking import evaluations, others, store, tracked_run
 from tasks.tracking.metric_names import metric_name
 
 
@@ -209,8 +209,8 @@ def test_an_evaluation_leaves_its_run_as_it_was(config):
 
 def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(config, monkeypatch):
     other = config.model_copy(update={"run": Run(name="waits", output=config.run.output)})
-    monkeypatch.setattr(retry, "RETRY_S", (0.01,))
-    monkeypatch.setattr(retry, "AWAY_S", 0.2)
+    monkeypatch.setattr(store, "RETRY_S", (0.01,))
+    monkeypatch.setattr(store, "AWAY_S", 0.2)
     here = mlflow.get_experiment_by_name
     calls = []
 
@@ -234,7 +234,7 @@ def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(confi
         assert first == second
     monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
     with pytest.raises(
-        retry.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"
+        store.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"
     ):
         with tracked_run.track_run(other):
             pass
@@ -252,7 +252,7 @@ def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflo
 @pytest.fixture
 def evaluated(config, monkeypatch, request):
     """A config whose run folder has one evaluation; the end of a run waits 0.1 s for MLflow."""
-    monkeypatch.setattr(retry, "RETRY_S", (0.02,))
+    monkeypatch.setattr(store, "RETRY_S", (0.02,))
     monkeypatch.setattr(tracked_run, "FLUSH_S", 0.1)
     other = config.model_copy(update={"run": Run(name=request.node.name, output=config.run.output)})
     add_evaluation(other, {"step": 3, "benchmark": "b", "avg_at_k": 0.5})
@@ -278,11 +278,11 @@ def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be
     monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", back_later)
     for attempt in range(2):
         asked.clear()
-        monkeypatch.setattr(retry, "AWAY_S", 0.2)
-        with pytest.raises(retry.TrackingAway, match="all evaluations of run"):
+        monkeypatch.setattr(store, "AWAY_S", 0.2)
+        with pytest.raises(store.TrackingAway, match="all evaluations of run"):
             evaluations.log_finished(evaluated)
         assert accuracies(evaluated) == [], attempt
-    monkeypatch.setattr(retry, "AWAY_S", 30.0)
+    monkeypatch.setattr(store, "AWAY_S", 30.0)
     for _ in range(2):
         evaluations.log_finished(evaluated)
     assert accuracies(evaluated) == [0.5]

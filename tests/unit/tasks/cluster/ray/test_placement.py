@@ -20,8 +20,8 @@ from engine.run.placed_process import ActorPlace, News
 from support.runs import config_of, wait_for
 from tasks.cluster.ray import following as ray_following
 from tasks.cluster.ray import parts as ray_parts
+from tasks.cluster.ray import parts as ray_room
 from tasks.cluster.ray import placement as ray_cluster
-from tasks.cluster.ray import room as ray_room
 from tasks.cluster.ray.parts import RANKS, PlacedPart
 from tasks.terminal import interruption
 

@@ -6,26 +6,26 @@ import pytest
 
 from engine.config.recipe import load_config
 from engine.errors import BadInput
-from flows import evaluate, opening
+from flows import evaluate, pipeline
 from flows.settings import Settings
 
 
 def test_what_is_announced_has_the_seed_of_the_run(settings, tmp_path, monkeypatch):
     """`started_from` adds a number to the recipe's, and an evaluation with another seed would be another one."""
     for name in ("check_usable", "name_flow_run"):
-        monkeypatch.setattr(opening, name, lambda *given: None)
-    monkeypatch.setattr(opening, "tracked_flow", lambda config: nullcontext("0"))
-    start = opening.started_from
+        monkeypatch.setattr(pipeline, name, lambda *given: None)
+    monkeypatch.setattr(pipeline, "tracked_flow", lambda config: nullcontext("0"))
+    start = pipeline.started_from
 
     def of_the_third_version(config, recipe, continue_from):
         config, begun = start(config, recipe, continue_from)
         return config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + 3})}), begun
 
-    monkeypatch.setattr(opening, "started_from", of_the_third_version)
+    monkeypatch.setattr(pipeline, "started_from", of_the_third_version)
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[run]\nseed = 40\n")
     given = [f"{key}={value}" for key, value in settings.items()]
-    with opening.opened(str(recipe), given, Settings(), "base", resume=False) as run:
+    with pipeline.opened(str(recipe), given, Settings(), "base", resume=False) as run:
         assert run.config.run.seed == 43
         assert load_config(run.recipe, run.overrides).run.seed == 43
 

@@ -1,0 +1,24 @@
+"""Evaluations as text: the line that says one, and what their figure is called."""
+
+import pytest
+
+from engine.run.folder import RunFolder
+from support.run_folders import add_line
+from tasks.tracking.evaluation_texts import describe_evaluation, gain_rows
+
+ROW = {"samples": 1, "problems": 4, "benchmark": "sums", "weight_version": 0}
+ROW |= {"avg_at_k": 0.5, "ci_low": 0.4, "ci_high": 0.6, "pass_at_k": 0.7, "pass_ci_low": 0.6, "pass_ci_high": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("more", "name"), [({}, "accuracy"), ({"partial_scores": 0}, "accuracy"), ({"partial_scores": 3}, "reward")]
+)
+def test_partial_rewards_are_no_accuracy(tmp_path, more, name):
+    assert describe_evaluation(ROW | more) == f"{name} avg@1 0.500 [0.400, 0.600] on 4 problems of sums"
+    add_line(tmp_path / "evaluations.jsonl", **ROW | more)
+    assert list(gain_rows(RunFolder(tmp_path))) == [f"{name} before", f"{name} after"]
+
+
+def test_an_evaluation_of_several_responses_to_a_problem():
+    line = "accuracy avg@4 0.500 [0.400, 0.600], pass@4 0.700 [0.600, 0.800] on 4 problems of sums"
+    assert describe_evaluation(ROW | {"samples": 4}) == line
