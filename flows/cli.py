@@ -168,7 +168,7 @@ def train(
     from flows.local import train_here
     from tasks.stages.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
     from tasks.stages.resume_checks import check_resume
-    from tasks.tracking.tracked_run import check_usable
+    from tasks.tracking.tracked_run import check_store
 
     with _exit_codes():
         found = _run_of(recipe, overrides, resume)
@@ -191,7 +191,7 @@ def train(
             check_address(config)
         else:
             record.check_record(replay, config)
-        check_usable(config)
+        check_store(config, trains=True)
         train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
 
 

@@ -20,8 +20,9 @@ from tasks.attempt import START, TRAIN, EnteredRun, Stages, evaluation_failure, 
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.cluster.ray.placement import running_on_ray
 from tasks.stages import summary
+from tasks.stages.evaluate import evaluate_shown
 from tasks.stages.orchestrator_process import timeline_at_end
-from tasks.stages.shown_stages import evaluate_shown, train_shown
+from tasks.stages.train import train_shown
 from tasks.terminal import console
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
 

@@ -47,7 +47,7 @@ from tasks.terminal import console
 from tasks.tracking import evaluation_texts
 from tasks.tracking.flow_links import tracked_flow
 from tasks.tracking.registered_policies import check_names, started_from
-from tasks.tracking.tracked_run import check_usable
+from tasks.tracking.tracked_run import check_store
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def opened(
             config = check_resume(config)
         if not again:
             check_address(config)
-            check_usable(config)
+            check_store(config, trains=True)
     with (
         enter_flow(config, begun, resume) as finished,
         hold_devices(*count_devices(config, pool_instances)),

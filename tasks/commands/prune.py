@@ -51,7 +51,7 @@ class Removable:
     why: str
     size: int
     """In bytes; 0 where that is not known."""
-    remove: Callable[[], None]
+    remove: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,14 @@ def prune(
     """
     folders = _run_folders(runs)
     outputs = dict.fromkeys(folder.path.parent for folder in folders)
-    beside = [config.parent for output in outputs for config in output.glob("*/config.toml")]
-    for output in outputs:
-        list(_models_of_runs(output))  # a damaged config is refused first
+    _models_of_runs(outputs)  # a damaged config is refused first
     free = [folder for folder in folders if _is_free(f"run folder {folder.path}", _locks(folder))]
     unread = [folder for folder in free if rule and _is_free(f"run folder {folder.path}", _read_locks(folder))]
-    old = _find_old(unread, rule, beside) if rule else {}
+    old = _find_old(unread, rule, outputs) if rule else {}
     found = []
     for folder in free:
         whole = folder.path in old
-        models = list(_models_of_runs(folder.path.parent, old))
+        models = _models_of_runs([folder.path.parent], old)
         try:
             with ExitStack() as held:
                 for lock in (*_locks(folder), *(_read_locks(folder) if whole else ())):
@@ -109,28 +107,27 @@ def prune(
             continue
         found += own
     for output in outputs:
-        downloads = list(_downloads(output, list(_models_of_runs(output, old))))
+        downloads = list(_downloads(output, _models_of_runs([output], old)))
         _remove(downloads if apply else ())
         found += downloads
     return "\n".join([_table(found, apply), *_hub_cache()])
 
 
-def _find_old(folders: Sequence[RunFolder], rule: Retention, beside: Sequence[Path]) -> dict[Path, list[Removable]]:
+def _find_old(folders: Sequence[RunFolder], rule: Retention, outputs: Iterable[Path]) -> dict[Path, list[Removable]]:
     """What can go of each run that the rule does not keep, by run folder: its checkpoints at `checkpoint.path`, and the
     folder itself, last, so that an interrupted deletion can be repeated.
 
     A run also stays if it changed within the last hour, if it is a copy of a run, or if another run that stays starts
-    from its policy (`beside`: the folders of all runs that may).
+    from its policy (`outputs`: where all runs are that may).
     """
     old = _by_rule(folders, rule)
-    going = {folder.path for folder in old}
-    models = [_base(RunFolder(path)) for path in beside if path not in going]
+    models = _models_of_runs(outputs, [folder.path for folder in old])
     found: dict[Path, list[Removable]] = {}
     for folder in old:  # newest first: a run starts from an older one
         needed = any(_within(one, folder.path) for one in models)
         if why := "a run that stays starts from its policy" if needed else _is_copy(folder):
             print_error(f"{folder.path} stays: {why}")
-            models.append(_base(folder))
+            models.append(Path(folder.read_config().model.path))
         else:
             found[folder.path] = [*_published(folder), _folder(folder)]
     return found
@@ -152,10 +149,6 @@ def _by_rule(folders: Sequence[RunFolder], rule: Retention) -> list[RunFolder]:
 def _changed(folder: RunFolder) -> float:
     files = (folder.config, folder.steps, folder.evaluations, folder.path / FILE)
     return max(file.stat().st_mtime for file in files if file.exists())
-
-
-def _base(folder: RunFolder) -> Path:
-    return Path(tomllib.loads(folder.config.read_text())["model"]["path"])
 
 
 def _within(model: Path, run: Path) -> bool:
@@ -256,7 +249,7 @@ def _of_run(folder: RunFolder, keep_steps: int, records: bool, models: Sequence[
     before = newest + 1 - keep_steps
     for path in sorted(folder.trace.glob("*.jsonl")):
         if size := cut_spans(path, before, dry=True):
-            yield Removable(path, f"spans of steps before {before}", size, partial(_cut, path, before))
+            yield Removable(path, f"spans of steps before {before}", size, partial(cut_spans, path, before))
     samples = [path for step, path in folder.all_samples() if step < before]
     yield from _together(folder.responses, samples, f"samples of steps before {before}")
     tables = old_tables(folder, before)
@@ -281,10 +274,6 @@ def _of_run(folder: RunFolder, keep_steps: int, records: bool, models: Sequence[
         yield from _together(file, [file], "record of a finished run, which can't be replayed or prolonged then")
 
 
-def _cut(path: Path, before: int) -> None:
-    cut_spans(path, before)
-
-
 def _together(place: Path, paths: Sequence[Path], why: str) -> Iterator[Removable]:
     """Files and folders as one line of the table; none if there are none."""
 
@@ -306,15 +295,15 @@ def _downloads(output: Path, models: Sequence[Path]) -> Iterator[Removable]:
             yield from _together(path, [path], "download from the registry that is no run's model.path here")
 
 
-def _models_of_runs(output: Path, without: Collection[Path] = ()) -> Iterator[Path]:
-    """model.path of every run in a folder of runs, but those `without` which it is asked."""
-    for config in output.glob("*/config.toml"):
-        if config.parent in without:
-            continue
+def _models_of_runs(outputs: Iterable[Path], without: Collection[Path] = ()) -> list[Path]:
+    """model.path of every run in folders of runs, but those `without` which it is asked."""
+    found = []
+    for config in (file for output in outputs for file in output.glob("*/config.toml") if file.parent not in without):
         try:
-            yield Path(tomllib.loads(config.read_text())["model"]["path"])
+            found.append(Path(tomllib.loads(config.read_text())["model"]["path"]))
         except (ValueError, KeyError, TypeError):
             raise BadInput(f"{config}: the file is damaged, so what the run needs is unknown; repair it") from None
+    return found
 
 
 def _is_model(path: Path, models: Sequence[Path]) -> bool:

@@ -14,13 +14,17 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.evaluation.results import done_before
+from engine.orchestrator import standalone_evaluation as evaluation
+from engine.orchestrator.run_events import RunEvents
 from engine.run.files import read_json, seal, write_json
 from engine.run.folder import RunFolder
+from engine.run.served_model import in_use
+from engine.types import JsonObject
 from tasks.attempt import run_folder
 from tasks.cluster.devices import count_devices, hold_devices
 from tasks.cluster.other_nodes import evaluation_nodes
-from tasks.stages.shown_stages import evaluate_shown
 from tasks.terminal.console import say
+from tasks.terminal.progress_display import show_progress
 from tasks.tracking import evaluation_texts
 from tasks.tracking.artifact_cells import table_rows
 from tasks.tracking.metric_names import BEST_AT_ONE, SAME_AT_ONE
@@ -29,6 +33,24 @@ from tasks.tracking.metric_names import BEST_AT_ONE, SAME_AT_ONE
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
     """Whether to retry the evaluation: yes after a dead process or a missed deadline, no after wrong input."""
     return isinstance(state.result(raise_on_failure=False), ProcessDied | DeadlineError)
+
+
+def evaluate_shown(
+    config: Config, model: Path, weight_version: int, folder: RunFolder, meeting: Path | None = None
+) -> list[JsonObject]:
+    """Evaluate a model folder for a task or a command, and show the progress on the console. Arguments, result and
+    errors are those of `engine.orchestrator.standalone_evaluation.evaluate_model`."""
+    instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)
+    progress = evaluation.EvaluationProgress(instances, notices=RunEvents(say, trained=False))
+    with in_use(model), show_progress("evaluate", progress.progress):
+        return evaluation.evaluate_model(
+            config=config,
+            model=model,
+            weight_version=weight_version,
+            folder=folder,
+            meeting=meeting,
+            progress=progress,
+        )
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)

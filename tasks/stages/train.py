@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -43,10 +44,12 @@ from engine.errors import (
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
 from engine.tools.watch import PORT
+from engine.types import JsonObject
 from tasks.attempt import START, count_attempt, last_end, run_folder
-from tasks.stages.shown_stages import train_shown
-from tasks.terminal.console import format_duration, say
+from tasks.stages.orchestrator_process import run_training
+from tasks.terminal.console import StepLines, format_duration, is_terminal, own_program, say
 from tasks.tracking.artifact_cells import code_span, markdown_table
+from tasks.tracking.evaluations import InRun
 
 UPDATE_S = 10.0
 """Seconds between updates. Each update is two requests to the Prefect server."""
@@ -139,6 +142,30 @@ def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:
         "as of": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
     return markdown_table(["", ""], [*cells.items()])
+
+
+def train_shown(
+    config: Config,
+    resume: bool,
+    replay: Path | None = None,
+    also: Callable[[JsonObject], None] = lambda row: None,
+) -> int:
+    """Train in the run folder that this process has entered, print its steps and its evaluations, and return the number
+    of steps. `also` gets each new line of steps.jsonl. Arguments and errors otherwise: as for `run_training`."""
+    folder = run_folder(config)
+    line = StepLines(config.train.steps)
+    evaluated = InRun(folder)
+    if is_terminal():
+        say("watch", f"in another terminal: {own_program('metronome')} watch {folder.path}")
+
+    def on_step(row: JsonObject) -> None:
+        folder.fence.check_attempt()
+        line(row)
+        also(row)
+        evaluated()
+
+    run_training(config, resume, replay, on_step=on_step)
+    return config.train.steps
 
 
 RETRIES = 1_000_000

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from engine.config import Config
 from engine.config.keys import flatten_keys
@@ -23,100 +23,75 @@ CLOSE_S = 60.0
 Figures = Mapping[str, float]
 
 
-class Tracker(Protocol):
-    """An open run of a tracker."""
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Take the figures of a step."""
-
-    def close(self) -> None:
-        """End the run."""
+Tracker = tuple[Callable[[int, Figures], object], Callable[[], object]]
+"""An open run of a tracker: what takes the figures of a step, and what ends the run."""
 
 
-class TensorBoard:
+def _tensorboard(config: Config) -> Tracker:
     """Event files in `tensorboard/` of the run folder (`tensorboard --logdir runs`)."""
+    from tensorboard.summary import Writer
 
-    def __init__(self, config: Config) -> None:
-        from tensorboard.summary import Writer
+    writer = Writer(str(config.folder / "tensorboard"))
 
-        self._writer = Writer(str(config.folder / "tensorboard"))
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Write a scalar for each figure to the file."""
+    def log(step: int, figures: Figures) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+    return log, writer.close
 
 
-class WeightsAndBiases:
+def _wandb(config: Config) -> Tracker:
     """A run of wandb in the project `tracking.experiment`. WANDB_MODE=offline keeps it in the run folder."""
+    import wandb
 
-    def __init__(self, config: Config) -> None:
-        import wandb
-
-        wandb.setup(wandb.Settings(silent=True))  # else it asks a person at the terminal to log in, and waits
-        number = read_run(config.folder).id
-        self._run = wandb.init(
-            project=config.tracking.experiment,
-            name=config.run.name,
-            id=f"{config.run.name}-{number}" if number else config.run.name,
-            resume="allow",
-            dir=str(config.folder),
-            config=_settings(config),
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                init_timeout=CLOSE_S / 2,  # of a server that does not answer, told before the run's end
-                finish_timeout=CLOSE_S,  # also as the process exits
-            ),
-        )
-        self._run.define_metric("*", step_metric="step")  # an evaluation may be logged after later steps
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Log the figures with their step."""
-        self._run.log({"step": step, **figures})
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
+    wandb.setup(wandb.Settings(silent=True))  # else it asks a person at the terminal to log in, and waits
+    number = read_run(config.folder).id
+    run = wandb.init(
+        project=config.tracking.experiment,
+        name=config.run.name,
+        id=f"{config.run.name}-{number}" if number else config.run.name,
+        resume="allow",
+        dir=str(config.folder),
+        config=_settings(config),
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=CLOSE_S / 2,  # of a server that does not answer, told before the run's end
+            finish_timeout=CLOSE_S,  # also as the process exits
+        ),
+    )
+    run.define_metric("*", step_metric="step")  # an evaluation may be logged after later steps
+    return lambda step, figures: run.log({"step": step, **figures}), run.finish
 
 
-class Trackio:
+def _trackio(config: Config) -> Tracker:
     """A run of trackio in the project `tracking.experiment`, in TRACKIO_DIR: one for each process, because a name may
     have been another run's before."""
+    import trackio
 
-    def __init__(self, config: Config) -> None:
-        import trackio
+    run: Any = trackio.init(
+        config.tracking.experiment,
+        name=config.run.name,
+        resume="never",
+        config=_settings(config),
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    return lambda step, figures: run.log(metrics=dict(figures), step=step), run.finish
 
-        self._run: Any = trackio.init(
-            config.tracking.experiment,
-            name=config.run.name,
-            resume="never",
-            config=_settings(config),
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
 
-    def log(self, step: int, figures: Figures) -> None:
-        """Log the figures of the step."""
-        self._run.log(metrics=dict(figures), step=step)
-
-    def close(self) -> None:
-        """Write the rest and end the run."""
-        self._run.finish()
+def _settings(config: Config) -> dict[str, Any]:
+    return dict(flatten_keys(config.model_dump(mode="json")))
 
 
 TRACKERS: Mapping[str, Callable[[Config], Tracker]] = {
-    "wandb": WeightsAndBiases,
-    "trackio": Trackio,
-    "tensorboard": TensorBoard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "tensorboard": _tensorboard,
 }
-"""By the name in `tracking.also`, which is also the name of the package and of Metronome's extra."""
+"""How to open a run, by the name in `tracking.also`, which is also that of the package and of Metronome's extra."""
 
 
 def check_others(config: Config) -> None:
@@ -154,15 +129,15 @@ class OtherTrackers:
         while (found := self._waiting.get()) is not None:
             for name in self._config.tracking.also:
                 self._attempt(name, partial(self._log, name, *found))
-        for opened, tracker in self._open.items():
-            self._attempt(opened, tracker.close)
+        for opened, (_, close) in self._open.items():
+            self._attempt(opened, close)
 
     def _log(self, name: str, step: int, figures: Figures) -> None:
         if name not in self._open:
             self._open[name] = TRACKERS[name](self._config)
-        self._open[name].log(step, figures)
+        self._open[name][0](step, figures)
 
-    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+    def _attempt(self, name: str, action: Callable[[], object]) -> None:
         if name in self._failed:
             return
         try:
@@ -173,7 +148,3 @@ class OtherTrackers:
                 f"warning: {name} (tracking.also) does not take the figures: {first_line(error)}. The run continues; "
                 "they are in the run folder and in MLflow"
             )
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    return dict(flatten_keys(config.model_dump(mode="json")))

@@ -12,7 +12,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.utils.validation import _validate_experiment_name as validate_experiment
 from mlflow.utils.validation import _validate_model_name as validate_model
 
-from engine.config import Config
+from engine.config import Config, Run
 from engine.config.recipe import find_file, load_config
 from engine.errors import BadInput
 from engine.model.shape import read_shape
@@ -144,26 +144,25 @@ def registered_folder(path: str, output: str) -> str:
         raise BadInput(
             f"model {path}: expected models:/NAME@ALIAS, for example models:/NAME@champion, or models:/NAME/3"
         )
-    config = Config()
-    config = config.model_copy(update={"run": config.run.model_copy(update={"output": output})})
+    config = Config(run=Run(output=output))
     store = tracking_uri(config)
     if store.startswith("sqlite:///") and not Path(store.removeprefix("sqlite:///")).exists():
         raise BadInput(f"model {path}: no MLflow registry: {shown_uri(config)} does not exist; set MLFLOW_TRACKING_URI")
-
-    def find() -> ModelVersion | None:
-        client = mlflow.MlflowClient(whole_store(store))
-        try:
-            by_alias = client.get_model_version_by_alias if "@" in path else client.get_model_version
-            return by_alias(name, which)
-        except mlflow.MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise
-
-    found = retry_while_away(path, find)
+    found = retry_while_away(path, lambda: _named_version(config, name, which, by_alias="@" in path))
     if found is None:
         raise BadInput(f"model {path}: the registry at {shown_uri(config)} has no such version or alias")
     return str(_fetched(config, found))
+
+
+def _named_version(config: Config, name: str, which: str, by_alias: bool) -> ModelVersion | None:
+    """The version with an alias or a number; None if there is none."""
+    client = mlflow.MlflowClient(whole_store(tracking_uri(config)))
+    try:
+        return (client.get_model_version_by_alias if by_alias else client.get_model_version)(name, which)
+    except mlflow.MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
 
 
 def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
@@ -176,13 +175,10 @@ def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
 
 def _version(config: Config, name: str, which: str) -> ModelVersion | None:
     """The version with the alias, the newest version, or the newest version of the nights (`START_TAG`)."""
-    client = mlflow.MlflowClient(whole_store(tracking_uri(config)))
     if which == CHAMPION:
-        models = client.search_registered_models(f"name = {quote_name(name)}")
-        holder = models[0].aliases.get(CHAMPION) if models else None
-        return None if holder is None else client.get_model_version(name, holder)
+        return _named_version(config, name, CHAMPION, by_alias=True)
     nights = f" and tags.`{START_TAG}` = '{NIGHTLY}'" if which == NIGHTLY else ""
-    newest = client.search_model_versions(
+    newest = mlflow.MlflowClient(whole_store(tracking_uri(config))).search_model_versions(
         f"name = {quote_name(name)}{nights}", max_results=1, order_by=["version_number DESC"]
     )
     return newest[0] if newest else None

@@ -237,27 +237,18 @@ def check_known(config: Config) -> None:
         )
 
 
-def check_usable(config: Config) -> None:
-    """Check the store before a run that has no MLflow run yet, and the packages of `tracking.also`. Raises BadInput if
-    MLflow cannot use the store, or if a package is missing."""
+def check_store(config: Config, trains: bool = False) -> None:
+    """Check MLflow's store and the packages of `tracking.also` before an evaluation, or before a run that `trains` and
+    has no MLflow run yet. Raises BadInput if MLflow refuses the store or a package is missing. A store that does not
+    answer is bad input for a training; an evaluation needs none, so it gets a warning."""
     check_others(config)
-    if _known(config) is not None:
+    if trains and _known(config) is not None:
         return
     try:
         with show_progress("start", since_now("opening MLflow's store")):
             _connect(config)
     except STORE_ERRORS as error:
-        raise _unusable(config, error) from None
-
-
-def check_store(config: Config) -> None:
-    """Check the store before an evaluation. Raises BadInput if MLflow refuses it. If it does not answer, only print a
-    warning, because an evaluation needs no store."""
-    check_others(config)
-    try:
-        _connect(config)
-    except STORE_ERRORS as error:
-        if is_refused(error):
+        if trains or is_refused(error):
             raise _unusable(config, error) from None
         print_error(
             f"warning: MLflow ({shown_uri(config)}) does not answer: {first_line(error)}. The evaluation continues "

@@ -9,7 +9,7 @@ import pytest
 from engine.run.files import seal
 from support.commands import metronome, sets, state_of
 from support.runs import base_settings, config_of, overrides
-from tasks.tracking.tracked_run import check_usable
+from tasks.tracking.tracked_run import check_store
 
 
 def nothing(folder):
@@ -77,7 +77,7 @@ REFUSED = {
 def store(tiny_model, problems, tmp_path_factory):
     """An MLflow store without runs. MLflow takes seconds to make one."""
     folder = tmp_path_factory.mktemp("store")
-    check_usable(config_of(base_settings(tiny_model, problems, folder)))
+    check_store(config_of(base_settings(tiny_model, problems, folder)), trains=True)
     return folder / "mlflow.db"
 
 

@@ -95,6 +95,10 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
     server.start()
     server.wait()
     assert history(run_id) == [(0, 0.0)]
+    with tracked_run.track_run(config) as again:  # the next attempt sends it
+        pass
+    assert again == run_id
+    assert history(run_id) == [(step, step / 10) for step in range(3)]
 
 
 def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services, settings, capsys, monkeypatch):

@@ -43,9 +43,9 @@ LOOK_S = 2.0
 BACKOFF_S = 1.0
 """Seconds before a process that ended is started again; each further time doubles them."""
 LONGEST_BACKOFF_S = 60.0
-"""Most of these seconds where a node that has room can't start it, as one without Metronome."""
+"""Most of these seconds."""
 MOST_DOUBLINGS = 10
-"""Number of times from which on they are these in any case: a larger power of 2 may be no float."""
+"""Number of times from which on they are the most in any case: a larger power of 2 may be no float."""
 NEVER_AGAIN = "is not started again"
 ANSWER_S = 10.0
 """Seconds in which an actor must answer that lives."""
@@ -163,7 +163,7 @@ class Followed:
         say(part.stage, f"{part.name} {why}{then}")
         kill(part)  # it may still live where this machine does not reach it
         counted = self._counted(part)
-        again = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(counted.losses, MOST_DOUBLINGS))
+        again = _after(counted.losses)
         counted.losses += 1
         if part.extra:
             self._drop(part, again)
@@ -204,7 +204,7 @@ class Followed:
         else:
             say(part.stage, f"{part.name} ended with {news.code} and starts again; its log: {log}")
             end([part], self._logs, grace_s=0.0)
-            part.again = time.monotonic() + BACKOFF_S * 2**part.faults
+            part.again = _after(part.faults)
         return True
 
     def _write(self, part: PlacedPart, printed: bytes) -> None:
@@ -397,6 +397,11 @@ class RayWatch:
 
 def _is_lost(one: Needed) -> bool:
     return one.silences >= SILENCES and time.monotonic() - one.answered >= one.wait_s
+
+
+def _after(times: int) -> float:
+    """Monotonic time at which something is tried again that has failed so many times before."""
+    return time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(times, MOST_DOUBLINGS))
 
 
 def _first_line(error: Exception) -> str:

@@ -331,12 +331,10 @@ def _own_address(key: str, given: str, host: str, ports: int) -> str:
 
 
 def _are_free(host: str, port: int, ports: int) -> bool:
-    return all(_is_free(host, port + more) for more in range(ports))
-
-
-def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        for more in range(ports):
+            socket.create_server((host, port + more), family=family).close()
     except OSError:
         return False
     return True
@@ -344,14 +342,11 @@ def _is_free(host: str, port: int) -> bool:
 
 def _told(parts: Sequence[PlacedPart]) -> str:
     """Where everything is."""
-    import ray
-
-    hosts = {node["NodeID"]: f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})" for node in ray.nodes()}
     by_node: dict[str, list[str]] = {}
     for part in parts:
-        node = part.place.node if part.place is not None else "?"
-        by_node.setdefault(node, []).append(part.name)
-    return "; ".join(f"{', '.join(names)} on {hosts.get(node, node)}" for node, names in by_node.items())
+        where = f"{part.place.host} ({part.place.node[:6]})" if part.place is not None else "?"
+        by_node.setdefault(where, []).append(part.name)
+    return "; ".join(f"{', '.join(names)} on {where}" for where, names in by_node.items())
 
 
 @contextmanager

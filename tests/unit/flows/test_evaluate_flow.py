@@ -12,8 +12,8 @@ from flows.settings import Settings
 
 def test_what_is_announced_has_the_seed_of_the_run(settings, tmp_path, monkeypatch):
     """`started_from` adds a number to the recipe's, and an evaluation with another seed would be another one."""
-    for name in ("check_usable", "name_flow_run"):
-        monkeypatch.setattr(pipeline, name, lambda *given: None)
+    for name in ("check_store", "name_flow_run"):
+        monkeypatch.setattr(pipeline, name, lambda *given, **more: None)
     monkeypatch.setattr(pipeline, "tracked_flow", lambda config: nullcontext("0"))
     start = pipeline.started_from
 

@@ -13,7 +13,7 @@ from engine.run.folder import RunFolder
 from engine.run.run_file import RunStart, read_run
 from support.run_folders import newer_attempt
 from tasks.attempt import Stages, count_attempt, evaluation_failure, run_folder, write_fenced
-from tasks.stages import orchestrator_process, shown_stages, train
+from tasks.stages import orchestrator_process, train
 from tasks.stages.evaluate import run_folder as evaluated_folder
 from tasks.stages.flow_entry import enter_flow
 from tasks.tracking import tracked_run
@@ -86,7 +86,7 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
 def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, monkeypatch):
     logged = []
     monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext(logged.append))
-    monkeypatch.setattr(shown_stages, "run_training", lambda *_, on_step: on_step({"step": 0}))
+    monkeypatch.setattr(train, "run_training", lambda *_, on_step: on_step({"step": 0}))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     with write_fenced(folder, 0):

@@ -73,15 +73,13 @@ def test_the_embedded_engine_needs_no_devices_and_no_vllm(monkeypatch):
 
 def test_each_instance_is_started_with_its_own_devices_and_none_of_the_runs(monkeypatch, tmp_path):
     """rollout.devices of the run are on another node. Each instance is a program that notes what it was given."""
-    code = (
-        "import os, sys, shutil, time; recipe = sys.argv[sys.argv.index('serve') + 1]; number = os.environ['NUMBER']; "
-    )
-    code += f"shutil.copy(recipe, f'{tmp_path}/{{number}}.toml')"
+    code = "import os, sys, shutil; recipe = sys.argv[sys.argv.index('serve') + 1]; "
+    code += f"shutil.copy(recipe, '{tmp_path}/' + os.environ['NUMBER'] + '.toml')"
     (tmp_path / "python").write_text(f"#!{sys.executable}\n{code}\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(rollout_node.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(rollout_node, "own_devices", lambda config, count: [{"NUMBER": str(n)} for n in range(count)])
-    config = Config(rollout={"devices": [0], "timeout_s": 3.0})
+    config = Config(rollout={"devices": [0], "timeout_s": 3.0, "wait_s": 3.0})
     with pytest.raises(DeadlineError):
         rollout_node.serve_until_the_run_ends(config, "127.0.0.1:1", 2, "127.0.0.1")
     assert [load_config(tmp_path / f"{number}.toml").rollout.devices for number in range(2)] == [[], []]

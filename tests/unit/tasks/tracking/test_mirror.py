@@ -92,14 +92,13 @@ class Store:
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_what_an_absent_server_misses_is_written_once_when_it_is_back(config, output, quick, monkeypatch, capsys, when):
-    """Also what was written although no answer came."""
+def test_what_was_written_although_no_answer_came_is_written_once(config, output, quick, monkeypatch, capsys):
+    """tests/stack/test_tracking_outage.py has a server that is away."""
     store = Store(monkeypatch)
     with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
         until(lambda: history(run_id))
-        store.when = when
+        store.when = "after"
         asked = store.asked
         add_steps(config, 1, 2)
         until(lambda: store.asked > asked + 2)
@@ -167,23 +166,6 @@ def test_a_batch_that_the_store_has_in_whole_or_in_part_is_kept_once(config, out
     for part in (batch[:500], batch, batch):
         client.log_batch(run_id, metrics=part)
     assert count(output, run_id) == 1000
-
-
-def test_what_is_missing_at_the_end_is_named_and_sent_by_the_next_attempt(config, quick, monkeypatch, capsys):
-    store = Store(monkeypatch)
-    with tracked_run.track_run(config) as run_id:
-        add_steps(config, 0)
-        until(lambda: history(run_id))
-        store.when = "before"
-        add_steps(config, 1, 2, 3)
-    told = capsys.readouterr().err
-    assert "did not receive: metrics of step 1 to 3, " in told
-    assert "steps.jsonl, the description. Everything is in the run folder." in told
-    store.when = ""
-    with tracked_run.track_run(config) as again:
-        pass
-    assert again == run_id
-    assert history(run_id) == [(step, step / 10) for step in range(4)]
 
 
 def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quick, capsys):
@@ -348,9 +330,8 @@ def test_each_of_several_sets_is_a_data_set_of_its_own(output, alike):
     assert str(files[1]) in logged["old, x.jsonl"]
 
 
-@pytest.fixture(scope="module")
-def run(output):
-    """A tracked run with files in its folder, then resumed with other settings."""
+def test_what_is_beside_the_figures(output):
+    """Of a run of forty steps that is resumed with other settings: files, samples, parameters, load, the base model."""
     model = output / "base.model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -367,35 +348,21 @@ def run(output):
         (folder.path / "timeline.html").write_text("<html>")
     with tracked_run.track_run(config.model_copy(update={"train": Train(steps=50)})) as run_id:
         pass
-    return mlflow.get_run(run_id)
-
-
-def test_the_run_folders_files_and_every_other_steps_responses_become_artifacts(run):
     client = mlflow.MlflowClient()
-    assert {item.path for item in client.list_artifacts(run.info.run_id)} >= {"timeline.html", "responses"}
-    samples = {item.path for item in client.list_artifacts(run.info.run_id, "responses")}
+    run = mlflow.get_run(run_id)
+    assert {item.path for item in client.list_artifacts(run_id)} >= {"timeline.html", "responses"}
+    samples = {item.path for item in client.list_artifacts(run_id, "responses")}
     assert samples == {"responses/step-000000.jsonl", "responses/step-000002.jsonl"}, "40 steps: every second"
-
-
-def test_parameters_keep_what_the_run_began_with_and_tags_say_what_changed(run):
-    assert run.data.params["train.steps"] == "40"
-    assert run.data.tags["changed.train.steps"] == "50"
+    assert (run.data.params["train.steps"], run.data.tags["changed.train.steps"]) == ("40", "50")
     assert len(run.data.params["data.train"]) == 6000
     assert run.data.params["data.train"].endswith("ddd ... (7000 characters; complete in config.toml)")
     assert run.data.params["data.prompt_template"] == r"\x1b[2J{problem}"
     assert "changed.data.train" not in run.data.tags
-
-
-def test_the_machines_load_is_sampled(run):
     assert run.data.metrics["system/cpu_utilization_percentage"] >= 0
     assert run.data.metrics["system/system_memory_usage_megabytes"] > 100
-
-
-def test_the_base_model_is_an_input_once(run):
-    assert len(run.inputs.model_inputs) == 1
-    model = mlflow.MlflowClient().get_logged_model(run.inputs.model_inputs[0].model_id)
-    assert model.params["path"].endswith("base.model")
-    assert len(model.params["content_hash"]) == 64
+    (given,) = run.inputs.model_inputs
+    params = client.get_logged_model(given.model_id).params
+    assert (params["path"], len(params["content_hash"])) == (str(model), 64)
 
 
 ATTEMPT = """

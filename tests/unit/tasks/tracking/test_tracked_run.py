@@ -62,7 +62,7 @@ def run(config):
     return mlflow.get_run(first)
 
 
-def test_every_number_is_a_metric_and_every_setting_a_parameter(run):
+def test_every_number_is_a_metric_every_setting_a_parameter_and_all_lies_under_the_output_folder(config, run):
     others = {"step", "versions_seen", "memory_peak_gib", "reward_metrics"}
     names = {field.name for field in fields(StepReport)} - others | {"memory_peak_gib_max", "versions_seen_count"}
     assert names <= set(run.data.metrics)
@@ -72,15 +72,12 @@ def test_every_number_is_a_metric_and_every_setting_a_parameter(run):
     assert run.data.metrics[f"{metric_name('aime@24')}/avg_at_k"] == 0.5
     assert run.data.params["train.steps"] == "3"
     assert run.data.params["rollout.group_size"] == "8"
-
-
-def test_everything_lies_under_the_output_folder(config, run):
     output = Path(config.run.output).resolve()
     assert (output / "mlflow.db").is_file()
     version = mlflow.MlflowClient().get_model_version("metronome-test", "2")
     assert version.run_id == run.info.run_id
+    assert version.source.startswith(f"file://{output}")
     assert (Path(version.source.removeprefix("file://")) / "config.json").is_file()
-    assert str(output) in version.source
 
 
 @pytest.mark.parametrize(("error", "status"), [(BadInput, "FAILED"), (KeyboardInterrupt, "KILLED")])
@@ -94,15 +91,8 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
 def test_mlflow_knows_the_end_of_a_run_before_another_tracker_is_waited_for(config, monkeypatch):
     """A tracker that hangs would else take the seconds that a cancelled flow has."""
     found = []
-
-    class Slow:
-        def log(self, step, figures):
-            pass
-
-        def close(self):
-            found.append(mlflow.get_run(number).info.status)
-
-    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: Slow()})
+    tracker = (lambda step, figures: None, lambda: found.append(mlflow.get_run(number).info.status))
+    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: tracker})
     other = config.model_copy(
         update={"run": Run(name="other", output=config.run.output), "tracking": Tracking(also=("wandb",))}
     )
@@ -249,23 +239,12 @@ def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflo
     assert not (other.folder / tracked_run.RUN_ID).exists()
 
 
-@pytest.fixture
-def evaluated(config, monkeypatch, request):
-    """A config whose run folder has one evaluation; the end of a run waits 0.1 s for MLflow."""
+def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be_logged_twice(config, monkeypatch):
+    """Longer than a run waits at its end."""
     monkeypatch.setattr(store, "RETRY_S", (0.02,))
     monkeypatch.setattr(tracked_run, "FLUSH_S", 0.1)
-    other = config.model_copy(update={"run": Run(name=request.node.name, output=config.run.output)})
-    add_evaluation(other, {"step": 3, "benchmark": "b", "avg_at_k": 0.5})
-    return other
-
-
-def accuracies(config):
-    run_id = (config.folder / tracked_run.RUN_ID).read_text()
-    return [point.value for point in mlflow.MlflowClient().get_metric_history(run_id, "b/avg_at_k")]
-
-
-def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be_logged_twice(evaluated, monkeypatch):
-    """Longer than a run waits at its end."""
+    evaluated = config.model_copy(update={"run": Run(name="no bucket", output=config.run.output)})
+    add_evaluation(evaluated, {"step": 3, "benchmark": "b", "avg_at_k": 0.5})
     here = mlflow.MlflowClient.log_artifact
     asked = []
 
@@ -275,14 +254,18 @@ def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be
             raise ConnectionError("no bucket")
         here(*arguments)
 
+    def accuracies():
+        run_id = (evaluated.folder / tracked_run.RUN_ID).read_text()
+        return [point.value for point in mlflow.MlflowClient().get_metric_history(run_id, "b/avg_at_k")]
+
     monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", back_later)
     for attempt in range(2):
         asked.clear()
         monkeypatch.setattr(store, "AWAY_S", 0.2)
         with pytest.raises(store.TrackingAway, match="all evaluations of run"):
             evaluations.log_finished(evaluated)
-        assert accuracies(evaluated) == [], attempt
+        assert accuracies() == [], attempt
     monkeypatch.setattr(store, "AWAY_S", 30.0)
     for _ in range(2):
         evaluations.log_finished(evaluated)
-    assert accuracies(evaluated) == [0.5]
+    assert accuracies() == [0.5]

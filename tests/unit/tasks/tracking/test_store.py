@@ -52,13 +52,6 @@ def test_what_a_kill_has_left_of_a_store_does_not_come_into_the_next_one(tmp_pat
     assert not list(tmp_path.glob(".mlflow.db.partial*"))
 
 
-def test_a_store_that_is_there_is_left_to_mlflow(tmp_path):
-    file = tmp_path / "mlflow.db"
-    file.write_bytes(b"no database" * 1000)
-    store.whole_store(f"sqlite:///{file}")
-    assert file.read_bytes() == b"no database" * 1000
-
-
 def test_a_database_that_stays_locked_is_an_mlflow_that_does_not_answer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(store, "RETRY_S", (0.01,))
     monkeypatch.setattr(store, "AWAY_S", 0.1)
