@@ -60,7 +60,6 @@ def options(
     """The options before the command."""
 
 
-@app.command(epilog=f"The keys that most recipes set, as --set KEY=VALUE or in a file:\n\n{main_keys()}")
 def run(
     recipe: OwnRecipe = "",
     overrides: Set = [],  # noqa: B006
@@ -73,31 +72,30 @@ def run(
     from tasks.stages.input_checks import check_address, check_inputs, check_run_folder
     from tasks.stages.resume import identifying_keys
 
-    with _exit_codes():
-        found = _run_of(recipe, overrides, resume)
-        config = found.config
-        if config.run.dry:
-            _print_plan(config)
-            return
-        check_run_folder(config, resume)
-        if not found.recipe:
-            raise BadInput(
-                f"--resume: {config.folder} has no run.json that says the run's recipe; name it: "
-                f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
-            )
-        interruption.note_run(config, "run")
-        check_inputs(config)
-        check_address(config)
-        with local_server(Path(config.run.output)) as server:
-            with show_progress("start", since_now("starting Prefect")):
-                from flows.pipeline import pipeline  # takes seconds, during which the server starts
+    found = _run_of(recipe, overrides, resume)
+    config = found.config
+    if config.run.dry:
+        _print_plan(config)
+        return
+    check_run_folder(config, resume)
+    if not found.recipe:
+        raise BadInput(
+            f"--resume: {config.folder} has no run.json that says the run's recipe; name it: "
+            f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
+        )
+    interruption.note_run(config, "run")
+    check_inputs(config)
+    check_address(config)
+    with local_server(Path(config.run.output)) as server:
+        with show_progress("start", since_now("starting Prefect")):
+            from flows.pipeline import pipeline  # takes seconds, during which the server starts
 
-                log_prefect_to(Path(config.run.output) / "prefect.log")
-                if server is not None:
-                    server.wait()
-            # of a run, its own settings are its recipe
-            begun = str(RunFolder(config.folder).config.resolve()) if resume else found.recipe
-            pipeline(recipe or begun, [*overrides, *identifying_keys(config)], resume=resume)
+            log_prefect_to(Path(config.run.output) / "prefect.log")
+            if server is not None:
+                server.wait()
+        # of a run, its own settings are its recipe
+        begun = str(RunFolder(config.folder).config.resolve()) if resume else found.recipe
+        pipeline(recipe or begun, [*overrides, *identifying_keys(config)], resume=resume)
 
 
 def _print_plan(config: Config) -> None:
@@ -155,7 +153,6 @@ def _default_recipe(given: JsonObject) -> tuple[str, str]:
     return OWN_DATA, f"{OWN_DATA}, as data.train is set and no recipe is named: other keys have their defaults"
 
 
-@app.command()
 def train(
     recipe: OwnRecipe = "",
     overrides: Set = [],  # noqa: B006
@@ -170,32 +167,30 @@ def train(
     from tasks.stages.resume_checks import check_resume
     from tasks.tracking.tracked_run import check_store
 
-    with _exit_codes():
-        found = _run_of(recipe, overrides, resume)
-        config = found.config
-        if config.run.dry:
-            _print_plan(config)
-            return
-        check_run_folder(config, resume)
-        if replay is not None and not replay.is_file():
-            raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        config, data = check_inputs(config, sampling=replay is None)
-        if data is not None:
-            console.say("prepare data", describe_report(report_data(data)))
-        if resume:
-            found.tell()
-            config = check_resume(config)
-        interruption.note_run(config, "train")
-        config = with_model_folder(config)
-        if replay is None:
-            check_address(config)
-        else:
-            record.check_record(replay, config)
-        check_store(config, trains=True)
-        train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
+    found = _run_of(recipe, overrides, resume)
+    config = found.config
+    if config.run.dry:
+        _print_plan(config)
+        return
+    check_run_folder(config, resume)
+    if replay is not None and not replay.is_file():
+        raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
+    config, data = check_inputs(config, sampling=replay is None)
+    if data is not None:
+        console.say("prepare data", describe_report(report_data(data)))
+    if resume:
+        found.tell()
+        config = check_resume(config)
+    interruption.note_run(config, "train")
+    config = with_model_folder(config)
+    if replay is None:
+        check_address(config)
+    else:
+        record.check_record(replay, config)
+    check_store(config, trains=True)
+    train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
 
 
-@app.command()
 def evaluate(
     recipe: Recipe = "",
     overrides: Set = [],  # noqa: B006
@@ -215,15 +210,13 @@ def evaluate(
     from tasks.commands.export import policy_folder
     from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    with _exit_codes():
-        given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
-        given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
-        config = load_config(_named(recipe), [*overrides, *given])
-        config = with_model_folder(check_inputs(config, training=False)[0])
-        evaluate_here(config)
+    given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
+    given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
+    config = load_config(_named(recipe), [*overrides, *given])
+    config = with_model_folder(check_inputs(config, training=False)[0])
+    evaluate_here(config)
 
 
-@app.command("try-reward")
 def try_reward(
     recipe: Recipe = "",
     overrides: Set = [],  # noqa: B006
@@ -240,14 +233,12 @@ def try_reward(
     from tasks.stages.input_checks import with_model_folder
     from tasks.stages.reward_trial import read_given, run_trial
 
-    with _exit_codes():
-        given = read_given(response, responses)
-        shown, whole = run_trial(with_model_folder(load_config(_named(recipe), overrides)), given, rows)
-        console.print_page(shown)
-        raise typer.Exit(0 if whole else 1)
+    given = read_given(response, responses)
+    shown, whole = run_trial(with_model_folder(load_config(_named(recipe), overrides)), given, rows)
+    console.print_page(shown)
+    raise typer.Exit(0 if whole else 1)
 
 
-@app.command()
 def serve(
     recipe: Annotated[str, typer.Argument(help="TOML file (default: the quickstart; with --model the run's own)")] = "",
     overrides: Set = [],  # noqa: B006
@@ -270,27 +261,25 @@ def serve(
     from tasks.commands.export import policy_folder
     from tasks.stages.input_checks import with_model_folder
 
-    with _exit_codes():
-        instance = name or default_name()
-        if model and join:
-            raise BadInput("--model serves a policy, --join joins a run: give one of them")
-        if join:
-            check_join(join)
-        if model:
-            folder = policy_folder(model, overrides)
-            config, text = served_config(folder, recipe, overrides)
-            text = model if is_named_model(model) else text
-            with in_use(Path(config.model.path)):
-                raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
-        config = with_model_folder(load_config(_named(recipe), overrides))
-        if not join:
-            raise typer.Exit(serve_alone(config, instance, host, port))
-        raise typer.Exit(
-            serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.print_error)
-        )
+    instance = name or default_name()
+    if model and join:
+        raise BadInput("--model serves a policy, --join joins a run: give one of them")
+    if join:
+        check_join(join)
+    if model:
+        folder = policy_folder(model, overrides)
+        config, text = served_config(folder, recipe, overrides)
+        text = model if is_named_model(model) else text
+        with in_use(Path(config.model.path)):
+            raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
+    config = with_model_folder(load_config(_named(recipe), overrides))
+    if not join:
+        raise typer.Exit(serve_alone(config, instance, host, port))
+    raise typer.Exit(
+        serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.print_error)
+    )
 
 
-@app.command()
 def export(
     checkpoint: Annotated[
         str,
@@ -304,27 +293,23 @@ def export(
     from tasks.commands.export import best_checkpoint, find_checkpoint
     from tasks.commands.export import export as export_policy
 
-    with _exit_codes():
-        run = RunFolder(Path(checkpoint))
-        found = best_checkpoint(run) if run.config.is_file() else find_checkpoint(checkpoint)
-        if found is None:
-            raise BadInput(f"{checkpoint}: neither a checkpoint nor a run folder; expected RUN/checkpoints/step-NUMBER")
-        console.print_page(str(export_policy(found, out)))
+    run = RunFolder(Path(checkpoint))
+    found = best_checkpoint(run) if run.config.is_file() else find_checkpoint(checkpoint)
+    if found is None:
+        raise BadInput(f"{checkpoint}: neither a checkpoint nor a run folder; expected RUN/checkpoints/step-NUMBER")
+    console.print_page(str(export_policy(found, out)))
 
 
-@app.command()
 def service(recipe: Recipe = "", overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync in the foreground, for your own trainer or programs."""
     from engine.orchestrator.serve import run_service as serve_programs
     from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    with _exit_codes():
-        config = load_config(_named(recipe), overrides)
-        config = with_model_folder(check_inputs(config, training=False)[0])
-        serve_programs(config, partial(console.say, "service"))
+    config = load_config(_named(recipe), overrides)
+    config = with_model_folder(check_inputs(config, training=False)[0])
+    serve_programs(config, partial(console.say, "service"))
 
 
-@app.command()
 def conform(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="address http://host:port of a running engine that no run uses")
@@ -347,20 +332,18 @@ def conform(
     run needs hold."""
     from engine.tools.conformance.suite import conform as try_rules
 
-    with _exit_codes():
-        holds = try_rules(
-            url=url,
-            model=model,
-            dtype=dtype,
-            shared=shared,
-            timeout_s=timeout_s,
-            only=only,
-            say=partial(print, flush=True),
-        )
-        raise typer.Exit(0 if holds else 1)
+    holds = try_rules(
+        url=url,
+        model=model,
+        dtype=dtype,
+        shared=shared,
+        timeout_s=timeout_s,
+        only=only,
+        say=partial(print, flush=True),
+    )
+    raise typer.Exit(0 if holds else 1)
 
 
-@app.command()
 def deploy(
     recipe: Recipe = "",
     overrides: Set = [],  # noqa: B006
@@ -402,36 +385,34 @@ def deploy(
 ) -> None:
     """Update work pools, deployments and alerts on the server of PREFECT_API_URL. Nothing starts automatically
     without --schedule (or a cron line)."""
-    with _exit_codes():
-        recipe = _named(recipe)
-        load_config(recipe, overrides)
-        from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
-        from tasks.cluster.deploy import deploy_flows as make
+    recipe = _named(recipe)
+    load_config(recipe, overrides)
+    from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
+    from tasks.cluster.deploy import deploy_flows as make
 
-        rows = make(
-            recipe,
-            overrides,
-            Choices(
-                name=name,
-                pool=pool,
-                rollout_pool=rollout_pool,
-                timezone=timezone,
-                training=training or (NIGHTLY_TRAINING if schedule else ""),
-                evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
-                npus=npus,
-                cuda_devices=cuda_devices,
-                cpu_slots=cpu_slots,
-                on_rollout_pool=on_rollout_pool,
-                pools=pools,
-                notify=notify,
-                notify_format=notify_format,
-                notify_wait=notify_wait,
-            ),
-        )
-        console.print_table("Deployed", rows)
+    rows = make(
+        recipe,
+        overrides,
+        Choices(
+            name=name,
+            pool=pool,
+            rollout_pool=rollout_pool,
+            timezone=timezone,
+            training=training or (NIGHTLY_TRAINING if schedule else ""),
+            evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
+            npus=npus,
+            cuda_devices=cuda_devices,
+            cpu_slots=cpu_slots,
+            on_rollout_pool=on_rollout_pool,
+            pools=pools,
+            notify=notify,
+            notify_format=notify_format,
+            notify_wait=notify_wait,
+        ),
+    )
+    console.print_table("Deployed", rows)
 
 
-@app.command()
 def compare(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="run folders, names, MLflow ids; compared with the first")
@@ -442,13 +423,11 @@ def compare(
     ] = "",
 ) -> None:
     """Compare runs: curves, wall time and benchmarks with intervals, in a page and a table."""
-    with _exit_codes():
-        from tasks.commands import compare as comparison
+    from tasks.commands import compare as comparison
 
-        console.print_page(comparison.compare_runs(runs, out, tracking_uri))
+    console.print_page(comparison.compare_runs(runs, out, tracking_uri))
 
 
-@app.command()
 def prune(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders, or folders of them (runs)")],
     keep_steps: Annotated[
@@ -470,12 +449,10 @@ def prune(
     from tasks.commands.prune import Retention
     from tasks.commands.prune import prune as prune_runs
 
-    with _exit_codes():
-        rule = Retention(keep_last, younger_than)
-        console.print_page(prune_runs(runs, keep_steps, records, apply=yes, rule=rule))
+    rule = Retention(keep_last, younger_than)
+    console.print_page(prune_runs(runs, keep_steps, records, apply=yes, rule=rule))
 
 
-@app.command()
 def plan(
     recipe: Annotated[
         str,
@@ -507,23 +484,21 @@ def plan(
     from tasks.commands.plan import make_plan, measure_probes
     from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    with _exit_codes():
-        config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
-        if measured or autotune:
-            config = with_model_folder(check_inputs(config)[0])
-        make_plan(
-            config,
-            [*runs, *(measure_probes(config) if measured else [])],
-            count=devices,
-            kind=device,
-            lengths=lengths,
-            out=out,
-            page=page,
-            autotune=autotune,
-        )
+    config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
+    if measured or autotune:
+        config = with_model_folder(check_inputs(config)[0])
+    make_plan(
+        config,
+        [*runs, *(measure_probes(config) if measured else [])],
+        count=devices,
+        kind=device,
+        lengths=lengths,
+        out=out,
+        page=page,
+        autotune=autotune,
+    )
 
 
-@app.command()
 def doctor(
     device: Annotated[
         bool, typer.Option("--device", help="test the devices too: kernels, transfers, a completion, training steps")
@@ -535,15 +510,14 @@ def doctor(
     """Say which versions are installed, whether they fit together, and what is missing; --device tests the machine."""
     from tasks.commands.doctor import FINE, check_devices, check_servers, collect_findings
 
-    with _exit_codes():
-        if device:
-            raise typer.Exit(0 if check_devices(overrides, only, out) else 1)
-        if only or out or overrides:
-            raise BadInput("--only, --out and --set are for metronome doctor --device")
-        lines, healthy = collect_findings()
-        servers = check_servers()
-        console.print_page("\n".join([*lines, *servers]))
-        raise typer.Exit(0 if healthy and all(line.startswith(FINE) for line in servers) else 1)
+    if device:
+        raise typer.Exit(0 if check_devices(overrides, only, out) else 1)
+    if only or out or overrides:
+        raise BadInput("--only, --out and --set are for metronome doctor --device")
+    lines, healthy = collect_findings()
+    servers = check_servers()
+    console.print_page("\n".join([*lines, *servers]))
+    raise typer.Exit(0 if healthy and all(line.startswith(FINE) for line in servers) else 1)
 
 
 @contextmanager
@@ -575,8 +549,12 @@ def _ending_with_code(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for _command in (new_recipe.init, reports.runs, reports.status, reports.watch, reports.trace, reports.logs):
-    app.command()(_ending_with_code(_command))
+_KEYS = f"The keys that most recipes set, as --set KEY=VALUE or in a file:\n\n{main_keys()}"
+_COMMANDS: tuple[Callable[..., None], ...] = (run, train, evaluate, try_reward, serve, export, service, conform, deploy)
+_COMMANDS += (compare, prune, plan, doctor, new_recipe.init)
+_COMMANDS += (reports.runs, reports.status, reports.watch, reports.trace, reports.logs)
+for _command in _COMMANDS:
+    app.command(epilog=_KEYS if _command is run else None)(_ending_with_code(_command))
 
 
 def main() -> None:
