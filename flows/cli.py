@@ -86,13 +86,12 @@ def run(
     interruption.note_run(config, "run")
     check_inputs(config)
     check_address(config)
-    with local_server(Path(config.run.output)) as server:
+    with local_server(Path(config.run.output)) as wait_for_server:
         with show_progress("start", since_now("starting Prefect")):
             from flows.pipeline import pipeline  # takes seconds, during which the server starts
 
             log_prefect_to(Path(config.run.output) / "prefect.log")
-            if server is not None:
-                server.wait()
+            wait_for_server()
         # of a run, its own settings are its recipe
         begun = str(RunFolder(config.folder).config.resolve()) if resume else found.recipe
         pipeline(recipe or begun, [*overrides, *identifying_keys(config)], resume=resume)

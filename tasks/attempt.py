@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,6 +62,13 @@ def run_folder(config: Config) -> RunFolder:
     return folder
 
 
+def show_in_folder(folder: RunFolder, progress: Progress | None) -> None:
+    """Show whoever looks at a run folder what is in progress; None: nothing is. Nothing depends on it."""
+    if not folder.fence.is_passed:
+        with suppress(OSError):
+            folder.progress.unlink(missing_ok=True) if progress is None else write_progress(folder.progress, progress)
+
+
 START = "the start of the flow"
 """Why a flow's first training starts."""
 REGISTER = "register"
@@ -77,9 +83,7 @@ class Stages:
     def __init__(self, folder: RunFolder, resumed: bool = False) -> None:
         """`resumed`: whether training continues from a checkpoint if there is one."""
         self.resumed = resumed
-        self._fence = folder.fence
-        self._folder = folder.path
-        self._progress = folder.progress
+        self._folder = folder
         self.done = read_run(folder.path).stages
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
@@ -88,24 +92,20 @@ class Stages:
         Raises TakenOver if another flow writes the run.
         """
         if name not in self.done:
-            self._fence.check_attempt()
+            self._folder.fence.check_attempt()
             self.done[name] = work()
             self._write()
         found: Result = self.done[name]
         return found
 
-    @contextlib.contextmanager
+    @contextmanager
     def shown(self, name: str) -> Iterator[None]:
         """During the body, who looks at the run folder sees this stage. Training writes its progress there itself."""
-        if not self._fence.is_passed:
-            with contextlib.suppress(OSError):  # nothing depends on it
-                write_progress(self._progress, Progress(name))
+        show_in_folder(self._folder, Progress(name))
         try:
             yield
         finally:
-            if not self._fence.is_passed:
-                with contextlib.suppress(OSError):
-                    self._progress.unlink(missing_ok=True)
+            show_in_folder(self._folder, None)
 
     def forget_stages(self, *names: str) -> None:
         """Remove stages, so that they run again."""
@@ -113,8 +113,8 @@ class Stages:
         self._write()
 
     def _write(self) -> None:
-        self._fence.check_attempt()
-        update_run(self._folder, stages=self.done)
+        self._folder.fence.check_attempt()
+        update_run(self._folder.path, stages=self.done)
 
 
 @dataclass
@@ -167,7 +167,7 @@ class RunStage:
             self._result(run)
             return
         name = self.name.partition(" version ")[0]
-        shown = contextlib.nullcontext() if self is TRAIN else run.finished.shown(name)
+        shown = nullcontext() if self is TRAIN else run.finished.shown(name)
         with console.print_stage(name) as say, shown:
             say(self.text(self._result(run)))
 

@@ -233,7 +233,7 @@ def _change_server(
     show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
     rows = {one["name"]: _row(one) for one in tree["deployments"]}
     alerts.remove_automations(BEFORE)
-    made = _triggers(tree)
+    made = [trigger["name"] for one in tree["deployments"] for trigger in one.get("triggers", ())]
     if choices.notify:
         made += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
     return {
@@ -470,7 +470,3 @@ def _worker_command(pool: str, kind: str, choices: Choices) -> str:
         return shlex.join([own_program("prefect"), "worker", "start", "--pool", pool])
     limit = ["--limit", "1"] if "ascend" not in pool and not own_instances else []
     return shlex.join([sys.executable, "-m", "tasks.cluster.graceful_worker", "--pool", pool, *limit])
-
-
-def _triggers(tree: Mapping[str, Any]) -> list[str]:
-    return [trigger["name"] for one in tree["deployments"] for trigger in one.get("triggers", ())]

@@ -13,7 +13,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,31 +27,16 @@ STARTUP_S = 180.0
 database)."""
 
 
-class LocalServer:
-    """A server that starts in the background."""
-
-    def __init__(self, child: Child, url: str) -> None:
-        self._child = child
-        self._url = url
-
-    def wait(self) -> None:
-        """Wait until the server answers. Raises MetronomeError, with how the server ended, if it does not answer."""
-        try:
-            urllib.request.urlopen(f"{self._url}/health", timeout=STARTUP_S).close()
-        except (urllib.error.URLError, OSError) as error:
-            how = self._child.how_it_ended()
-            raise MetronomeError(f"the local Prefect server does not answer ({error}); it {how}") from None
-
-
 @contextmanager
-def local_server(output: Path) -> Iterator[LocalServer | None]:
-    """Start a server with its database in `<output>/prefect`; None if PREFECT_API_URL already names a server.
+def local_server(output: Path) -> Iterator[Callable[[], None]]:
+    """Start a server with its database in `<output>/prefect`, unless PREFECT_API_URL already names one. Yields a
+    function that waits until it answers, and raises MetronomeError, with how the server ended, if it does not.
 
     Enter this before Prefect is imported, because Prefect reads its environment variables at import. The parent opens
     the socket, so the port is known, and a request that arrives before the start is complete waits in the backlog.
     """
     if os.environ.get("PREFECT_API_URL"):
-        yield None
+        yield lambda: None
         return
     home = (output / "prefect").resolve()
     home.mkdir(parents=True, exist_ok=True)
@@ -70,8 +55,16 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
             pass_fds=[listener.fileno()],
         )
     os.environ |= {"PREFECT_API_URL": url, CLIENT_AUTH: auth}
+
+    def wait() -> None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=STARTUP_S).close()
+        except (urllib.error.URLError, OSError) as error:
+            how = child.how_it_ended()
+            raise MetronomeError(f"the local Prefect server does not answer ({error}); it {how}") from None
+
     try:
-        yield LocalServer(child, url)
+        yield wait
     finally:
         child.stop(grace_s=1.0)
         del os.environ["PREFECT_API_URL"]

@@ -8,9 +8,8 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -26,7 +25,7 @@ from engine.run.files import append_line, read_lines
 from engine.run.folder import dump_config
 from engine.run.process import Child
 from engine.wire.address import ADDRESS_FILE
-from tasks.cluster.ray.placement import running_on_ray
+from tasks.cluster.ray.placement import Placed, running_on_ray
 from tasks.terminal.console import named_deployment, print_error
 
 INSTANCES = "serve-rollouts/serve-rollouts"
@@ -42,27 +41,6 @@ NODE_END_S = 60.0
 orchestrator."""
 STOP_S = 8.0
 """Seconds that the ranks of a node have to end before they are killed."""
-
-
-class Placed(Protocol):
-    """What an engine has placed for a training."""
-
-    @property
-    def config(self) -> Config:
-        """The run's config, with the addresses at which all meet."""
-
-    def await_nodes(self) -> Config:
-        """Wait until the further trainer nodes have a place. Called before each attempt, of which it returns the
-        config. Raises DeadlineError."""
-
-
-@dataclass(frozen=True)
-class _OnPools:
-    config: Config
-
-    def await_nodes(self) -> Config:
-        """The run's config. The agents wait for each other (engine.trainer.ranks.agent)."""
-        return self.config
 
 
 @contextmanager
@@ -87,7 +65,7 @@ def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[Placed]:
                     deployment=RANKS, parameters={"folder": str(folder)}, name=name, notes=notes, end_s=NODE_END_S
                 )
             )
-        yield _OnPools(config)
+        yield Placed(config, lambda: config)  # the agents wait for each other (engine.trainer.ranks.agent)
 
 
 @contextmanager

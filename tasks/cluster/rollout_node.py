@@ -7,7 +7,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import Config, Rollout
@@ -33,15 +33,17 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
     start, and ProcessDied if an instance dies during the run.
     """
     devices = own_devices(config, count)
+    elsewhere = config.rollout.model_copy(update={"devices": []})  # those are on the run's own node
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
         recipe = Path(scratch) / "config.toml"
-        dump_config(_elsewhere(config), recipe)
+        dump_config(config.model_copy(update={"rollout": elsewhere}), recipe)
+        serve = [sys.executable, "-m", "flows.cli", "serve", str(recipe), "--join", join, "--host", host]
         children = []
         try:
             for number, mine in enumerate(devices):
-                children.append(
-                    _instance(recipe=recipe, join=join, host=host, name=f"{default_name()}-{number}", environment=mine)
-                )
+                name = f"{default_name()}-{number}"
+                log = recipe.parent / f"{name}.log"
+                children.append(Child(f"rollout instance {name}", [*serve, "--name", name], log, mine))
             _accompany(children, join, config.rollout)
         finally:
             stop_all(children, STOP_S)
@@ -67,17 +69,6 @@ def own_devices(config: Config, count: int) -> list[dict[str, str]]:
             "platform.devices_per_node to what a node of the rollout pool has"
         )
     return [{variable: ",".join(seen[first : first + tensor])} for first in range(0, needed, tensor)]
-
-
-def _elsewhere(config: Config) -> Config:
-    """The config without rollout.devices, which are for the instances that the run starts on its own node."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"devices": []})})
-
-
-def _instance(recipe: Path, join: str, host: str, name: str, environment: Mapping[str, str]) -> Child:
-    log = recipe.parent / f"{name}.log"
-    command = [sys.executable, "-m", "flows.cli", "serve", str(recipe), "--join", join, "--host", host, "--name", name]
-    return Child(f"rollout instance {name}", command, log, environment)
 
 
 def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:

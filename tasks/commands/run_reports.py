@@ -88,7 +88,7 @@ def status_rows(folder: RunFolder) -> dict[str, str]:
     told = folder.last_failure()
     whys = [one.why for one in read_run(folder.path).attempts]
     resumed = count_resumes(folder)
-    going = _is_running(folder)
+    going = is_held(folder.lock)
     rows = {
         "run": str(folder.path),
         "state": _state(folder, _flow_states()),
@@ -112,7 +112,7 @@ def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None
     positions: dict[Path, int] = {}
     last = -lines
     while True:
-        ended = not _is_running(folder)
+        ended = not is_held(folder.lock)
         found: list[tuple[str, str]] = []
         for file in _logs(folder, process):
             size = file.stat().st_size
@@ -209,16 +209,12 @@ def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
     flow = states.get(read_run(folder.path).flow_run)
     if flow is not None:
         return str(flow["state_name"])
-    if _is_running(folder):
+    if is_held(folder.lock):
         return "Running"
     if (told := folder.last_failure()) is not None:
         return "Stopped" if told[0] == "Stopped" else "Failed"
     only_evaluated = not folder.steps.exists() and bool(rows_of(folder))
     return "Finished" if folder.policy.is_dir() or only_evaluated else "Died"
-
-
-def _is_running(folder: RunFolder) -> bool:
-    return is_held(folder.lock)
 
 
 def _flow_states() -> dict[str, JsonObject]:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.logs import last_message
 from engine.run.process import Child
-from engine.run.progress import Progress, folder_size, format_size, write_progress
+from engine.run.progress import Progress, folder_size, format_size
 from engine.run.run_inputs import record_inputs
 from engine.types import JsonObject
-from tasks.attempt import run_folder
+from tasks.attempt import run_folder, show_in_folder
 from tasks.terminal.console import print_error, say
 from tasks.terminal.interruption import say_stopping, signal_of
 from tasks.terminal.progress_display import show_progress, since_now
@@ -120,14 +120,11 @@ class _Told:
 
     def close(self) -> None:
         """Nothing is in progress any more."""
-        if not self._folder.fence.is_passed:
-            self._folder.progress.unlink(missing_ok=True)
+        show_in_folder(self._folder, None)
 
     def _show_progress(self, progress: Progress) -> None:
         self.progress = progress
-        if not self._folder.fence.is_passed:
-            with suppress(OSError):  # nothing depends on it
-                write_progress(self._folder.progress, progress)
+        show_in_folder(self._folder, progress)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def describe_prompts(found: PromptFigures) -> str:
 def report_page(found: DataReport) -> str:
     """A report as Markdown: the two sets side by side, their overlaps, and the rows that were left out."""
     sets = (found["train"], found["heldout"])
-    rows = [[what, *(_cell(figures, what) for figures in sets)] for what in COMPARED]
+    rows = [[what, *(format_cell(dict(figures)[what]) for figures in sets)] for what in COMPARED]
     parts = ["# Data", markdown_table(["", "training", "held out"], rows)]
     parts += [f"**Note:** {markdown_text(note)}" for note in found["notes"]]
     overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
@@ -129,7 +129,3 @@ def report_page(found: DataReport) -> str:
     if rejected:
         parts += ["## Rows left out", "\n".join(f"- {code_span(row)}" for row in rejected[:SHOWN])]
     return "\n\n".join(parts) + "\n"
-
-
-def _cell(figures: Mapping[str, object], what: str) -> str:
-    return format_cell(figures[what])

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -73,9 +72,7 @@ class TrainingArtifacts:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         if kind is None or issubclass(kind, Exception):  # a cancelled run does not wait for the server
             self._thread.join(END_S)

@@ -106,13 +106,9 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
         version = f"models:/{name}/{found.version}"
     seed = config.run.seed + (int(newest.version) if newest is not None else 0)
     begun = RunStart(start=start, continued_from=version, recipe=recipe, registered=name)
-    return _with(config, path, seed), begun
-
-
-def _with(config: Config, path: str, seed: int) -> Config:
     say("start", f"from {path}, run.seed = {seed}")
     model = config.model.model_copy(update={"path": path})
-    return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"seed": seed})})
+    return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"seed": seed})}), begun
 
 
 def model_folder(config: Config, recipe: str, model: str) -> Config:

@@ -108,8 +108,8 @@ LOCAL_SERVER = """
 import sys
 from pathlib import Path
 from tasks.cluster.local_server import local_server
-with local_server(Path(sys.argv[1])) as server:
-    server.wait()
+with local_server(Path(sys.argv[1])) as wait:
+    wait()
 """
 
 

@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import tomli_w
 
@@ -68,17 +69,14 @@ ASKED_S = 60.0
 """Seconds in which a node must say whether it has vLLM."""
 
 
-@dataclass(frozen=True)
-class PlacedRun:
-    """A run whose parts have room on the cluster."""
+class Placed(NamedTuple):
+    """A run whose parts have a place on other nodes."""
 
     config: Config
     """With the addresses at which instances and nodes meet the orchestrator."""
-    _followed: Followed
-
-    def await_nodes(self) -> Config:
-        """As `Followed.await_nodes`."""
-        return self._followed.await_nodes()
+    await_nodes: Callable[[], Config]
+    """Waits until the further trainer nodes have a place. Called before each attempt, of which it returns the config.
+    Raises DeadlineError."""
 
 
 @cache
@@ -131,7 +129,7 @@ def _why_no_vllm() -> str:
 
 
 @contextmanager
-def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> Iterator[PlacedRun]:
+def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> Iterator[Placed]:
     """During the body, the cluster runs the instances and, unless this is the evaluation of a `model`, the further
     trainer nodes. `folder`: that of the run, or of the evaluation, with its logs.
 
@@ -171,7 +169,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
                 places = sorted({part.place.node for part in parts if part.place is not None})
                 followed = Followed(parts=parts, config=config, logs=logs, here=here, growth=growth, watch=watch)
                 with _environment({STORE_NODES: ",".join(places)}), followed:
-                    yield PlacedRun(config, followed)
+                    yield Placed(config, followed.await_nodes)
 
 
 def _needed(here: ActorPlace) -> list[Needed]:
