@@ -18,8 +18,6 @@ from engine.run.folder import RunFolder
 from engine.types import Group, Response, Score
 from support.runs import config_of
 from tasks.stages import evaluate
-from tasks.stages.flow_entry import crashed_without_tracking
-from tasks.tracking.store import TrackingAway
 
 
 def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monkeypatch):
@@ -36,14 +34,6 @@ def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monk
         assert evaluate.evaluate_once(config, Path("m"), 3) == {"avg_at_k": 0.5}
         assert done == expected
     assert held == [(1, "cpu-slots")] * 2  # only what samples holds a slot
-
-
-def test_a_deployed_flow_run_ends_as_crashed_without_mlflow(monkeypatch):
-    with pytest.raises(TrackingAway), crashed_without_tracking():
-        raise TrackingAway("MLflow did not answer")
-    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly-evaluation")
-    with pytest.raises(SystemExit, match="MLflow did not answer"), crashed_without_tracking():
-        raise TrackingAway("MLflow did not answer")
 
 
 def evaluated(config, model, version, seconds=1.0):

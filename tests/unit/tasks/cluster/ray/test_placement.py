@@ -1,5 +1,5 @@
-"""What follows from the news of a process that Ray placed, on a double of Ray itself; tests/integration/
-test_ray_cluster.py has the real one."""
+"""What follows from the news of a process that Ray placed, on a double of Ray itself. tests/integration/
+test_ray_cluster.py has the real one: nodes and heads that die or return, room that is lacking or grows."""
 
 import re
 import resource
@@ -20,7 +20,6 @@ from engine.run.placed_process import ActorPlace, News
 from support.runs import config_of, wait_for
 from tasks.cluster.ray import following as ray_following
 from tasks.cluster.ray import parts as ray_parts
-from tasks.cluster.ray import parts as ray_room
 from tasks.cluster.ray import placement as ray_cluster
 from tasks.cluster.ray.parts import RANKS, PlacedPart
 from tasks.terminal import interruption
@@ -133,12 +132,10 @@ def ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", found)
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", groups)
     monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
-    for module, name, value in (
-        *((ray_following, name, 0.01) for name in ("LOOK_S", "BACKOFF_S")),
-        *((ray_room, name, 0.01) for name in ("POLL_S", "BACK_S")),
-        (ray_room, "HOLD_S", 0.2),
-    ):
-        monkeypatch.setattr(module, name, value)
+    for module, names in ((ray_following, ("LOOK_S", "BACKOFF_S")), (ray_parts, ("POLL_S", "BACK_S"))):
+        for name in names:
+            monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(ray_parts, "HOLD_S", 0.2)
     return found
 
 
@@ -151,7 +148,7 @@ def further(number):
 
 
 def growth(instances=0, most=0):
-    return ray_room.Growth(instances, most, further, run="run")
+    return ray_parts.Growth(instances, most, further, run="run")
 
 
 def followed(parts, logs, room=None, **keys):
@@ -189,22 +186,17 @@ def test_an_hour_without_a_fault_resets_the_count_of_restarts(ray, monkeypatch, 
     assert (tmp_path / "instance-0.log").read_bytes() == b"logbye\n" * 4 + b"log"
 
 
-def test_what_processes_print_as_they_end_reaches_their_logs_and_one_without_a_log_ends_too(ray, tmp_path, capsys):
+def test_what_processes_print_reaches_their_logs_and_one_without_a_log_goes_on_and_ends_too(ray, tmp_path, capsys):
     parts = [*begun(instance(0), instance(1)), PlacedPart("trainer node 1", {}, RANKS, actor=ray.actor())]
+    follower = followed(parts, tmp_path)
     (tmp_path / "instance-0.log").mkdir()
+    assert [follower.has_ended(parts[0], News(None, b"log")) for _ in range(2)] == [False, False]
+    assert capsys.readouterr().err.count("instance-0.log can't be written") == 1
     ray_parts.end(parts, tmp_path)
     assert [part.actor for part in parts] == [None] * 3
     for name in ("instance-1.log", "trainer-node-1.log"):
         assert (tmp_path / name).read_bytes() == b"bye\n"
     assert "instance-0.log can't be written" in capsys.readouterr().err
-
-
-def test_a_log_that_cant_be_written_ends_no_process(ray, tmp_path, capsys):
-    part = instance(0)
-    follower = followed([part], tmp_path / "logs")
-    (tmp_path / "logs/instance-0.log").mkdir()
-    assert [follower.has_ended(part, News(None, b"log")) for _ in range(2)] == [False, False]
-    assert capsys.readouterr().err.count("instance-0.log can't be written") == 1
 
 
 @pytest.mark.parametrize(
@@ -316,31 +308,18 @@ def test_a_run_keeps_no_part_of_its_room_from_others_and_takes_all_once_it_is_th
             ray.free += 1  # another run ends
 
     ray.remove = others
-    ray_room.take_room(nodes, instances, 10.0, HERE, run="run")
+    ray_parts.take_room(nodes, instances, 10.0, HERE, run="run")
     assert seen == {3}  # it gave back the nodes' room while it waited for the instances'
     assert ray.free == 0
     assert all(part.group.granted for part in [*nodes, *instances])
 
 
-def test_without_room_the_run_says_what_it_lacks(ray):
-    ray.free = 1
-    nodes = [PlacedPart("trainer node 0", {"NPU": 8.0})]
-    with pytest.raises(DeadlineError) as error:
-        ray_room.take_room(nodes, [instance(0), instance(1)], 0.3, HERE, run="run")
-    wants = "instance-0 (1 CPU), instance-1 (1 CPU)"
-    said = (
-        f"Ray has no room for {wants}; free are no devices; room is held by another; waited 0.3 s (rollout.timeout_s)"
-    )
-    assert str(error.value) == said
-    assert ray.groups == []
-
-
 def test_a_head_that_stands_still_is_not_waited_for_without_end(ray, monkeypatch):
-    monkeypatch.setattr(ray_room, "HEAD_S", 0.1)
+    monkeypatch.setattr(ray_parts, "HEAD_S", 0.1)
     ray.remove = lambda group: threading.Event().wait(60.0)
-    ray_room.ask_for_room([part := instance(0)], "SPREAD", "run")
+    ray_parts.ask_for_room([part := instance(0)], "SPREAD", "run")
     with pytest.raises(DeadlineError, match=r"Ray's head has not answered within 0\.1 s"):
-        ray_room.give_back([part])
+        ray_parts.give_back([part])
 
 
 def test_instances_grow_with_the_cluster_up_to_their_most_and_one_that_is_lost_is_replaced(ray, tmp_path):
@@ -424,7 +403,7 @@ def test_what_fails_at_the_end_keeps_no_process_and_no_room(ray, tmp_path):
             raise RayError("the head is gone")
 
     for lost in ("", "the head"):
-        ray_room.ask_for_room([part := instance(0)], "SPREAD", "run")
+        ray_parts.ask_for_room([part := instance(0)], "SPREAD", "run")
         ray_parts.begin(part)
         ending = ray_cluster._ending([part], Growing(), tmp_path, SimpleNamespace(lost=lost))
         if lost:  # a head that is lost is asked for nothing
@@ -440,7 +419,7 @@ def test_what_fails_at_the_end_keeps_no_process_and_no_room(ray, tmp_path):
 def test_room_is_not_given_back_to_a_head_that_dies_as_the_run_ends(ray, tmp_path):
     """A process that a signal ends gets no second one from RayWatch."""
     ray.remove = lambda group: threading.Event().wait(60.0)
-    ray_room.ask_for_room([part := instance(0)], "SPREAD", "run")
+    ray_parts.ask_for_room([part := instance(0)], "SPREAD", "run")
     watch = SimpleNamespace(lost="")
     threading.Timer(0.3, lambda: setattr(watch, "lost", "the head")).start()
     began = time.monotonic()
@@ -449,25 +428,21 @@ def test_room_is_not_given_back_to_a_head_that_dies_as_the_run_ends(ray, tmp_pat
     assert time.monotonic() - began < 30.0
 
 
+@contextmanager
+def needed(name):
+    """A part of Ray that listens, and its socket."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        yield ray_following.Needed(name, f"127.0.0.1:{there.getsockname()[1]}"), there
+
+
 @pytest.fixture
 def quick_looks(monkeypatch):
     """And a handler of SIGTERM like the one of the command line."""
-
-    def handle(number, frame):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(ray_following, "TOUCH_S", 0.05)
     monkeypatch.setattr(ray_following, "SILENCES", 3)
-    before = signal.signal(signal.SIGTERM, handle)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
     signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def needed(name, **more):
-    """A part of Ray that listens, and its socket."""
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        yield ray_following.Needed(name, f"127.0.0.1:{there.getsockname()[1]}", **more), there
 
 
 def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, capsys, quick_looks):
@@ -484,34 +459,6 @@ def test_a_ray_that_is_lost_ends_what_the_run_does_with_one_error(monkeypatch, c
         with ray_following.RayWatch([node]) as watch:
             wait_for(lambda: watch.lost, "the loss", 30)
             time.sleep(0.2)
-
-
-def test_a_head_that_can_come_back_is_waited_for_with_a_word_before_and_after(capsys, quick_looks):
-    there = threading.Event()
-    there.set()
-    with needed("the head", responds=there.is_set, wait_s=600.0) as (head, _):
-        with ray_following.RayWatch([head]) as watch:
-            there.clear()
-            wait_for(lambda: watch.waits, "the silence", 30)
-            there.set()
-            wait_for(lambda: not watch.waits, "the answer", 30)
-            time.sleep(0.2)
-            assert not watch.lost
-    silent, back = capsys.readouterr().out.splitlines()
-    assert "has not answered 3 times" in silent
-    assert "the run goes on without it for up to 600 s" in silent
-    assert re.search(rf"the head \({head.address}\) is back after \d s", back)
-
-
-def test_a_head_that_does_not_come_back_in_time_is_lost_and_it_is_the_one_that_is_named(quick_looks):
-    """Ray's node gives up too, and ends."""
-    with needed("the head", responds=lambda: False, wait_s=1.5) as (head, _), needed("the node") as (node, there):
-        threading.Timer(0.5, there.close).start()
-        for parts in ([head, node], [head]):
-            head.silences = 0
-            with pytest.raises(MetronomeError, match=r"the head \(\S+\) has not answered \d+ times"):
-                with ray_following.RayWatch(parts):
-                    time.sleep(60.0)
 
 
 def test_a_process_without_another_file_says_nothing_of_ray():
