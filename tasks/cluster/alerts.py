@@ -55,6 +55,7 @@ _SAFE = {
 }
 """Filters by format. The text of an error may be a model's, and <!channel> or <at user_id="all"> calls everybody."""
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.metronome"}
+_EACH_ONCE: dict[str, Any] = {"for_each": {"prefect.resource.id"}, "threshold": 1}
 _TAKEN = {f"prefect.flow-run.{state}" for state in ("Pending", "Submitting", "Running")}
 _OVER = {f"prefect.flow-run.{state}" for state in ("Cancelling", "Cancelled", "Completed", "Failed")}
 _WAITS = {"prefect.flow-run.Late", "prefect.flow-run.AwaitingRetry"}
@@ -118,18 +119,13 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     champion = f"{{{{ event.payload.policy{safe} }}}}"
     flow = _body(f"flow_run.state.message{short}", "flow_run.id", f"flow_run.labels['{FOLDER}']{safe}", ui)
     own = _body(f"event.payload.figures{short}", "event.payload.flow_run", f"event.payload.folder{safe}", ui)
-    crashed = {"prefect.flow-run.Crashed"}
     resumed = {*_TAKEN, *_OVER, "prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry"}
+    not_resumed = _missing({"prefect.flow-run.Crashed"}, resumed, CRASHED_S)
     waiting = f"{run} has waited for a worker for {wait_minutes:g} minutes"
     not_taken = _missing(_WAITS, _TAKEN | _OVER, 60.0 * wait_minutes)
     alerts = (
         ("a run has failed", f"{run} has failed", flow, _happens("prefect.flow-run.Failed", _OURS)),
-        (
-            "a crashed run is not resumed",
-            f"{run} crashed and is not resumed",
-            flow,
-            _missing(crashed, resumed, CRASHED_S),
-        ),
+        ("a crashed run is not resumed", f"{run} crashed and is not resumed", flow, not_resumed),
         ("a run waits for a worker", waiting, flow, not_taken),
         ("a run has finished", f"{own_run} has finished", own, _happens(FINISHED, {})),
         ("a new champion", f"{champion} is the new champion", own, _happens(CHAMPION, {})),
@@ -156,13 +152,7 @@ def _body(what: str, number: str, folder: str, ui: str) -> str:
 
 def _happens(event: str, related: dict[str, str]) -> EventTrigger:
     """Fires at each event."""
-    return EventTrigger(
-        expect={event},
-        match_related=related,
-        for_each={"prefect.resource.id"},
-        posture=Posture.Reactive,
-        threshold=1,
-    )
+    return EventTrigger(expect={event}, match_related=related, posture=Posture.Reactive, **_EACH_ONCE)
 
 
 def _missing(after: set[str], expect: set[str], within_s: float) -> EventTrigger:
@@ -172,8 +162,7 @@ def _missing(after: set[str], expect: set[str], within_s: float) -> EventTrigger
         expect=expect,
         match={"prefect.resource.id": "prefect.flow-run.*"},
         match_related=_OURS,
-        for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
-        threshold=1,
         within=timedelta(seconds=within_s),
+        **_EACH_ONCE,
     )

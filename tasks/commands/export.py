@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from engine.config import Config
 from engine.config.recipe import find_file, override_keys
-from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.errors import BadInput
 from engine.evaluation.tables import scores_by_version
 from engine.run.checkpoint_files import (
     MARKER,
@@ -27,7 +26,7 @@ from engine.run.lock import hold_lock
 from engine.run.process import Child
 from engine.run.served_model import EXPORTED, ORIGIN, ExportOrigin
 from tasks.stages.input_checks import local_model
-from tasks.stages.orchestrator_process import last_error
+from tasks.stages.orchestrator_process import run_to_end
 from tasks.terminal.console import say
 from tasks.terminal.progress_display import show_progress, since_now
 
@@ -117,13 +116,8 @@ def _export(checkpoint: Path, target: Path) -> None:
     child = Child("export", export_command(checkpoint.resolve(), target.resolve()), log)
     try:
         with show_progress("export", since_now(f"{checkpoint}: loading its weights")):
-            code = child.process.wait(WAIT_S)
-        if code:
-            raise (BadInput if code == 2 else MetronomeError)(last_error(child))
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(f"{checkpoint}: its export is not done after {WAIT_S:.0f} s") from None
+            run_to_end(child, WAIT_S, f"{checkpoint}: its export is not done after {WAIT_S:.0f} s")
     finally:
-        child.stop()
         shutil.rmtree(target.with_name(f".{target.name}.partial"), ignore_errors=True)  # as large as the model
     log.unlink()
     say("export", f"{checkpoint} to {target}")

@@ -4,7 +4,6 @@ Hugging Face's logits."""
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
-from engine.errors import BadInput, DeadlineError, MetronomeError, counted
+from engine.errors import counted
 from engine.model.shape import content_hash, read_shape
 from engine.run.commands import conversion_command
 from engine.run.folder import RunFolder
@@ -23,7 +22,7 @@ from engine.run.process import Child
 from engine.run.sizes import total_parameters
 from engine.types import JsonObject
 from tasks.stages.input_checks import with_model_folder
-from tasks.stages.orchestrator_process import last_error
+from tasks.stages.orchestrator_process import run_to_end
 from tasks.terminal.progress_display import show_progress, since_now, written
 from tasks.tracking.artifact_cells import code_span, table_as_markdown
 from tasks.tracking.code_version import code_hash
@@ -58,19 +57,12 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
     file = log.with_suffix(".progress")
     limit = conversion_limit_s(Path(model))
     child = Child("convert", conversion_command(model, file), log)
+    late = f'the conversion of {model} did not finish within {limit:.0f} s (model.convert = "skip" leaves it out); '
     try:
         with show_progress("convert", written(file, "loading torch, Megatron and transformers")):
-            code_ = child.process.wait(limit)
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(
-            f'the conversion of {model} did not finish within {limit:.0f} s (model.convert = "skip" leaves it out); '
-            f"its log: {log}"
-        ) from None
+            run_to_end(child, limit, f"{late}its log: {log}")
     finally:
-        child.stop()
         file.unlink(missing_ok=True)
-    if code_:
-        raise (BadInput if code_ == 2 else MetronomeError)(last_error(child))
     report: JsonObject = json.loads(log.read_text().strip().rpartition("\n")[2])
     return report
 

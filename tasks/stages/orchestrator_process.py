@@ -15,14 +15,14 @@ from typing import Any
 
 from engine import errors
 from engine.config import Config
-from engine.errors import DeadlineError, MetronomeError, ProcessDied, TakenOver
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import orchestrator_command, timeline_command
 from engine.run.disk import named_disk_errors
 from engine.run.event_stream import EventReader, Kind
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
 from engine.run.logs import last_message
-from engine.run.process import Child
+from engine.run.process import BAD_INPUT, Child
 from engine.run.progress import Progress, folder_size, format_size
 from engine.run.run_inputs import record_inputs
 from engine.types import JsonObject
@@ -170,15 +170,12 @@ def _draw(folder: RunFolder, within_s: float) -> None:
     log = folder.logs / "timeline.log"
     child = Child("timeline", timeline_command(folder.path), log)
     try:
-        if not child.process.wait(within_s):
-            return
-        reason = last_error(child)
-    except subprocess.TimeoutExpired:
-        reason = f"it took more than {within_s:g} s"
+        run_to_end(child, within_s, f"it took more than {within_s:g} s", grace_s=0.0)
+    except MetronomeError as error:
+        command = shlex.join(timeline_command(folder.path))
+        print_error(f"warning: the timeline is not drawn: {error}; draw it: {command}")
     finally:
-        child.stop(0.0)
         log.unlink(missing_ok=True)
-    print_error(f"warning: the timeline is not drawn: {reason}; draw it: {shlex.join(timeline_command(folder.path))}")
 
 
 class Silence:
@@ -231,8 +228,17 @@ def _follow(child: Child, reader: EventReader, told: _Told, silence: Silence) ->
         silence.look(bool(events))
 
 
-def last_error(child: Child) -> str:
-    """The message of the orchestrator's last `error: ` line."""
+def run_to_end(child: Child, limit_s: float, late: str, grace_s: float = 3.0) -> None:
+    """Wait for a process that does one piece of work. Raises the error that it tells: BadInput or another
+    MetronomeError; DeadlineError, with the text `late`, after `limit_s`, and then `grace_s` to end."""
+    try:
+        code = child.process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(late) from None
+    finally:
+        child.stop(grace_s)
+    if not code:
+        return
     assert child.log is not None
-    told = last_message(child.log, "error: ")
-    return told.removeprefix("error: ") or f"the {child.name} {child.how_it_ended()}"
+    told = last_message(child.log, "error: ").removeprefix("error: ")
+    raise (BadInput if code == BAD_INPUT else MetronomeError)(told or f"the {child.name} {child.how_it_ended()}")

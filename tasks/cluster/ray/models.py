@@ -134,26 +134,18 @@ def model_here(
         return Path(folder), ExitStack()
     name = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:32]
     place = _copies() / (name + ONCE * once)
+    partial = place.with_suffix(".partial")
     what = f"the copy {place} of {folder}"
     with (
-        hold_lock(place.with_suffix(FETCH), what, FETCH_S, progress=lambda: _fetched(place)),
+        hold_lock(place.with_suffix(FETCH), what, FETCH_S, progress=lambda: folder_size(partial)),
         ExitStack() as held,
     ):
         if not _same(place, digests):
             _sweep(place)
-            _fetch(folder, place, digests, read)
+            _fetch(folder, place, partial, digests, read)
         os.utime(place)
         held.enter_context(share_lock(place.with_suffix(LOCK), what))
         return place, held.pop_all()
-
-
-def _fetched(place: Path) -> int:
-    """Number of bytes that were fetched so far."""
-    return folder_size(_partial(place))
-
-
-def _partial(place: Path) -> Path:
-    return place.with_suffix(".partial")
 
 
 def _copies() -> Path:
@@ -170,10 +162,9 @@ def _same(folder: Path, digests: Digests) -> bool:
         return False
 
 
-def _fetch(folder: str, place: Path, digests: Digests, read: Callable[[str, int], bytes]) -> None:
+def _fetch(folder: str, place: Path, partial: Path, digests: Digests, read: Callable[[str, int], bytes]) -> None:
     """Fetch what this node lacks. An earlier fetch that was interrupted has left files and the beginning of one; a copy
     that was damaged has all of them."""
-    partial = _partial(place)
     if place.is_dir() and not partial.exists():
         place.rename(partial)
     shutil.rmtree(place, ignore_errors=True)
