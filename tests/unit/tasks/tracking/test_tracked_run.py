@@ -243,7 +243,7 @@ def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be
     """Longer than a run waits at its end."""
     monkeypatch.setattr(store, "RETRY_S", (0.02,))
     monkeypatch.setattr(tracked_run, "FLUSH_S", 0.1)
-    evaluated = config.model_copy(update={"run": Run(name="no bucket", output=config.run.output)})
+    evaluated = config.model_copy(update={"run": Run(name="no-bucket", output=config.run.output)})
     add_evaluation(evaluated, {"step": 3, "benchmark": "b", "avg_at_k": 0.5})
     here = mlflow.MlflowClient.log_artifact
     asked = []
